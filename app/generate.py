@@ -4,21 +4,21 @@ One prompt gives one PNG. A file of prompts gives a folder of PNGs; the same com
 """
 
 import json
-import os
 import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
+from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.devices import DTYPES, pick_device
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines import PromptLayout
 from debias_diffusion.pipelines.checkpoints import PIPELINES, SDXL
-from debias_diffusion.pipelines.png import first_difference, read_settings, sampler, settings_text, write_png
+from debias_diffusion.pipelines.png import first_difference, read_settings, write_png
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     ImageTask,
@@ -31,17 +31,9 @@ from debias_diffusion.pipelines.rendering import (
 
 from .contact_sheet import write_contact_sheets
 from .options import GenerateConfig
-from .prompts import (
-    MAX_PROMPTS,
-    LeftOut,
-    Prompt,
-    check_last_seed,
-    check_prompt,
-    check_text,
-    print_left_out,
-    read_prompts,
-)
+from .prompts import MAX_PROMPTS, LeftOut, Prompt, check_last_seed, check_prompt, check_text, read_prompts
 
+LEFT_OUT = "left-out.jsonl"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
 
 
@@ -72,7 +64,13 @@ def generate(config: GenerateConfig) -> Path:
         encoder = replace(encoder, name=encoder.place)  # without the second encoder
     elif encoder.fitted_second:
         print(f"Second encoder: {encoder.fitted_second}, fitted with the first")
-    prompts, where, left_out = _read(config)
+    prompts, left_out = [Prompt(0, config.prompt or "")], []
+    if config.prompts is not None:
+        prompts, left_out = read_prompts(config.prompts)
+        print(f"Prompts: {len(prompts):,} in {config.prompts}")
+        print_left_out(left_out, LEFT_OUT)
+    seeds = [config.seed + prompt.number if prompt.seed is None else prompt.seed for prompt in prompts]
+    prompts = [replace(prompt, seed=seed) for prompt, seed in zip(prompts, seeds, strict=True)]
     _check_count(config, prompts)
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     _check_output(output, config.several)
@@ -97,21 +95,11 @@ def generate(config: GenerateConfig) -> Path:
     with explain_memory(renderer.device, advice):
         if config.several:
             with Job.open(output, "generate", renderer.settings(encoder), renderer.inputs(encoder)) as job:
-                _fill(job, renderer, encoder, _tasks(config, prompts, where, job), left_out)
+                _fill(job, renderer, encoder, _tasks(config, prompts, job), left_out)
         else:
-            _render_one(output, config, renderer, encoder, _tasks(config, prompts, where)[0])
+            _render_one(output, config, renderer, encoder, _tasks(config, prompts)[0])
     print(f"Wrote {output}")
     return output
-
-
-def _read(config: GenerateConfig) -> tuple[list[Prompt], dict[int, str], list[LeftOut]]:
-    """The prompts, the place of each in words by its number, and the entries that are left out."""
-    if config.prompts is None:
-        return [Prompt(0, config.prompt)], {0: "the prompt"}, []
-    file = read_prompts(config.prompts)
-    print(f"Prompts: {len(file.prompts):,} in {config.prompts}")
-    print_left_out(file.left_out)
-    return file.prompts, {number: f"line {line}" for number, line in file.lines.items()}, file.left_out
 
 
 def _check_count(config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
@@ -123,11 +111,7 @@ def _check_count(config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
             f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
         )
     for prompt in prompts:
-        check_last_seed(_first_seed(config, prompt), config.images_per_prompt)
-
-
-def _first_seed(config: GenerateConfig, prompt: Prompt) -> int:
-    return config.seed + prompt.number if prompt.seed is None else prompt.seed
+        check_last_seed(prompt.seed, config.images_per_prompt)
 
 
 def _check_output(path: Path, several: bool) -> None:
@@ -139,31 +123,28 @@ def _check_output(path: Path, several: bool) -> None:
         raise UserError(f"The output {output!r} is a folder. Give a file name, such as {str(path / 'picture.png')!r}.")
     if not several and not is_png:
         raise UserError(f"The output {output!r} must end in .png, because PNG is the format.")
-    folder = path if several else path.parent
+    if several:  # a job, which checks it
+        return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError(
-            f"The output folder {str(folder)!r} cannot be created ({error.strerror}). Give another one."
+            f"The output folder {str(path.parent)!r} is not writable ({error.strerror}). Give another one."
         ) from error
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise UserError(f"The output folder {str(folder)!r} is not readable and writable. Give another one.")
 
 
-def _tasks(
-    config: GenerateConfig, prompts: Sequence[Prompt], where: dict[int, str], job: Job | None = None
-) -> list[ImageTask]:
+def _tasks(config: GenerateConfig, prompts: Sequence[Prompt], job: Job | None = None) -> list[ImageTask]:
     """All images of a run. Number and seed identify a file; the words after them are for people."""
     finished = map(_NAME.fullmatch, job.names() if job else ())
     names = {(int(match[2]), int(match[3])): match[1] for match in finished if match}
     tasks = []
     for prompt in prompts:
-        first = _first_seed(config, prompt)
         negative = config.negative_prompt if prompt.negative is None else prompt.negative
-        for seed in range(first, first + config.images_per_prompt):
+        for seed in range(prompt.seed, prompt.seed + config.images_per_prompt):
             name = "-".join(filter(None, (f"{prompt.number:05}", str(seed), _slug(prompt.text))))
             image = ImagePrompt(prompt.text, seed, negative, prompt.second)
-            tasks.append(ImageTask(names.get((prompt.number, seed), name), image, where[prompt.number]))
+            tasks.append(ImageTask(names.get((prompt.number, seed), name), image, prompt.where))
     return tasks
 
 
@@ -173,23 +154,21 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", ascii_only).strip("-")[:40].rstrip("-")
 
 
-# One image, and a folder of images
-
-
 def _render_one(path: Path, config: GenerateConfig, renderer: Renderer, encoder: EncoderSpec, task: ImageTask) -> None:
     settings = renderer.png_settings(encoder, task.prompt)
     if path.exists() and not config.overwrite and (difference := _difference(path, settings)):
         raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
     pipe = renderer.pipeline(encoder)
     layout = renderer.layout(pipe, task.prompt)
-    print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({_chunks(layout)})")
-    scheduler = type(pipe.scheduler).__name__
+    names = ("first ", "second ") if len(layout.chunks) > 1 else ("",)
+    chunks = zip(layout.chunks, names, strict=True)
+    counts = [f"{count} chunk{'s' * (count > 1)} of the {name}text encoder" for count, name in chunks]
+    print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({', '.join(counts)})")
     [[image]] = renderer.render(pipe, encoder, [[task.prompt]])
     if isinstance(image, str):
         failed = [(f"{task.where}, seed {task.prompt.seed}", image)]
         raise FailedError(explain_failures(failed, "1 image", renderer.dtype))
-    settings |= layout._asdict() | {"scheduler": sampler(scheduler)}
-    write_png(image, path, settings_text(settings, scheduler))
+    write_png(image, path, renderer.png_text(pipe, encoder, task.prompt, layout))
 
 
 def _difference(path: Path, settings: dict) -> str:
@@ -201,44 +180,33 @@ def _difference(path: Path, settings: dict) -> str:
     return "it holds no settings" if before is None else first_difference(before, wanted)
 
 
-def _chunks(layout: PromptLayout) -> str:
-    names = ["of the first text encoder", "of the second"] if len(layout.chunks) > 1 else ["of the text encoder"]
-    counts = [f"{count} chunk{'s' * (count > 1)}" if not i else str(count) for i, count in enumerate(layout.chunks)]
-    return ", ".join(f"{count} {name}" for count, name in zip(counts, names, strict=True))
-
-
 def _fill(
     job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence[ImageTask], left_out: list[LeftOut]
 ) -> None:
     """Renders the missing images of a folder, and writes its index, contact sheets and list of skipped entries."""
     not_rendered: dict[str, str] = {}
+    error = None
     try:
         render_into(job, renderer, encoder, tasks, not_rendered)
-    except FailedError:
-        _describe(job, tasks, left_out, not_rendered)
-        raise
-    _describe(job, tasks, left_out, not_rendered)
-
-
-def _describe(job: Job, tasks: Sequence[ImageTask], left_out: list[LeftOut], not_rendered: dict[str, str]) -> None:
+    except FailedError as not_finite:
+        error = not_finite
     failed = [LeftOut(*entry) for entry in not_rendered.items()]
-    print_left_out(failed)
-    finished = {f"{task.name}.png": task for task in tasks if f"{task.name}.png" in job}
-    index = [{"file": name, "where": task.where} | _entry(job.notes(name)) for name, task in finished.items()]
+    print_left_out(failed, LEFT_OUT)
+    finished = [task for task in tasks if task.file in job]
+    index = [{"file": task.file, "where": task.where} | job.notes(task.file) for task in finished]
+    for entry in index:
+        del entry["seconds"]
     _write_lines(job.folder / "index.jsonl", index)
-    _write_lines(job.folder / "left-out.jsonl", [asdict(entry) for entry in [*left_out, *failed]])
+    _write_lines(job.folder / LEFT_OUT, [asdict(entry) for entry in [*left_out, *failed]])
     if finished:
-        titles = [f"{name.partition('-')[0]} · seed {task.prompt.seed}" for name, task in finished.items()]
-        texts = [task.prompt.prompt for task in finished.values()]
-        files = [job.folder / name for name in finished]
+        titles = [f"{task.name.partition('-')[0]} · seed {task.prompt.seed}" for task in finished]
+        texts = [task.prompt.prompt for task in finished]
+        files = [job.folder / task.file for task in finished]
         sheets = write_contact_sheets(job.folder, list(zip(files, titles, texts, strict=True)))
         more = f" and {len(sheets) - 1} more page{'s' * (len(sheets) > 2)}" if len(sheets) > 1 else ""
         print(f"Contact sheet of all {len(finished):,}: {sheets[0]}{more}")
-
-
-def _entry(notes: dict) -> dict:
-    names = ("prompt", "negative_prompt", "prompt_2", "seed", "tokens", "positions", "chunks")
-    return {name: notes[name] for name in names}
+    if error:
+        raise error
 
 
 def _write_lines(path: Path, entries: Sequence[dict]) -> None:

@@ -5,12 +5,10 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from debias_diffusion.data import bad_records
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError
 from debias_diffusion.tokens import clean
@@ -35,6 +33,7 @@ class Prompt:
         negative: the negative prompt, None if the entry has none.
         second: the prompt for SDXL's second text encoder, None for `text`.
         seed: of the noise, None if the entry has none.
+        where: its place in words: "line 3", with lines from 1.
     """
 
     number: int
@@ -42,6 +41,7 @@ class Prompt:
     negative: str | None = None
     second: str | None = None
     seed: int | None = None
+    where: str = "the prompt"
 
 
 @dataclass(frozen=True)
@@ -53,24 +53,6 @@ class LeftOut:
 
     def __str__(self) -> str:
         return printable(f"{self.where}: {self.reason}")
-
-
-@dataclass(frozen=True)
-class PromptFile:
-    """The content of a file of prompts.
-
-    Attributes:
-        prompts: the valid entries, in file order.
-        left_out: the invalid entries.
-        lines: the first line of each prompt, from 1, by the prompt's number.
-    """
-
-    prompts: list[Prompt]
-    left_out: list[LeftOut]
-    lines: dict[int, int]
-
-
-print_left_out = partial(bad_records.print_left_out, listed_in="left-out.jsonl")
 
 
 def check_text(name: str, text: str) -> None:
@@ -90,8 +72,11 @@ def check_prompt(text: str) -> None:
         raise UserError("The prompt is empty. Say what to draw.")
 
 
-def read_prompts(path: str | os.PathLike) -> PromptFile:
+def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], list[LeftOut]]:
     """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
+
+    Returns:
+        the valid entries, and the invalid ones, both in file order
 
     Raises:
         UserError: there is no such file, it is of another kind, a CSV is broken or has other columns, or no entry is
@@ -107,21 +92,18 @@ def read_prompts(path: str | os.PathLike) -> PromptFile:
         raise UserError(
             f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
         ) from error
-    prompts, left_out, lines = [], [], {}
+    prompts, left_out = [], []
     for number, (line, entry) in enumerate(entries(path, data)):
         if number == MAX_PROMPTS:
             raise UserError(f"The file of prompts {str(path)!r} has more than {MAX_PROMPTS:,} entries. Split it.")
         try:
-            if isinstance(entry, str):
-                raise UserError(entry)
-            prompts.append(_prompt(number, entry))
-            lines[number] = line
+            prompts.append(_prompt(number, f"line {line}", entry))
         except UserError as error:
             left_out.append(LeftOut(f"line {line}", str(error)))
     if not prompts:
         first = f" The first fault: {left_out[0]}" if left_out else ""
         raise UserError(f"The file of prompts {str(path)!r} holds no usable prompt.{first} Give {_SHAPES}.")
-    return PromptFile(prompts, left_out, lines)
+    return prompts, left_out
 
 
 # A raw entry: values by column, or, in words, why it cannot be read.
@@ -131,25 +113,21 @@ Entry = dict | str
 def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
     for line, raw in enumerate(data.splitlines(), 1):
         try:
-            text = raw.decode().strip()
+            if text := raw.decode().strip():
+                yield line, {"prompt": text}
         except UnicodeDecodeError as error:
             yield line, f"Not UTF-8 ({error.reason} at byte {error.start})."
-        else:
-            if text:
-                yield line, {"prompt": text}
 
 
 def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
     for line, raw in enumerate(data.splitlines(), 1):
-        if not raw.strip():
-            continue
         try:
-            entry = json.loads(raw.decode())
+            if raw.strip():
+                entry = json.loads(raw.decode())
+                yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
         except (ValueError, RecursionError) as error:
             begin = raw[:40].decode(errors="replace")
             yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {begin!r}."
-            continue
-        yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
 
 
 def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
@@ -161,7 +139,12 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
         raise UserError(f"The file of prompts {str(path)!r} is not UTF-8 (line {line}). Save it as UTF-8.") from error
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = _checked_header(path, next(rows, []))
+        header = [name.strip().lower() for name in next(rows, [])]
+        if "prompt" not in header or len(set(header)) < len(header):
+            raise UserError(
+                f"The file of prompts {str(path)!r} has no column 'prompt', or one column twice: its first line is "
+                f"{','.join(header)[:80]!r}. Name columns of {', '.join(_COLUMNS)} there, with commas between them."
+            )
         line = rows.line_num + 1
         for row in rows:
             if len(row) > len(header):
@@ -178,19 +161,6 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
         ) from error
 
 
-def _checked_header(path: Path, row: Sequence[str]) -> list[str]:
-    header = [name.strip().lower() for name in row]
-    if "prompt" not in header:
-        raise UserError(
-            f"The file of prompts {str(path)!r} has no column 'prompt'. Its first line must name the columns, with "
-            f"commas between them, of {', '.join(_COLUMNS)}; it is {','.join(header)[:80]!r}."
-        )
-    twice = sorted({name for name in header if header.count(name) > 1})
-    if twice:
-        raise UserError(f"The file of prompts {str(path)!r} has more than one column {twice[0]!r}. Keep one.")
-    return header
-
-
 _READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
     ".txt": _text_entries,
     ".jsonl": _json_entries,
@@ -198,8 +168,10 @@ _READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
 }
 
 
-def _prompt(number: int, entry: dict) -> Prompt:
+def _prompt(number: int, where: str, entry: Entry) -> Prompt:
     """An entry as a Prompt. Raises UserError."""
+    if isinstance(entry, str):
+        raise UserError(entry)
     entry = {name: value for name, value in entry.items() if value is not None}
     if "prompt" not in entry:
         raise UserError(f"It has no prompt, only: {', '.join(entry) or 'nothing'}"[:200] + ".")
@@ -212,7 +184,7 @@ def _prompt(number: int, entry: dict) -> Prompt:
     texts = {name: entry[name].strip() for name in _TEXTS if name in entry}
     check_prompt(texts["prompt"])  # stripped: cleaning makes a text of some characters that are spaces
     seed = parse_seed(entry["seed"]) if "seed" in entry else None
-    return Prompt(number, texts["prompt"], texts.get("negative_prompt"), texts.get("prompt_2") or None, seed)
+    return Prompt(number, texts["prompt"], texts.get("negative_prompt"), texts.get("prompt_2") or None, seed, where)
 
 
 def check_last_seed(first: int, count: int) -> None:

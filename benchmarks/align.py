@@ -23,10 +23,10 @@ from tqdm import tqdm
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.app.align.command import Alignment
+from debias_diffusion.app.align.data import AlignBatch, collate
 from debias_diffusion.app.align.encoders import recompute_activations
-from debias_diffusion.app.align.objective import TERMS, Frozen, Objective, Slot
+from debias_diffusion.app.align.objective import TERMS, Encoder, Objective, Slot
 from debias_diffusion.app.align.plan import measure_cost
-from debias_diffusion.app.align.samples import AlignBatch, collate
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.chunks import Cut, Tokens
 from debias_diffusion.eval.report import Table
@@ -52,10 +52,10 @@ def slot(encoder: CLIPTextModelWithProjection, tokenizer, fitted: bool) -> Slot:
         with META:
             return CLIPTextModelWithProjection(config).to(dtype).requires_grad_(dtype == torch.float32)
 
-    base = Frozen(empty(77, torch.bfloat16), tokenizer)
+    base = Encoder(empty(77, torch.bfloat16), tokenizer)
     if not fitted:
         return Slot(base)
-    return Slot(base, empty(248, torch.float32), tokenizer, Frozen(empty(248, torch.bfloat16), tokenizer))
+    return Slot(base, Encoder(empty(248, torch.float32), tokenizer), Encoder(empty(248, torch.bfloat16), tokenizer))
 
 
 def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
@@ -64,7 +64,7 @@ def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
     unet = pipe.unet.requires_grad_(False)
     parts = ((pipe.text_encoder, pipe.tokenizer), (pipe.text_encoder_2, pipe.tokenizer_2))
     slots = [slot(*part, is_fitted) for part, is_fitted in zip(parts, fitted, strict=True)]
-    models = [slot.encoder.train() for slot in slots if slot.encoder is not None]
+    models = [slot.fitted.model.train() for slot in slots if slot.fitted is not None]
     if recomputed:
         unet.enable_gradient_checkpointing()
         for model in models:

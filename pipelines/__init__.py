@@ -14,7 +14,7 @@ _MODULES = {
     "StableDiffusionXLLongPromptInpaintPipeline": ".classes",
     "StableDiffusionXLLongPromptPipeline": ".classes",
     "parse_weights": ".weighting",
-    "with_long_prompts": ".any_pipeline",
+    "with_long_prompts": ".classes",
     "write_custom_pipeline": ".custom_pipeline",
 }
 __all__ = list(_MODULES)

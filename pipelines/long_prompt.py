@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple, get_args
@@ -29,34 +29,31 @@ except ImportError:  # older diffusers run both encoders on the pipeline's one d
     get_module_execution_device = None
 
 
-class LongPromptOptions(NamedTuple):
-    """See `set_long_prompt`."""
-
-    negative_clip_skip: bool = False
-    strict: bool = False
-    weighting: bool = False
-    reading: Reading = "overlap"
-
-
 class PromptLayout(NamedTuple):
     """How a prompt is encoded.
 
     Attributes:
-        tokens: tokens of the longest text without BOS and EOS, the most of any tokenizer.
+        tokens: tokens of the longest text without BOS and EOS, the most of any tokenizer, also where it is cut.
         positions: length of the embeddings.
         chunks: for each text encoder, the number of chunks that the longest text takes.
+        cut_at: the number of tokens, BOS and EOS included, at which texts are cut; None if they are read whole.
     """
 
     tokens: int
     positions: int
     chunks: tuple[int, ...]
+    cut_at: int | None = None
 
 
 class LongPromptMixin:
-    """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder."""
+    """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
-    _long_prompt = LongPromptOptions()
-    _last_encoder: str  # whose dtype the embeddings have
+    A subclass has `_text_encoders()`, (tokenizer, encoder) of each; and `_states(encoder, ids, clip_skip)`, which gives
+    hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width] or None.
+    """
+
+    # the options of `set_long_prompt`
+    _long_prompt = SimpleNamespace(negative_clip_skip=False, strict=False, weighting=False, reading="overlap")
 
     def set_long_prompt(
         self,
@@ -84,19 +81,28 @@ class LongPromptMixin:
         """
         if reading not in get_args(Reading):
             raise ValueError(f"reading is {reading!r}, but must be {' or '.join(get_args(Reading))}.")
-        self._long_prompt = LongPromptOptions(negative_clip_skip, strict, weighting, reading)
+        self._long_prompt = SimpleNamespace(
+            negative_clip_skip=negative_clip_skip, strict=strict, weighting=weighting, reading=reading
+        )
         return self
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs):
         """As in diffusers; the options of `set_long_prompt` are taken over from the other pipeline."""
         pipe = super().from_pipe(pipeline, **kwargs)
-        pipe._long_prompt = getattr(pipeline, "_long_prompt", LongPromptOptions())
+        pipe._long_prompt = getattr(pipeline, "_long_prompt", cls._long_prompt)
         return pipe
 
     def __setattr__(self, name: str, value):
-        if name in ("text_encoder", "text_encoder_2"):
-            _warn_of_lost_lora(name, self.__dict__.get(name), value)
+        if name in ("text_encoder", "text_encoder_2") and value is not None:
+            # A LoRA lives in the layers it was loaded into; diffusers does not say when it goes with them.
+            lost = set(getattr(self.__dict__.get(name), "peft_config", ())) - set(getattr(value, "peft_config", ()))
+            if lost:
+                warnings.warn(
+                    f"the new {name} is without the LoRA {', '.join(sorted(lost))}, which was loaded into the old one:"
+                    " set the encoder first, then load LoRAs (unload_lora_weights(), then load_lora_weights(...)).",
+                    stacklevel=2,
+                )
         super().__setattr__(name, value)
 
     def to_json_string(self) -> str:
@@ -109,26 +115,24 @@ class LongPromptMixin:
         )
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
-    def _text_encoders(self) -> list[tuple[PreTrainedTokenizerBase, PreTrainedModel]]:
-        """The pipeline's text encoders, each with its tokenizer."""
-        raise NotImplementedError
-
-    def _states(
-        self, encoder: PreTrainedModel, ids: torch.Tensor, clip_skip: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width] or None."""
-        raise NotImplementedError
+    def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
+        read, overlap = self._cut(texts), self._long_prompt.reading != "separate"
+        chunks = tuple(
+            max(len(split_text(text, context_length(encoder, positions) - 2, overlap)) for text in batch)
+            for (_, encoder), batch in zip(self._text_encoders(), read, strict=False)
+        )
+        return PromptLayout(_longest(texts), positions, chunks, self._cut_at)
 
     @property
-    def _overlap(self) -> bool:
-        return self._long_prompt.reading != "separate"
+    def _cut_at(self) -> int | None:
+        if self._long_prompt.reading != "cut":
+            return None
+        return min(TRAINED_POSITIONS, *(context_length(encoder) for _, encoder in self._text_encoders()))
 
-    def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
-        chunks = tuple(
-            max(len(split_text(text, context_length(encoder, positions) - 2, self._overlap)) for text in batch)
-            for (_, encoder), batch in zip(self._text_encoders(), texts, strict=False)
-        )
-        return PromptLayout(_longest(texts), positions, chunks)
+    def _cut(self, texts: list[list[Tokens]]) -> list[list[Tokens]]:
+        """What is read of the tokens."""
+        end = self._cut_at and self._cut_at - 2
+        return [[tokens.first(end) for tokens in batch] for batch in texts] if end else texts
 
     def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
@@ -152,10 +156,10 @@ class LongPromptMixin:
     def _tokenize_negative(
         self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
     ) -> list[list[Tokens]] | None:
-        """Like `_tokenize`; None if the negative prompt is encoded as zeros."""
+        """What is read of the negative prompt, as `_tokenize` gives it; None if it is encoded as zeros."""
         if negative is None and self.config.get("force_zeros_for_empty_prompt"):
             return None
-        return self._tokenize(negative or "", *negative_2, batch_size=batch_size)
+        return self._cut(self._tokenize(negative or "", *negative_2, batch_size=batch_size))
 
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder
@@ -167,13 +171,11 @@ class LongPromptMixin:
         )
         tokens = []
         for text in texts:
+            text.encode()  # raises ValueError for half of a surrogate pair, which is no character
             parts = parse_weights(text) if self._long_prompt.weighting else [[(text, 1.0)]]
             if converts:
                 parts = [[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part] for part in parts]
             tokens.append(tokenize_parts(parts, tokenizer))
-        if self._long_prompt.reading == "cut":
-            length = min(TRAINED_POSITIONS, *(context_length(encoder) for _, encoder in self._text_encoders()))
-            return [text.first(length - 2) for text in tokens]
         return tokens
 
     def _shared_length(
@@ -194,29 +196,30 @@ class LongPromptMixin:
             )
         return fixed
 
-    def _check_strict(self, texts: list[list[Tokens]], positions: int) -> None:
-        if self._long_prompt.strict and max((layout := self._layout(texts, positions)).chunks) > 1:
-            lengths = [context_length(encoder) for _, encoder in self._text_encoders()]
-            raise ValueError(
-                f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.chunks))} chunks of the text"
-                f" encoders, which have {' and '.join(map(str, lengths))} positions, and `strict` allows one: shorten"
-                " it, use an encoder with more positions, or call set_long_prompt(strict=False)."
-            )
-
     def _encode(
         self, texts: list[list[Tokens]], length: int, clip_skip: int | None, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Embeddings [batch, length, width of all encoders] and the last encoder's pooled [batch, pooled width]."""
-        self._check_strict(texts, length)
+        encoders = [encoder for _, encoder in self._text_encoders()]
+        if self._long_prompt.strict and max((layout := self._layout(texts, length)).chunks) > 1:
+            raise ValueError(
+                f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.chunks))} chunks of the text"
+                f" encoders, which have {' and '.join(str(context_length(encoder)) for encoder in encoders)} positions,"
+                " and `strict` allows one: shorten it, use an encoder with more positions, or call"
+                " set_long_prompt(strict=False)."
+            )
+        most = min(encoder.config.num_hidden_layers for encoder in encoders) - 1
+        if not 0 <= (clip_skip or 0) <= most:
+            raise ValueError(f"`clip_skip` is {clip_skip}, but must be from 0 to {most} for these text encoders")
 
         def states(encoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
             return self._states(encoder, ids.to(inputs), clip_skip)
 
-        embeds, pooled = [], None
+        embeds, pooled, overlap = [], None, self._long_prompt.reading != "separate"
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
             embedded, pooled = encode_texts(
-                encoder, tokenizer, batch, length, overlap=self._overlap, states=states, device=device
+                encoder, tokenizer, batch, length, overlap=overlap, states=states, device=device
             )
             embeds.append(embedded)
         return torch.concat(embeds, dim=-1), pooled
@@ -238,7 +241,7 @@ class LongPromptMixin:
     ) -> tuple[torch.Tensor | None, ...]:
         """Embeddings, negative, pooled and negative pooled ones, of texts for each encoder; what is given stays."""
         device = device or self._execution_device
-        tokens = None if embeds is not None else self._tokenize(*prompts)
+        tokens = None if embeds is not None else self._cut(self._tokenize(*prompts))
         batch_size = embeds.shape[0] if tokens is None else len(tokens[0])
         negative_tokens = None
         if guided and negative_embeds is None:
@@ -256,10 +259,10 @@ class LongPromptMixin:
         if guided and negative_embeds is None:
             negative_embeds, negative_pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
 
-        encoder = getattr(self, self._last_encoder)
-        dtype = _result_dtype(embeds, self.unet if encoder is None else encoder)
-        embeds = _repeat(embeds.to(dtype=dtype, device=device), repeats)
-        pooled = _repeat(pooled, repeats)
+        # The UNet's input dtype: the encoder's, as in diffusers, unless that only stores its weights (float8).
+        model = getattr(self, "text_encoder_2", self.text_encoder) or self.unet
+        dtype = embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
+        embeds, pooled = _repeat(embeds.to(dtype=dtype, device=device), repeats), _repeat(pooled, repeats)
         if guided:
             negative_embeds = _repeat(negative_embeds.to(dtype=dtype, device=device), repeats)
             negative_pooled = _repeat(negative_pooled, repeats)
@@ -268,32 +271,22 @@ class LongPromptMixin:
     def _pair_layout(self, prompts: tuple, negatives: tuple, guided: bool) -> PromptLayout:
         tokens = self._tokenize(*prompts)
         negative_tokens = self._tokenize_negative(*negatives, batch_size=len(tokens[0])) if guided else None
-        return self._layout(tokens, self._shared_length(tokens, negative_tokens))
+        return self._layout(tokens, self._shared_length(self._cut(tokens), negative_tokens))
 
     @contextmanager
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:
         """Scales the text encoders' LoRA layers within the context, and restores their scales exactly."""
-        if scale is None or not isinstance(self, StableDiffusionXLLoraLoaderMixin | StableDiffusionLoraLoaderMixin):
+        with ExitStack() as stack:
+            if scale is not None and isinstance(
+                self, StableDiffusionXLLoraLoaderMixin | StableDiffusionLoraLoaderMixin
+            ):
+                self._lora_scale = scale  # what diffusers' `lora_scale` reports
+                for encoder in (self.text_encoder, getattr(self, "text_encoder_2", None)):
+                    if getattr(encoder, "peft_config", None):
+                        from peft.helpers import rescale_adapter_scale  # optional
+
+                        stack.enter_context(rescale_adapter_scale(encoder, scale))
             yield
-            return
-        self._lora_scale = scale  # what diffusers' `lora_scale` reports
-        encoders = [self.text_encoder, getattr(self, "text_encoder_2", None)]
-        layers = [
-            module
-            for encoder in encoders
-            if encoder is not None
-            for module in encoder.modules()
-            if hasattr(module, "scale_layer") and hasattr(module, "scaling")  # PEFT's layers
-        ]
-        before = [dict(layer.scaling) for layer in layers]
-        try:
-            for layer in layers:
-                layer.scale_layer(scale)
-            yield
-        finally:
-            # Dividing by the scale would round, and cannot undo a scale of 0.
-            for layer, scaling in zip(layers, before, strict=True):
-                layer.scaling.update(scaling)
 
 
 class SDXLLongPromptMixin(LongPromptMixin):
@@ -305,8 +298,6 @@ class SDXLLongPromptMixin(LongPromptMixin):
     prompt and the other prompts of a batch share the longest length that any of them needs. An encoder of a shorter
     context length reads the text in several chunks (`split_text`, `join_chunks`). Nothing is ever truncated.
     """
-
-    _last_encoder = "text_encoder_2"
 
     def encode_prompt(
         self,
@@ -330,18 +321,13 @@ class SDXLLongPromptMixin(LongPromptMixin):
             prompt: one text or a batch; None if `prompt_embeds` is given.
             prompt_2: prompt of the second text encoder, if it differs. If `text_encoder` is None, the only encoder
                 reads `prompt`, as in diffusers.
-            device: device of the results; the pipeline's if None.
-            num_images_per_prompt: repeats of each row.
             do_classifier_free_guidance: if False, the negative prompt is not used and does not count for the length.
             negative_prompt: None means zeros if the pipeline has `force_zeros_for_empty_prompt`, which do not count for
                 the length; otherwise it means "".
-            negative_prompt_2: negative prompt of the second text encoder, if it differs.
             prompt_embeds: [batch, positions, width] computed earlier, instead of `prompt`. Fixes the length.
-            negative_prompt_embeds: likewise for the negative prompt.
             pooled_prompt_embeds: [batch, pooled width] computed earlier.
-            negative_pooled_prompt_embeds: likewise for the negative prompt.
             lora_scale: LoRA layers of the text encoders are scaled by this during the call.
-            clip_skip: number of layers to stop before the penultimate one.
+            clip_skip: number of layers to stop before the penultimate one, below that of an encoder's layers.
 
         Returns:
             prompt_embeds [batch * num_images_per_prompt, positions, width], negative_prompt_embeds of that shape,
@@ -349,10 +335,11 @@ class SDXLLongPromptMixin(LongPromptMixin):
             shape. Pooled embeddings are of the first chunk. Without guidance the negatives are returned as passed.
 
         Raises:
-            ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
-                `strict`, a text of more than one chunk.
+            ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in, is no
+                text, or has weights that cannot be used; `clip_skip` is out of range; under `strict`, a text of more
+                than one chunk.
         """
-        embeds = self._encode_pair(
+        prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds = self._encode_pair(
             (prompt, prompt_2),
             (negative_prompt, negative_prompt_2),
             prompt_embeds,
@@ -365,7 +352,6 @@ class SDXLLongPromptMixin(LongPromptMixin):
             pooled=pooled_prompt_embeds,
             negative_pooled=negative_pooled_prompt_embeds,
         )
-        prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds = embeds
         # diffusers reads the results' names from this line.
         return prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds
 
@@ -378,11 +364,9 @@ class SDXLLongPromptMixin(LongPromptMixin):
         do_classifier_free_guidance: bool = True,
     ) -> PromptLayout:
         """How `encode_prompt` would encode these prompts, without running the text encoders."""
-        texts = (prompt, prompt_2), (negative_prompt, negative_prompt_2)
-        return self._pair_layout(*texts, do_classifier_free_guidance)
+        return self._pair_layout((prompt, prompt_2), (negative_prompt, negative_prompt_2), do_classifier_free_guidance)
 
     def _text_encoders(self) -> list[tuple[PreTrainedTokenizerBase, PreTrainedModel]]:
-        """The pipeline's one or two text encoders, each with its tokenizer."""
         if self.text_encoder_2 is None:
             raise ValueError(
                 "`text_encoder_2` is None, so no prompt can be encoded: pass `prompt_embeds` and `pooled_prompt_embeds`"
@@ -401,8 +385,6 @@ class SDLongPromptMixin(LongPromptMixin):
     Put it first: `class X(Mixin, Pipeline)`. Such a pipeline has one text encoder, whose last layer it reads.
     """
 
-    _last_encoder = "text_encoder"
-
     def encode_prompt(
         self,
         prompt: str | list[str] | None,
@@ -415,26 +397,14 @@ class SDLongPromptMixin(LongPromptMixin):
         lora_scale: float | None = None,
         clip_skip: int | None = None,
     ):
-        """Encodes prompts for the UNet. Arguments and results are those of diffusers' method.
+        """Encodes prompts for the UNet. Arguments, results and errors are those of `SDXLLongPromptMixin.encode_prompt`.
 
         Args:
-            prompt: one text or a batch; None if `prompt_embeds` is given.
-            device: device of the results; the pipeline's if None.
-            num_images_per_prompt: repeats of each row.
-            do_classifier_free_guidance: if False, the negative prompt is not used and does not count for the length.
             negative_prompt: "" if None.
-            prompt_embeds: [batch, positions, width] computed earlier, instead of `prompt`. Fixes the length.
-            negative_prompt_embeds: likewise for the negative prompt.
-            lora_scale: LoRA layers of the text encoder are scaled by this during the call.
             clip_skip: number of layers to stop before the last one; the final norm is still applied.
 
         Returns:
-            prompt_embeds [batch * num_images_per_prompt, positions, width] and negative_prompt_embeds of that shape.
-            Without guidance the latter are returned as passed.
-
-        Raises:
-            ValueError: batches of different sizes; a text that does not fit the length of embeddings passed in; under
-                `strict`, a text of more than one chunk.
+            prompt_embeds and negative_prompt_embeds, without pooled ones.
         """
         prompt_embeds, negative_prompt_embeds, *_ = self._encode_pair(
             (prompt,),
@@ -482,8 +452,6 @@ def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
         return
     model = getattr(encoder, "text_model", encoder)  # transformers 5 has no such part
     layers, states = model.encoder.layers, []
-    if not 0 < skipped < len(layers):
-        raise ValueError(f"`clip_skip` must be from 0 to {len(layers) - 1} for this text encoder, got {skipped}")
 
     def keep(module, inputs, output):
         states.append(output[0] if isinstance(output, tuple) else output)
@@ -501,22 +469,6 @@ def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
 
 def _longest(texts: list[list[Tokens]]) -> int:
     return max(len(tokens.ids) for batch in texts for tokens in batch)
-
-
-def _warn_of_lost_lora(name: str, old: PreTrainedModel | None, new: PreTrainedModel | None) -> None:
-    """A LoRA lives in the layers it was loaded into; diffusers does not say when it goes with a replaced encoder."""
-    lost = sorted(set(getattr(old, "peft_config", ())) - set(getattr(new, "peft_config", ())))
-    if lost and new is not None:
-        warnings.warn(
-            f"the new {name} is without the LoRA {', '.join(lost)}, which was loaded into the old one: set the encoder"
-            " first, then load LoRAs (unload_lora_weights(), then load_lora_weights(...) again).",
-            stacklevel=3,
-        )
-
-
-def _result_dtype(embeds: torch.Tensor, model: torch.nn.Module | None) -> torch.dtype:
-    """The UNet's input dtype: the model's, as in diffusers, unless that only stores its weights (float8)."""
-    return embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
 
 
 def _repeat(embeds: torch.Tensor | None, times: int) -> torch.Tensor | None:

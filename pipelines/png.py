@@ -33,28 +33,48 @@ SAMPLERS = {
 }
 
 
-def png_info(text: dict[str, str]) -> PngInfo:
-    """Text chunks of a PNG."""
-    info = PngInfo()
-    for key, value in text.items():
-        info.add_text(key, value)
-    return info
-
-
 def sampler(scheduler: str) -> str:
     """A1111's name for a scheduler's class in diffusers; of others the class without "Scheduler"."""
     return SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler"))
 
 
 def settings_text(settings: dict, scheduler: str) -> dict[str, str]:
-    """The text chunks with an image's settings, for this program and for viewers of A1111's; see `parameters`."""
-    return {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters(settings, scheduler)}
+    """The text chunks with an image's settings, for this program and in the format of A1111's interface.
+
+    That is the prompt; a line "Negative prompt: ..." if there is one; and a last line "Steps: 30, Sampler: Euler, ...".
+
+    Args:
+        scheduler: the name of diffusers' class.
+    """
+    fields = {
+        "Steps": settings["steps"],
+        "Sampler": sampler(scheduler),
+        "CFG scale": settings["guidance_scale"],
+        "Seed": settings["seed"],
+        "Size": f"{settings['width']}x{settings['height']}",
+        "Model": settings["base"].rstrip("/\\").replace("\\", "/").rpartition("/")[2],
+        "Version": f"debias-diffusion {version('debias-diffusion')}",
+    }
+    lines = [settings["prompt"]]
+    if settings["negative_prompt"]:
+        lines.append(f"Negative prompt: {settings['negative_prompt']}")
+    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in fields.items()))
+    parameters = "\n".join(" ".join(line.split()) for line in lines)
+    return {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters}
+
+
+def _quoted(value: str) -> str:
+    """As A1111 does where a value would look like the next field."""
+    return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value
 
 
 def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
     """Writes an image and its text chunks. A kill leaves the old file or the new one."""
+    info = PngInfo()
+    for key, value in text.items():
+        info.add_text(key, value)
     with atomic_file(path) as temporary:
-        image.save(temporary, format="PNG", pnginfo=png_info(text))
+        image.save(temporary, format="PNG", pnginfo=info)
 
 
 def read_settings(path: Path) -> dict | None:
@@ -79,37 +99,3 @@ def first_difference(before: dict, wanted: dict) -> str:
         begin = max(0, same - 20)
         values = ["…" * (begin > 0) + value[begin : begin + 60] + "…" * (len(value) > begin + 60) for value in values]
     return f"{name} was {values[0]!r}, now {values[1]!r}"
-
-
-def parameters(settings: dict, scheduler: str) -> str:
-    """An image's settings in the format of A1111's interface, which many viewers read.
-
-    The prompt; a line "Negative prompt: ..." if there is one; and a last line "Steps: 30, Sampler: Euler, ...".
-
-    Args:
-        settings: what stands under `SETTINGS_KEY`.
-        scheduler: the name of diffusers' class.
-    """
-    fields = {
-        "Steps": settings["steps"],
-        "Sampler": sampler(scheduler),
-        "CFG scale": settings["guidance_scale"],
-        "Seed": settings["seed"],
-        "Size": f"{settings['width']}x{settings['height']}",
-        "Model": settings["base"].rstrip("/\\").replace("\\", "/").rpartition("/")[2],
-        "Version": f"debias-diffusion {version('debias-diffusion')}",
-    }
-    lines = [_one_line(settings["prompt"])]
-    if settings["negative_prompt"]:
-        lines.append(f"Negative prompt: {_one_line(settings['negative_prompt'])}")
-    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in fields.items()))
-    return "\n".join(lines)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _quoted(value: str) -> str:
-    """As A1111 does where a value would look like the next field."""
-    return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value

@@ -4,6 +4,8 @@ An image depends on the models, its prompt and seed, the sampling, and its batch
 batches are planned over all prompts of a run, finished or not, and each image has its own generator, on the CPU.
 """
 
+import copy
+import math
 import os
 import re
 import time
@@ -11,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,21 +20,20 @@ import diffusers
 import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from diffusers import DiffusionPipeline, SchedulerMixin, StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, SchedulerMixin
 from PIL import Image
 from tqdm import tqdm
 
-from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.encoders import EncoderSpec, Kind, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError, near_matches, reason
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
 from debias_diffusion.tokens import clean
 
-from .checkpoints import PIPELINES, SDXL, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, quiet_diffusers
+from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline
 from .classes import StableDiffusionXLLongPromptPipeline
-from .long_prompt import LongPromptMixin, PromptLayout
-from .png import first_difference, png_info, sampler, settings_text
+from .long_prompt import PromptLayout
+from .png import first_difference, sampler, settings_text, write_png
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
@@ -96,11 +96,6 @@ class Sampling:
     width: int | None = None
     layer: Layer = "penultimate"
 
-    @property
-    def guided(self) -> bool:
-        """Whether a negative prompt has an effect."""
-        return self.guidance_scale > 1
-
 
 @dataclass(frozen=True)
 class ImageTask:
@@ -115,6 +110,11 @@ class ImageTask:
     name: str
     prompt: ImagePrompt
     where: str = ""
+
+    @property
+    def file(self) -> str:
+        """Its name in the job."""
+        return f"{self.name}.png"
 
     @property
     def place(self) -> str:
@@ -163,32 +163,27 @@ def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]
 
 
 def replace_encoder(
-    pipe: StableDiffusionXLPipeline,
-    text_encoder: torch.nn.Module,
-    tokenizer,
-    cls: type[StableDiffusionXLPipeline] = StableDiffusionXLLongPromptPipeline,
-    **components,
-) -> StableDiffusionXLPipeline:
-    """A pipeline of class `cls` with another first text encoder, which shares the other models with `pipe`.
+    pipe: StableDiffusionXLLongPromptPipeline, text_encoder: torch.nn.Module, tokenizer, **components
+) -> StableDiffusionXLLongPromptPipeline:
+    """A pipeline with another first text encoder, which shares the other models with `pipe`.
 
     `pipe` stays as it is. The encoder must be on its device and in its dtype. `components` replace others, by name.
     """
-    components = {**pipe.components, "text_encoder": text_encoder, "tokenizer": tokenizer, **components}
-    zeros = pipe.config.force_zeros_for_empty_prompt
-    replaced = cls(**components, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
+    replaced = copy.copy(pipe)
+    replaced.register_modules(text_encoder=text_encoder, tokenizer=tokenizer, **components)
     replaced.set_progress_bar_config(disable=True)
     return replaced
 
 
 def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
-    """How `pipe` reads a prompt; a stock pipeline of SDXL gives all prompts the same length."""
-    if not isinstance(pipe, LongPromptMixin):
-        count = len(pipe.tokenizer(prompt.prompt, verbose=False)["input_ids"])
-        return PromptLayout(count - 2, pipe.text_encoder.config.max_position_embeddings, (1, 1))
+    """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
     texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt}
     if prompt.prompt_2 is not None:
         texts["prompt_2"] = prompt.prompt_2
-    return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guided)
+    try:
+        return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guidance_scale > 1)
+    except ValueError as error:
+        raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
 
 
 def plan_batches(
@@ -221,57 +216,68 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
         arguments["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
     if any(prompt.prompt_2 is not None for prompt in prompts):
         arguments["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
-    arguments |= {"device": None, "num_images_per_prompt": 1, "do_classifier_free_guidance": sampling.guided}
+    arguments |= {
+        "device": None,
+        "num_images_per_prompt": 1,
+        "do_classifier_free_guidance": sampling.guidance_scale > 1,
+    }
     with reading_layer(pipe, sampling.layer):
         embeddings = pipe.encode_prompt(**arguments)
     named = zip(EMBEDDINGS, embeddings, strict=False)
     return {name: embedding.cpu() for name, embedding in named if embedding is not None}
 
 
-def generate_images(
+def render(
     pipe: DiffusionPipeline,
-    *prompts: Sequence[str],
+    embeddings: Embeddings,
+    seeds: Sequence[int],
+    sampling: Sampling,
     on_step: Callable[[int, int], None] | None = None,
-    **arguments,
 ) -> list[Image.Image | str]:
-    """Calls a Stable Diffusion pipeline and checks its images.
+    """Images of one batch from the embeddings of `encode`; `pipe` needs no text encoder.
 
     Embeddings, the latents after each step and the decoded pixels must be finite. A batch without a finite image ends
     at once. All other images are bit for bit those of the pipeline without checks.
 
     Args:
         pipe: may have a safety checker.
-        prompts, arguments: of the call.
         on_step: called after each step with the number of finished steps and of all. What it raises ends the rendering.
 
     Returns:
         each image, or in words why there is none: "its embeddings are not finite (NaN or infinite)"
     """
-    given = [arguments[name] for name in EMBEDDINGS if arguments.get(name) is not None]
-    if given and not any(embedded := [all(rows) for rows in zip(*map(_finite_rows, given), strict=True)]):
-        return [_not_finite("embeddings")] * len(embedded)
     decoded: list[bool] = []
 
     def check_latents(pipe: DiffusionPipeline, index: int, timestep, tensors: dict) -> dict:
-        rows = _finite_rows(tensors["latents"])
-        if not any(rows):
-            raise _LostError(index + 1, len(rows))
+        if not any(_finite_rows(tensors["latents"])):
+            raise _LostError(f"latents after step {index + 1}")
         if on_step is not None:
             on_step(index + 1, pipe.num_timesteps)
         return {}
 
     hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
-    arguments |= {"callback_on_step_end": check_latents, "callback_on_step_end_tensor_inputs": ["latents"]}
     try:
+        if not any(map(all, zip(*map(_finite_rows, embeddings.values()), strict=True))):
+            raise _LostError("embeddings")
         with np.errstate(invalid="ignore"):  # NaN is reported below
-            output = pipe(*prompts, **arguments)
+            output = pipe(
+                **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
+                height=sampling.height,
+                width=sampling.width,
+                num_inference_steps=sampling.steps,
+                guidance_scale=sampling.guidance_scale,
+                # On the CPU, because each kind of device draws other numbers from the same seed.
+                generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+                callback_on_step_end=check_latents,
+                callback_on_step_end_tensor_inputs=["latents"],
+            )
     except _LostError as lost:
-        return [_not_finite(f"latents after step {lost.step}")] * lost.images
+        return [_not_finite(str(lost))] * len(seeds)
     finally:
         hook.remove()
-    flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(output.images)
-    if len(decoded) != len(output.images):  # in tiles
-        decoded = [all(decoded)] * len(output.images)
+    flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(seeds)
+    if len(decoded) != len(seeds):  # in tiles
+        decoded = [all(decoded)] * len(seeds)
     return [
         _not_finite("pixels") if not finite else _FLAGGED if black else image
         for image, finite, black in zip(output.images, decoded, flagged, strict=True)
@@ -282,8 +288,7 @@ _FLAGGED = "the safety checker of the checkpoint has blacked it out"
 
 
 class _LostError(Exception):
-    def __init__(self, step: int, images: int):
-        self.step, self.images = step, images
+    """No image of a batch is left; says which values are not finite."""
 
 
 def _not_finite(values: str) -> str:
@@ -295,27 +300,6 @@ def _finite_rows(tensor: torch.Tensor) -> list[bool]:
     return tensor.isfinite().flatten(1).all(dim=1).tolist()
 
 
-def render(
-    pipe: DiffusionPipeline,
-    embeddings: Embeddings,
-    seeds: Sequence[int],
-    sampling: Sampling,
-    on_step: Callable[[int, int], None] | None = None,
-) -> list[Image.Image | str]:
-    """Images of one batch from the embeddings of `encode`, see `generate_images`; `pipe` needs no text encoder."""
-    return generate_images(
-        pipe,
-        **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
-        height=sampling.height,
-        width=sampling.width,
-        num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance_scale,
-        # On the CPU, because each kind of device draws other numbers from the same seed.
-        generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
-        on_step=on_step,
-    )
-
-
 def render_batch(
     pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling
 ) -> list[Image.Image | str]:
@@ -323,41 +307,9 @@ def render_batch(
     return render(pipe, encode(pipe, prompts, sampling), [prompt.seed for prompt in prompts], sampling)
 
 
-def render_in_low_memory(
-    encoders: DiffusionPipeline,
-    load: Callable[[Part], DiffusionPipeline],
-    batches: Sequence[Sequence[ImagePrompt]],
-    sampling: Sampling,
-    show_progress: bool = True,
-) -> Iterator[list[Image.Image | str]]:
-    """`render_batch` of each batch, with either the text encoders or the UNet in memory, never both.
-
-    In rounds, because the embeddings of thousands of prompts take more memory than the encoders. `encoders` is a
-    pipeline of the text encoders alone, which are removed from it.
-    """
-    per_round = max(1, ENCODED_AT_ONCE // max(map(len, batches), default=1))
-    for start in range(0, len(batches), per_round):
-        encoders = encoders or load("encoders")
-        batches_now = batches[start : start + per_round]
-        bar = tqdm(batches_now, desc="encode", disable=not show_progress, leave=False)
-        encoded = [encode(encoders, batch, sampling) for batch in bar]
-        # The caller may hold the pipeline, too.
-        names = {"text_encoder", "text_encoder_2"} & encoders.components.keys()
-        encoders.register_modules(**dict.fromkeys(names))
-        encoders = None
-        clear_device_cache(garbage_collection=True)
-        denoiser = load("denoiser")
-        for batch, embeddings in zip(batches_now, encoded, strict=True):
-            yield render(denoiser, embeddings, [prompt.seed for prompt in batch], sampling)
-        del denoiser
-        clear_device_cache(garbage_collection=True)
-
-
+@dataclass
 class Renderer:
     """A checkpoint with one text encoder after the other; its other models are loaded once, on demand.
-
-    Encoders are `EncoderSpec`s, whose reading "cut" cuts prompts at 77 tokens, as in stock SDXL, where both text
-    encoders have that context length.
 
     Args:
         base: see `Checkpoint.parse`.
@@ -366,36 +318,33 @@ class Renderer:
         scheduler: one of SCHEDULERS; None keeps the checkpoint's.
         weighting: prompts hold weights, see `parse_weights`.
         batch: images rendered at once.
-        low_memory: see `render_in_low_memory`.
+        low_memory: either the text encoders or the UNet are in memory, never both.
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
 
     Raises:
         UserError: there is no such checkpoint, or it is of another kind.
     """
 
-    def __init__(
-        self,
-        base: str,
-        sampling: Sampling,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        *,
-        encoder_2: str | None = None,
-        scheduler: str | None = None,
-        weighting: bool = False,
-        batch: int = 1,
-        low_memory: bool = False,
-        show_steps: bool = False,
-    ):
-        self.checkpoint = Checkpoint.parse(base)
+    base: str
+    sampling: Sampling
+    device: torch.device
+    dtype: torch.dtype | None = None
+    encoder_2: str | None = None
+    scheduler: str | None = None
+    weighting: bool = False
+    batch: int = 1
+    low_memory: bool = False
+    show_steps: bool = False
+
+    def __post_init__(self):
+        self.checkpoint = Checkpoint.parse(self.base)
         self.checkpoint.check_kind(PIPELINES)
-        height, width = self.checkpoint.size
-        self.sampling = replace(sampling, height=sampling.height or height, width=sampling.width or width)
-        self.device, self.dtype = device, dtype or default_dtype(device)
-        self.encoder_2, self.scheduler, self.weighting = encoder_2, scheduler, weighting
-        self.batch, self.low_memory, self.show_steps = batch, low_memory, show_steps
+        sizes = zip((self.sampling.height, self.sampling.width), self.checkpoint.size, strict=True)
+        height, width = (given or size for given, size in sizes)
+        self.sampling = replace(self.sampling, height=height, width=width)
+        self.dtype = self.dtype or default_dtype(self.device)
         self._pipe: DiffusionPipeline | None = None
-        self._loaded: tuple[str | None, str | None] = None, None  # the encoders in `_pipe`
+        self._loaded: tuple[str | None, ...] = ()  # the encoders in `_pipe`
         self._digests: dict[str | None, str | None] = {None: None, STRETCH: STRETCH}
 
     def settings(self, encoder: EncoderSpec) -> dict:
@@ -420,56 +369,72 @@ class Renderer:
         return self._digests[encoder]
 
     def png_settings(self, encoder: EncoderSpec, prompt: ImagePrompt) -> dict:
-        """The settings that an image's PNG holds; how its prompt is read, a `PromptLayout`, stands beside them.
+        """The settings that an image's PNG holds, before it is rendered.
 
         Models are named as they were given. Of an encoder in files there is the sha256, too.
         """
         names = self._encoders(encoder)
         digests = {f"{slot}_sha256": (self.digest(name) or "").rpartition(":")[2] for slot, name in names.items()}
-        settings = {name: value for name, value in self.settings(encoder).items() if value is not None}
-        if self.sampling.layer == "penultimate":
-            del settings["layer"]
         return {
             **asdict(prompt),
-            "base": self.checkpoint.name,
+            "base": self.base,
             **names,
             **{name: digest if re.fullmatch("[0-9a-f]{64}", digest) else None for name, digest in digests.items()},
-            **settings,
+            # what is not said is as usual
+            **{name: value for name, value in self.settings(encoder).items() if value not in (None, "penultimate")},
         }
 
-    def pipeline(self, encoder: EncoderSpec, part: Part | None = None) -> DiffusionPipeline:
-        """The checkpoint with an encoder that reads prompts as asked.
+    def png_text(
+        self, pipe: DiffusionPipeline, encoder: EncoderSpec, prompt: ImagePrompt, layout: PromptLayout
+    ) -> dict[str, str]:
+        """The text chunks of an image's PNG, with all its settings, see `settings_text`."""
+        scheduler = type(pipe.scheduler).__name__
+        settings = self.png_settings(encoder, prompt) | layout._asdict() | {"scheduler": sampler(scheduler)}
+        return settings_text(settings, scheduler)
+
+    def pipeline(self, encoder: EncoderSpec) -> DiffusionPipeline:
+        """The checkpoint, in low memory its text encoders alone, with an encoder that reads prompts as asked.
 
         Args:
             encoder: replaces the first one, unless it is "original".
-            part: see `load_pipeline`; None is the text encoders in low memory, else all.
 
         Raises:
             UserError: it cannot be loaded, or does not fit.
         """
-        pipe = self._load(encoder, part or ("encoders" if self.low_memory else "all"))
-        if encoder.reading == "cut" and pipe.text_encoder and self.checkpoint.check_kind(PIPELINES) == SDXL:
-            lengths = {part.config.max_position_embeddings for part in (pipe.text_encoder, pipe.text_encoder_2)}
-            if len(lengths) == 1 and max(lengths) <= TRAINED_POSITIONS:
-                return replace_encoder(pipe, pipe.text_encoder, pipe.tokenizer, StableDiffusionXLPipeline)
+        pipe = self._load(encoder, "encoders" if self.low_memory else "all")
         return pipe.set_long_prompt(reading=encoder.reading, weighting=self.weighting)
 
     def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
-        """How a prompt is read. Raises UserError for weights that cannot be used."""
-        try:
-            return read_layout(pipe, prompt.cleaned(self.weighting), self.sampling)
-        except ValueError as error:
-            raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
+        """How a prompt is read, see `read_layout`."""
+        return read_layout(pipe, prompt.cleaned(self.weighting), self.sampling)
 
     def render(
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]
     ) -> Iterator[list[Image.Image | str]]:
-        """The images of each batch, see `generate_images`; `pipe` is that of `pipeline` for this encoder."""
-        texts = [[prompt.cleaned(self.weighting) for prompt in batch] for batch in batches]
-        if self.low_memory:
-            load = partial(self.pipeline, encoder)
-            return render_in_low_memory(pipe, load, texts, self.sampling, not self.show_steps)
-        return (render_batch(pipe, batch, self.sampling) for batch in texts)
+        """The images of each batch, see `render`; `pipe` is that of `pipeline` for this encoder.
+
+        In low memory in rounds, because the embeddings of thousands of prompts take more memory than the encoders,
+        which are removed from `pipe`.
+        """
+        cleaned_batches = [[prompt.cleaned(self.weighting) for prompt in batch] for batch in batches]
+        if not self.low_memory:
+            for batch in cleaned_batches:
+                yield render_batch(pipe, batch, self.sampling)
+            return
+        per_round = max(1, ENCODED_AT_ONCE // self.batch)
+        for start in range(0, len(batches), per_round):
+            pipe = pipe or self.pipeline(encoder)
+            bar = tqdm(cleaned_batches[start : start + per_round], "encode", disable=self.show_steps, leave=False)
+            encoded = [(batch, encode(pipe, batch, self.sampling)) for batch in bar]
+            # The caller may hold the pipeline, too.
+            pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
+            pipe = None
+            clear_device_cache(garbage_collection=True)
+            denoiser = self._load(encoder, "denoiser")
+            for batch, embeddings in encoded:
+                yield render(denoiser, embeddings, [prompt.seed for prompt in batch], self.sampling)
+            del denoiser
+            clear_device_cache(garbage_collection=True)
 
     def _load(self, encoder: EncoderSpec, part: Part) -> DiffusionPipeline:
         first, second = names = tuple(self._encoders(encoder).values())
@@ -481,7 +446,7 @@ class Renderer:
                 self.checkpoint.check_fits("text_encoder", text_encoder, first)
                 return replace_encoder(self._pipe, text_encoder.to(self.device, self.dtype), tokenizer)
         self._pipe = None  # before the next one is loaded
-        pipe = load_pipeline(self.checkpoint.name, first, self.device, self.dtype, second, part)
+        pipe = load_pipeline(self.base, first, self.device, self.dtype, second, part)
         if self.scheduler:
             pipe.scheduler = make_scheduler(pipe, self.scheduler)
         pipe.set_progress_bar_config(disable=not self.show_steps)
@@ -503,21 +468,13 @@ class Rendered:
     Attributes:
         folder: of the job.
         files: of the images that are there, in the order of the tasks.
-        cut_at: number of tokens, BOS and EOS included, at which prompts were cut; None if they were not.
-        prompts_cut: how many were.
-        seconds: of rendering, in all runs, without the loading of models.
+        reading: for reports. "cut_at": the number of tokens, BOS and EOS included, at which prompts are cut, None if
+            they are not; "prompts_cut": how many were; "seconds": of rendering, in all runs, without loading models.
     """
 
     folder: Path
     files: list[Path]
-    cut_at: int | None
-    prompts_cut: int
-    seconds: float
-
-    @property
-    def reading(self) -> dict:
-        """For reports: all but the paths."""
-        return {"cut_at": self.cut_at, "prompts_cut": self.prompts_cut, "seconds": self.seconds}
+    reading: dict
 
 
 # What `render_into` asks of processes, of a single one.
@@ -544,29 +501,25 @@ def render_into(
 
     Raises:
         UserError: an image is of another prompt or was not made by this job, or no prompt can be read.
-        FailedError: some images have values that are not finite, see `generate_images`. All others are rendered.
+        FailedError: some images have values that are not finite, see `render`. All others are rendered.
     """
     left_out = {} if left_out is None else left_out
     missing = processes.from_main(lambda: _missing(job, tasks))
     print(f"Images: {len(tasks) - len(missing):,} are in {job.folder}, {len(missing):,} to render")
     if missing:
-        with quiet_diffusers():  # it warns of every prompt that it cuts
-            failed = processes.gathered(_render_share(job, renderer, encoder, tasks, missing, left_out, processes))
+        failed = processes.gathered(_render_share(job, renderer, encoder, tasks, missing, left_out, processes))
         left_out |= dict(failed)
         if failed:
             raise FailedError(explain_failures(failed, f"{len(tasks):,} images in {str(job.folder)!r}", renderer.dtype))
-    # other processes have added theirs
-    finished = job if processes.count == 1 else Job.read(job.folder)
-    there = [name for name in map(_file, tasks) if name in finished]
+    finished = Job.read(job.folder)  # other processes have added theirs
+    there = [task.file for task in tasks if task.file in finished]
     notes = [finished.notes(name) for name in there]
-    cut = [entry["tokens"] + 2 > entry["cut_at"] for entry in notes if entry["cut_at"]]
-    return Rendered(
-        job.folder,
-        [job.folder / name for name in there],
-        max((entry["cut_at"] or 0 for entry in notes), default=0) or None,
-        sum(cut),
-        round(sum(entry["seconds"] for entry in notes), 3),
-    )
+    reading = {
+        "cut_at": max((entry["cut_at"] or 0 for entry in notes), default=0) or None,
+        "prompts_cut": sum(entry["tokens"] + 2 > (entry["cut_at"] or math.inf) for entry in notes),
+        "seconds": round(sum(entry["seconds"] for entry in notes), 3),
+    }
+    return Rendered(job.folder, [job.folder / name for name in there], reading)
 
 
 def explain_failures(failed: Sequence[tuple[str, str]], images: str, dtype: torch.dtype) -> str:
@@ -579,16 +532,12 @@ def explain_failures(failed: Sequence[tuple[str, str]], images: str, dtype: torc
     )
 
 
-def _file(task: ImageTask) -> str:
-    return f"{task.name}.png"
-
-
 def _missing(job: Job, tasks: Sequence[ImageTask]) -> set[int]:
     """Indices of the images that are not there or damaged. Raises UserError for one that is something else."""
     missing, differing, damaged = set(), [], []
     finished = set(job.names())
     for index, task in enumerate(tasks):
-        name = _file(task)
+        name = task.file
         if name not in finished:
             missing.add(index)
             if os.path.lexists(job.folder / name):
@@ -619,8 +568,6 @@ def _render_share(
 ) -> list[tuple[str, str]]:
     """Renders one process's share of the missing images. Returns the places and reasons of those that failed."""
     pipe, failed = renderer.pipeline(encoder), []
-    cut_at = None if isinstance(pipe, LongPromptMixin) else pipe.text_encoder.config.max_position_embeddings
-    scheduler = type(pipe.scheduler).__name__
     layouts, prompts = _layouts(renderer, pipe, tasks, left_out), [task.prompt for task in tasks]
     batches = plan_batches(prompts, layouts, renderer.batch, missing)[processes.index :: processes.count]
     title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {job.folder.name}"
@@ -635,11 +582,10 @@ def _render_share(
                 if index in missing and isinstance(image, str):
                     failed.append((f"{task.place}, seed {task.prompt.seed}", image))
                 elif index in missing:
-                    notes = asdict(task.prompt) | layouts[index]._asdict() | {"cut_at": cut_at}
-                    settings = renderer.png_settings(encoder, task.prompt) | layouts[index]._asdict()
-                    settings |= {"scheduler": sampler(scheduler)}
-                    with job.write(_file(task), **notes, seconds=seconds) as temporary:
-                        image.save(temporary, format="PNG", pnginfo=png_info(settings_text(settings, scheduler)))
+                    notes = asdict(task.prompt) | layouts[index]._asdict()
+                    text = renderer.png_text(pipe, encoder, task.prompt, layouts[index])
+                    with job.write(task.file, **notes, seconds=seconds) as temporary:
+                        write_png(image, temporary, text)
                     bar.update()
             started = time.monotonic()
     return failed
@@ -649,29 +595,20 @@ def _layouts(
     renderer: Renderer, pipe: DiffusionPipeline, tasks: Sequence[ImageTask], left_out: dict[str, str]
 ) -> dict[int, PromptLayout]:
     """How the prompt of each image is read, by the image's index; prints it."""
-    known: dict[ImagePrompt, PromptLayout | None] = {}
-    for task in tasks:
+    known: dict[ImagePrompt, PromptLayout] = {}
+    layouts = {}
+    for index, task in enumerate(tasks):
         prompt = replace(task.prompt, seed=0)
         try:
-            if prompt not in known:
-                known[prompt] = renderer.layout(pipe, prompt)
+            layouts[index] = known[prompt] = known.get(prompt) or renderer.layout(pipe, prompt)
         except UserError as error:
-            known[prompt], left_out[task.place] = None, str(error)
-    layouts = {index: known[replace(task.prompt, seed=0)] for index, task in enumerate(tasks)}
-    layouts = {index: layout for index, layout in layouts.items() if layout}
+            left_out[task.place] = str(error)
     if not layouts:
         place, why = next(iter(left_out.items()))
         raise UserError(f"No prompt can be rendered. {place.capitalize()}: {why}")
-    counts = sorted(Counter(layout.positions for layout in known.values() if layout).items())
-    print(
-        "Positions: " + ", ".join(f"{positions} for {count:,} prompt{'s' * (count > 1)}" for positions, count in counts)
-    )
+    counts = sorted(Counter(layout.positions for layout in known.values()).items())
+    print("Positions:", ", ".join(f"{length} for {count:,} prompt{'s' * (count > 1)}" for length, count in counts))
     return layouts
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory, on an accelerator or the machine."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(error)
 
 
 @contextmanager
@@ -680,7 +617,7 @@ def explain_memory(device: torch.device, advice: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
             raise
         raise UserError(
             f"The memory of {device} does not suffice ({reason(error)}). What is finished stays. {advice}"

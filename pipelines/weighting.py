@@ -4,6 +4,7 @@ import math
 import re
 
 STEP = 1.1  # factor of a bracket or a plus sign
+MOST_WEIGHT = 100  # far beyond use; larger ones overflow half precision
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)"
 _IN_WORD = r"[^\s()\[\]\\,;:]"
@@ -45,7 +46,7 @@ def parse_weights(prompt: str) -> list[list[Run]]:
         for each part between BREAKs (at least one), its runs of equal weight in order; no run is empty.
 
     Raises:
-        ValueError: a weight is not finite.
+        ValueError: a weight, with those that multiply it, is not from -100 to 100.
     """
     parts: list[list[list]] = [[]]  # of [text, weight]
     opened: list[tuple[str, int, int]] = []  # bracket, start of its content: part, run
@@ -89,8 +90,10 @@ def _signed(signs: str) -> float:
 def _merge(part: list[list]) -> list[Run]:
     runs: list[Run] = []
     for text, weight in part:
-        if not math.isfinite(weight):
-            raise ValueError(f"the weight of {text!r} is {weight}: a prompt's weights must be numbers, such as 1.3")
+        if not abs(weight) <= MOST_WEIGHT:
+            raise ValueError(
+                f"the weight of {text!r} is {weight:g}, but must be from -{MOST_WEIGHT} to {MOST_WEIGHT}, such as 1.3"
+            )
         if runs and runs[-1][1] == weight:
             runs[-1] = (runs[-1][0] + text, weight)
         else:

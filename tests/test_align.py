@@ -18,11 +18,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from debias_diffusion.app.align import command as align_command
-from debias_diffusion.app.align import latents
+from debias_diffusion.app.align import data as align_data
 from debias_diffusion.app.align.command import Alignment, align
-from debias_diffusion.app.align.latents import FrozenVAE
-from debias_diffusion.app.align.samples import PART, Sample
+from debias_diffusion.app.align.data import PART, AlignBatch, FrozenVAE, collate
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data.records import Record
@@ -79,6 +77,10 @@ def prepared(config: AlignConfig) -> Alignment:
     return run
 
 
+def samples(run: Alignment, count: int) -> AlignBatch:
+    return collate([run.dataset[(0, index, index)] for index in range(count)])
+
+
 def lines_of(output) -> list[dict]:
     return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
 
@@ -94,67 +96,63 @@ def test_the_denoising_loss_is_that_of_the_pipelines_embeddings(settings, models
     pipe = load_pipeline(models.base, models.long, CPU, torch.float32, "stretch")
     scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
     for index in (0, 5):
-        sample, caption = run.dataset[(0, index, index)], run.records[index].caption
-        batch = align_command.collate([sample])
+        batch, caption = run.dataset[(0, index, index)], run.records[index].caption
         with torch.no_grad():
             loss = run.objective.losses(batch)["denoising_loss"]
             embeds, _, pooled, _ = pipe.encode_prompt(caption.lower(), do_classifier_free_guidance=False)
-            time = torch.tensor([round(999 * sample.share)])
+            time = torch.tensor([round(999 * batch.shares.item())])
             noisy = scheduler.add_noise(batch.latents, batch.noise, time)
             added = {"text_embeds": pooled, "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]])}
             predicted = pipe.unet(noisy, time, encoder_hidden_states=embeds, added_cond_kwargs=added).sample
-        target = {
-            "epsilon": batch.noise,
-            "v_prediction": scheduler.get_velocity(batch.latents, batch.noise, time),
-            "sample": batch.latents,
-        }[prediction]
+        velocity = scheduler.get_velocity(batch.latents, batch.noise, time)
+        target = {"epsilon": batch.noise, "v_prediction": velocity, "sample": batch.latents}[prediction]
         assert loss.item() == pytest.approx(F.mse_loss(predicted, target).item(), rel=1e-4)
 
 
 def test_latents_are_those_of_the_checkpoints_autoencoder(settings, models, tmp_path):
     run = prepared(settings(tmp_path, pixels=32))
     pipe, record = load_pipeline(models.base, None, CPU), run.records[2]
+    image = pil_to_tensor(Image.open(f"{run.config.images}/{record.image}"))[None].float() / 127.5 - 1
     with torch.no_grad():
-        small = Image.open(f"{run.config.images}/{record.image}")
-        assert small.size == (32, 32)
-        image = pil_to_tensor(small)[None].float() / 127.5 - 1
         latents = pipe.vae.encode(image).latent_dist.mean * pipe.vae.config.scaling_factor
-    assert latents.shape == (1, 4, 4, 4)
-    torch.testing.assert_close(run.dataset[(0, 2, 2)].latents[None], latents, rtol=0, atol=1e-5)
+    assert image.shape == (1, 3, 32, 32) and latents.shape == (1, 4, 4, 4)
+    torch.testing.assert_close(run.dataset[(0, 2, 2)].latents, latents, rtol=0, atol=1e-5)
 
 
-def test_latents_of_another_scaling_factor_have_another_key(settings, tmp_path):
+def test_latents_of_another_configuration_have_another_key(settings, tmp_path):
+    """Of equal weights: a second checkpoint with other latents does not read the first one's from the cache."""
     vae = prepared(settings(tmp_path)).vae
-    vae.vae.register_to_config(scaling_factor=0.5)
-    assert FrozenVAE(vae.vae, 64, vae.accelerator).key != vae.key
+    known, keys = {"scaling_factor": 0.5, "shift_factor": 0.1, "latents_mean": [0.1] * 4, "latents_std": [2.0] * 4}, []
+    for name, value in known.items():
+        before = getattr(vae.vae.config, name, None)
+        vae.vae.register_to_config(**{name: value})
+        keys.append(FrozenVAE(vae.vae, 64, vae.accelerator).key)
+        vae.vae.register_to_config(**{name: before})
+    assert vae.key not in keys and len({str(key) for key in keys}) == 4
 
 
-def test_the_checkpoints_own_encoders_have_not_moved_at_the_start(settings, tmp_path):
-    run = prepared(settings(tmp_path, encoder="original", encoder_2="original"))
-    batch = align_command.collate([run.dataset[(0, index, index)] for index in range(4)])
-    terms = run.objective.losses(batch)
-    assert terms["state_error"].abs().max() < 1e-9 and terms["feature_distance"].abs().max() < 1e-6
-    assert (terms["denoising_loss"] > 0).all()
-
-
-def test_states_and_features_are_compared_with_where_they_must_stay(settings, models, tmp_path):
+def test_states_and_features_are_compared_with_where_they_must_stay(settings, tmp_path):
     """A first encoder: states with the base's, features with its own. A second: both with the base's."""
     run = prepared(settings(tmp_path, encoder_2="stretch"))
-    batch = align_command.collate([run.dataset[(0, index, index)] for index in range(4)])
+    batch = samples(run, 4)
     first, second = run.slots
     texts = [text[0] for text in batch.texts]
-    states, pooled = first.read(texts, 77)
+    states, pooled = first.reader.read(texts, 77)
     assert (first.state_errors(states, texts, 77) > 0.01).all()
     assert first.feature_distances(pooled, texts, 77).abs().max() < 1e-6
     texts = [text[1] for text in batch.texts]
-    states, pooled = second.read(texts, 77)
-    assert (second.state_errors(states, texts, 77) > 1e-6).all()
+    states, pooled = second.reader.read(texts, 77)
     base_states, base_pooled = second.base.read(texts, 77, overlap=True)
     expected = 1 - F.cosine_similarity(pooled, base_pooled)
     torch.testing.assert_close(second.feature_distances(pooled, texts, 77), expected)
     end = 1 + len(texts[0].ids)
     error = (states[0, :end] - base_states[0, :end]).square().mean() / base_states[0, 1:end].var(0, correction=0).mean()
     assert second.state_errors(states, texts, 77)[0].item() == pytest.approx(error.item(), rel=1e-4)
+    assert (second.state_errors(states, texts, 77) > 1e-6).all()
+    own = prepared(settings(tmp_path / "own", encoder="original", encoder_2="original"))
+    terms = own.objective.losses(samples(own, 4))  # encoders that have not moved yet
+    assert terms["state_error"].abs().max() < 1e-9 and terms["feature_distance"].abs().max() < 1e-6
+    assert (terms["denoising_loss"] > 0).all()
 
 
 def test_what_is_read_of_a_caption(settings, tmp_path):
@@ -162,25 +160,21 @@ def test_what_is_read_of_a_caption(settings, tmp_path):
     run = prepared(settings(tmp_path))
     caption = " ".join(f"House number {n} has {n} red windows." for n in range(1, 18))
     run.dataset.records = [Record(str(n), run.records[0].image, caption) for n in range(200)]
-    samples = [run.dataset[(0, n, n)] for n in range(200)]
-    ids = run.slots[0].tokenizer(caption.lower(), add_special_tokens=False)["input_ids"]
-    assert len(ids) > 150 and all(text.ids == ids for sample in samples for text in sample.text)
-    parts = [sample.part for sample in samples if sample.part]
+    batch = samples(run, 200)
+    ids = run.slots[0].fitted.tokenizer(caption.lower(), add_special_tokens=False)["input_ids"]
+    assert len(ids) > 150 and all(tokens.ids == ids for text in batch.texts for tokens in text)
+    parts = [part for part in batch.parts if part]
     assert len(parts) == pytest.approx(200 * PART, abs=30)
     assert all(1 < len(tokens.ids) <= 75 for part in parts for tokens in part)
     assert len({tuple(part[0].ids) for part in parts}) > 0.8 * len(parts)
-    assert _same(run.dataset[(0, 5, 5)], samples[5]) and not _same(run.dataset[(1, 5, 5)], samples[5])
+    one, again, other = (run.dataset[key] for key in ((0, 5, 5), (0, 5, 5), (1, 5, 5)))
+    assert torch.equal(one.noise, again.noise) and (one.shares, one.parts) == (again.shares, again.parts)
+    assert not torch.equal(one.noise, other.noise) and one.shares != other.shares
 
 
-def _same(one: Sample, other: Sample) -> bool:
-    equal = [getattr(one, name) == getattr(other, name) for name in ("share", "text", "part")]
-    return torch.equal(one.noise, other.noise) and all(equal)
-
-
-def gradients_of(run: Alignment, chunk: int | None) -> dict:
+def gradients_of(run: Alignment, chunk: int | None = None) -> tuple[dict, dict]:
     run.config.chunk = chunk
-    batch = align_command.collate([run.dataset[(0, index, index)] for index in range(4)])
-    report = run.backward(batch)
+    report = run.backward(samples(run, 4))
     # Without a projection nothing reads the last layer.
     named = run.model.named_parameters()
     gradients = {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
@@ -189,32 +183,32 @@ def gradients_of(run: Alignment, chunk: int | None) -> dict:
 
 
 @pytest.mark.parametrize("encoder", ["long", "original"])
-def test_chunks_and_recomputed_activations_change_no_gradient(settings, models, tmp_path, encoder):
+def test_chunks_and_recomputed_activations_change_no_gradient(settings, models, tmp_path, encoder, monkeypatch):
     names = {"encoder": models.long, "encoder_2": "stretch"} if encoder == "long" else {"encoder": "original"}
     run = prepared(settings(tmp_path, **names))
-    report, expected = gradients_of(run, None)
+    report, expected = gradients_of(run)
     assert report["gradient_norm"] > 0 and all(gradient.any() for gradient in expected.values())
     again = prepared(settings(tmp_path / "again", checkpoint_activations=True, **names))
-    for chunk in (1, 3):
-        chunked, gradients = gradients_of(run, chunk)
+    for other, chunk in ((run, 1), (run, 3), (again, None)):
+        chunked, gradients = gradients_of(other, chunk)
         assert chunked == pytest.approx(report, rel=1e-4)
         torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-6)
-    recomputed, gradients = gradients_of(again, None)
-    assert recomputed == pytest.approx(report, rel=1e-4)
-    torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-6)
+    run.objective.weights["denoising_loss"] = 0.0
+    monkeypatch.setattr(run.objective, "unet", SimpleNamespace(device=CPU))  # which is then not run
+    report, gradients = gradients_of(run)
+    assert report["denoising_loss"] == 0 and all(gradient.any() for gradient in gradients.values())
 
 
 # ---- runs
 
 
-def test_a_run_fits_both_encoders_and_nothing_else(finished, settings, models, capsys):
+def test_a_run_fits_both_encoders_and_nothing_else(finished, models):
     digest = weights_digest(load_pipeline(models.base, None, CPU).unet)
     first, second = (load_text_encoder(finished / name)[0] for name in ("encoder", "encoder_2"))
     assert type(first).__name__ == "CLIPTextModel" and type(second).__name__ == "CLIPTextModelWithProjection"
     assert [part.config.max_position_embeddings for part in (first, second)] == [248, 248]
     pipe = load_pipeline(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
-    assert weights_digest(pipe.unet) == digest
-    assert pipe.tokenizer_2.pad_token == "!"
+    assert weights_digest(pipe.unet) == digest and pipe.tokenizer_2.pad_token == "!"
     # Both towers, so that everything that takes a training run takes this one.
     tower, before = load_two_tower(str(finished)), load_two_tower(models.long)
     assert weights_digest(load_text_encoder(str(finished))[0]) == weights_digest(first)
@@ -243,13 +237,6 @@ def test_the_terms_fall_on_pairs_held_out(settings, tmp_path):
     assert last["step"] == 15
     assert last["held_out_state_error"] < 0.8 * first["held_out_state_error"]
     assert last["held_out_denoising_loss"] < first["held_out_denoising_loss"] * 1.01
-
-
-def test_without_the_denoising_loss_the_unet_is_not_run(settings, tmp_path, monkeypatch):
-    run = prepared(settings(tmp_path, denoising=0.0))
-    monkeypatch.setattr(run.objective, "unet", SimpleNamespace(device=CPU))
-    report, gradients = gradients_of(run, None)
-    assert report["denoising_loss"] == 0 and all(gradient.any() for gradient in gradients.values())
 
 
 # In fp16 the scaler begins too high for weights as random as these, and skips the first steps.
@@ -281,7 +268,6 @@ def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
     named = (tmp_path / "run" / "bad-records.jsonl").read_text()
     assert "9.png" in named and "1.png" in named
     assert [line["pairs"] for line in lines_of(tmp_path / "run") if "pairs" in line] == [3, 3, 3]
-    assert (tmp_path / "run" / "encoder" / "text_encoder" / "model.safetensors").is_file()
     with pytest.raises(UserError, match="--max-bad allows"):
         align(settings(tmp_path / "strict", images=str(images), max_bad=0.0))
 
@@ -289,17 +275,14 @@ def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
 def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, monkeypatch):
     config = settings(tmp_path, max_steps=2, max_bad=0.2, latent_cache=str(tmp_path / "latents"))
     run = prepared(config)
-    read = {run.records[index].image for batch in run.batches.iterate() for _, index, _ in batch}
-    assert (len(run.records), len(read)) == (20, 8)
+    first, second = ({index for _, index, _ in batch} for batch in run.batches.iterate())
+    assert (len(run.records), len({run.records[index].image for index in first | second})) == (20, 8)
     (file,) = (tmp_path / "latents").rglob("*.safetensors")
     assert load_file(file)["features"].shape == (8 + 4, 4 * 8 * 8)  # and the held-out ones
     # What would replace an unreadable image is one of them too, and of the other step.
-    first, second = ({index for _, index, _ in batch} for batch in run.batches.iterate())
-    assert set(run.dataset.stand_ins(0)[: len(first)].tolist()) == second
-    assert 0 not in {index for _, index, _ in next(run.batches.iterate())}
+    assert set(run.dataset.stand_ins(0)[: len(first)].tolist()) == second and 0 not in first
     run.print_plan(0)  # measured on pairs that the run reads
-    usage = SimpleNamespace(free=100)
-    monkeypatch.setattr(latents.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(align_data.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
     with pytest.raises(UserError, match="latents of 12 images take 0.0 GB in .*Give another --latent-cache"):
         prepared(replace(config, latent_cache=str(tmp_path / "full")))
 
@@ -310,18 +293,11 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
     plan = capsys.readouterr().out
     for part in (
         "original (in overlapping chunks, 77 positions) and stretch (in one piece, 248 positions)",
-        "images of 64 x 64 pixels",
-        "denoising 10, states 1, features 10",
-        "20 to train on; 4 held out",
-        "TFLOP a pair",
-        "GB a process",
-        "time    about",
+        *("images of 64 x 64 pixels", "denoising 10, states 1, features 10", "20 to train on; 4 held out"),
+        *("TFLOP a pair", "GB a process", "time    about"),
+        f"Next: debias-diffusion generate 'a long prompt' --base {models.base} --encoder {tmp_path}",
     ):
         assert part in plan
-    assert f"Next: debias-diffusion generate 'a long prompt' --base {models.base} --encoder {tmp_path}" in plan
-
-
-# ---- mistakes
 
 
 @pytest.mark.parametrize(
@@ -330,44 +306,41 @@ def test_the_plan_says_what_is_fitted_and_what_it_takes(settings, models, tmp_pa
         ({"encoder": "no/such/thing/here"}, "no/such/thing/here"),
         ({"encoder": "toy/clip"}, "'toy/clip' has width 128; the UNet of .* reads 32 of its first encoder"),
         ({"encoder_2": "wide"}, "has width 32; the UNet of .* reads 40 of its second encoder"),
-        ({"encoder_2": "bare"}, "has no projection, which SDXL reads"),
+        ({"encoder_2": "bare"}, "has no projection; the UNet of .* reads a projection to"),
         ({"base": "no/such/base/here"}, "is not there"),
+        ({"output": "{finished}", "denoising": 3.0}, "other settings .*denoising: 10.0 there, 3.0 here"),
     ],
 )
-def test_mistakes_are_explained(settings, models, tmp_path, changes, message):
-    if changes.get("encoder_2") == "wide":
-        write_text_encoder(text_encoder(), tiny_tokenizer(77), tmp_path / "wide")
-    if changes.get("encoder_2") == "bare":
-        write_text_encoder(text_encoder(WIDTH_2), tiny_tokenizer(77), tmp_path / "bare")
-    changes = {k: str(tmp_path / v) if v in ("wide", "bare") else v for k, v in changes.items()}
+def test_mistakes_are_explained(settings, finished, tmp_path, changes, message):
+    for name, encoder in (("wide", text_encoder()), ("bare", text_encoder(WIDTH_2))):
+        write_text_encoder(encoder, tiny_tokenizer(77), tmp_path / name)
+    known = {"wide": tmp_path / "wide", "bare": tmp_path / "bare", "{finished}": finished}
+    changes = {"output": tmp_path / "run"} | {name: known.get(value, value) for name, value in changes.items()}
+    changes = {name: str(value) if name != "denoising" else value for name, value in changes.items()}
+    if changes["output"] == str(finished):
+        changes["encoder_2"] = "stretch"
     with pytest.raises(UserError, match=message):
-        align(settings(tmp_path / "run", **changes))
-
-
-def test_a_folder_of_another_run_is_refused(finished, settings):
-    with pytest.raises(UserError, match="belongs to a run with other settings .*denoising: 10.0 there, 3.0 here"):
-        align(settings(finished, encoder_2="stretch", denoising=3.0))
+        align(settings(**changes))
 
 
 def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, models, tmp_path):
-    """In evaluations and in `generate`: as a pipeline with both draws."""
+    """In evaluations and in `generate`: as a pipeline with both renders."""
     prompt = "A red cat sits on a wide green sofa. " * 12
 
     def rendered(encoder, **changes):
         values = {"base": models.base, "output": str(tmp_path / "out"), "data": "", "steps": 2} | changes
         config = GenerationConfig([str(encoder)], **values)
         images, _ = render_all(config, Processes("cpu"), [image_task(config, "0", prompt, 0)])
-        return next(iter(images.values())).files
+        return np.asarray(Image.open(next(iter(images.values())).files[0]))
 
-    files = rendered(finished)
     pipe = load_pipeline(models.base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
-    image = render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0]
-    assert np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
+    image = np.asarray(render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0])
+    assert np.array_equal(image, rendered(finished))
     generate(GenerateConfig(prompt, models.base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))
-    assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "p.png")))
-    assert json.loads(Image.open(tmp_path / "p.png").text["settings"])["encoder_2"] == str(finished / "encoder_2")
+    png = Image.open(tmp_path / "p.png")
+    assert np.array_equal(image, np.asarray(png))
+    assert json.loads(png.text["settings"])["encoder_2"] == str(finished / "encoder_2")
     # The first one alone has the checkpoint's second encoder.
-    files = rendered(finished / "encoder")
-    assert not np.array_equal(np.asarray(image), np.asarray(Image.open(files[0])))
+    assert not np.array_equal(image, rendered(finished / "encoder"))
     with pytest.raises(UserError, match="The encoder_2 is another one"):
         rendered(finished / "encoder", encoder_2="stretch")

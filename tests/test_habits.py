@@ -250,32 +250,6 @@ def test_a_lora_of_the_replaced_encoder_is_gone(loaded, lora, tmp_path):
     assert_encodes_like(pipe, reference, ours(loaded), LONG)
 
 
-@pytest.mark.parametrize("count", [225, 200, 151])
-def test_up_to_225_tokens_are_laid_out_as_kohya_trains(loaded, count):
-    """kohya's `max_token_length=225`: three windows of 77, joined as BOS, 75 + 75 + 75 tokens, last state.
-
-    Its windows end at every 75th token, and so do ours, if they do not overlap, where no sentence or clause ends in a
-    window's second half.
-    """
-    pipe = ours(loaded).set_long_prompt(reading="separate")
-    text = " ".join((WORDS * 33)[:count])
-    ids = pipe.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    assert len(ids) == count
-    embeds, _, pooled, _ = pipe.encode_prompt(text)
-    assert embeds.shape[1] == 227
-    parts = []
-    for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
-        windows = []
-        for start in (0, 75, 150):
-            row = [BOS, *ids[start : start + 75], EOS]
-            windows.append(row + [tokenizer.pad_token_id] * (77 - len(row)))
-        output = encoder(torch.tensor(windows), output_hidden_states=True)
-        states = output.hidden_states[-2]
-        parts.append(torch.cat([states[0, :1], *states[:, 1:76], states[2, 76:]]))
-    torch.testing.assert_close(embeds[0], torch.cat(parts, -1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(pooled[0], output.text_embeds[0], rtol=1e-5, atol=1e-5)
-
-
 # ---- textual inversion
 
 

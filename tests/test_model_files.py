@@ -306,7 +306,7 @@ WRONG = [
     ("clip", ["vision_config", "num_hidden_layers"], 1, "layers.1.* has no place in it and [0-9]+ more"),
     ("sdxl text", ["num_hidden_layers"], 2, "layers.2.* has no place in it"),
     ("sdxl text", ["num_hidden_layers"], 4, "lack 16 tensors of the model, such as .*layers.3"),
-    ("sdxl vae", ["mid_block_add_attention"], False, "they have no place for .*mid_block.* more"),
+    ("sdxl vae", ["mid_block_add_attention"], False, "fit the model: .*mid_block.* has no place in it and .* more"),
     ("sdxl", ["layers_per_block"], None, "could not be loaded"),
     ("sdxl", ["cross_attention_dim"], "abc", "could not be loaded"),
     ("sdxl vae", ["block_out_channels"], 3, "could not be loaded"),
@@ -321,7 +321,7 @@ def test_settings_of_wrong_types_and_sizes_are_refused(saved, kind, keys, value,
         load(folder)
 
 
-@pytest.mark.parametrize("size", [None, 0, -1, "abc", [8], [8, None], True, 8.0])
+@pytest.mark.parametrize("size", [None, [8], [8, None], [8, 8, 8]])
 def test_a_size_that_is_none_is_refused_and_two_are_height_and_width(saved, size):
     base = saved("sdxl")
     unet = base / "unet/config.json"

@@ -1,97 +1,325 @@
-"""The 248-token encoder in FLUX and SD3 as diffusers has them: an ordinary component, no class of ours."""
+"""Other pipelines of diffusers: `with_long_prompts`, Stable Diffusion 1.5, one file of code, FLUX and SD3."""
 
+import ast
+import gc
+import sys
+
+import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
-from diffusers import FluxPipeline, StableDiffusion3Pipeline
+from diffusers import (
+    AutoPipelineForImage2Image,
+    DiffusionPipeline,
+    FluxPipeline,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPAGPipeline,
+    StableDiffusionXLPipeline,
+)
+from diffusers.utils import dynamic_modules_utils
 from helpers import tiny_flux, tiny_sdxl
-from helpers.drawing import LATE, PLAIN, same_picture
-from helpers.vocabulary import tiny_tokenizer
+from helpers.draw import LATE, LONG, OTHER, PLAIN, SHORT, add_lora, draw, same_image
+from helpers.tiny_sdxl import assemble, assemble_copy
+from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 
 from debias_diffusion.interchange.stretch import stretch_text_encoder
-
-LONG = 248
+from debias_diffusion.pipelines import (
+    SDLongPromptMixin,
+    SDXLLongPromptMixin,
+    StableDiffusionLongPromptImg2ImgPipeline,
+    StableDiffusionLongPromptPipeline,
+    StableDiffusionXLLongPromptPipeline,
+    with_long_prompts,
+    write_custom_pipeline,
+)
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def load(cls, base, **components):
-    pipe = cls.from_pretrained(base, **components)
+@pytest.fixture(scope="module")
+def base():
+    return tiny_sdxl.sdxl_parts()
+
+
+# ---- with_long_prompts
+
+
+def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(base):
+    pipe = assemble(StableDiffusionXLPipeline, base)
+    short = draw(pipe, SHORT)
+    long = with_long_prompts(pipe)
+    assert type(pipe) is StableDiffusionXLPipeline and isinstance(long, StableDiffusionXLPipeline)
+    assert all(long.components[name] is component for name, component in pipe.components.items())
+    assert np.array_equal(draw(long, SHORT), short)
+    assert np.array_equal(draw(long, LONG), draw(assemble(StableDiffusionXLLongPromptPipeline, base), LONG))
+    assert pipe.encode_prompt(LONG)[0].shape[1] == 77
+    # Options and new components belong to one of the two only.
+    long.set_long_prompt(strict=True)
+    again = with_long_prompts(long)
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        again.encode_prompt(LONG)
+    again.set_long_prompt()
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        long.encode_prompt(LONG)
+    long.text_encoder = None
+    assert pipe.text_encoder is not None and pipe.config["text_encoder"] == ("transformers", "CLIPTextModel")
+
+
+def test_nothing_is_cast_or_copied(base):
+    pipe = assemble_copy(StableDiffusionXLPipeline, base).to(torch.bfloat16)
+    pipe.unet.to(torch.float32)
+    gc.collect()
+    before = {id(object_) for object_ in gc.get_objects() if isinstance(object_, torch.nn.Parameter)}
+    long = with_long_prompts(pipe)
+    assert {id(object_) for object_ in gc.get_objects() if isinstance(object_, torch.nn.Parameter)} <= before
+    assert long.text_encoder.dtype == torch.bfloat16 and long.unet.dtype == torch.float32
+
+
+def test_a_class_without_one_of_ours(base, tmp_path):
+    pipe = assemble(StableDiffusionXLPAGPipeline, base)
+    long = with_long_prompts(pipe)
+    assert type(long) is type(with_long_prompts(pipe)) and issubclass(type(long), StableDiffusionXLPAGPipeline)
+    assert np.array_equal(draw(long, SHORT), draw(pipe, SHORT))
+    assert not np.array_equal(draw(long, LONG), draw(long, LONG.replace("bicycle", "tractor")))
+    long.save_pretrained(tmp_path)
+    assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionXLPAGPipeline
+
+
+def test_a_refiner_has_one_encoder(base):
+    pipe = assemble(StableDiffusionXLImg2ImgPipeline, base, text_encoder=None, tokenizer=None)
+    long = with_long_prompts(pipe)
+    assert all(map(torch.equal, long.encode_prompt(SHORT), pipe.encode_prompt(SHORT)))
+    assert long.encode_prompt(LONG)[0].shape == (1, 152, tiny_sdxl.WIDTH_2)
+
+
+def test_the_auto_pipelines_find_what_belongs_to_it(base):
+    long = with_long_prompts(assemble(StableDiffusionXLPipeline, base))
+    other = AutoPipelineForImage2Image.from_pipe(long)
+    assert type(other) is StableDiffusionXLImg2ImgPipeline and other.unet is long.unet
+    assert with_long_prompts(other).encode_prompt(LONG)[0].shape[1] == 152
+
+
+def test_which_classes_encode_as_they_do():
+    parts = ["XLAdapter", "XLControlNetInpaint", "XLControlNetPAG", "XLControlNetUnion", "Adapter", "ControlNet"]
+    for name in [*(f"StableDiffusion{part}Pipeline" for part in [*parts, "Inpaint"]), "AnimateDiffPipeline"]:
+        cls = getattr(diffusers, name)
+        mixin = SDXLLongPromptMixin if "XL" in name else SDLongPromptMixin
+        assert isinstance(with_long_prompts(cls.__new__(cls)), mixin), name
+    with pytest.raises(ValueError, match="FluxPipeline does not encode prompts as SDXL .* takes prompt, prompt_2"):
+        with_long_prompts(FluxPipeline.__new__(FluxPipeline))
+    with pytest.raises(ValueError, match="DiffusionPipeline does not encode .* is missing"):
+        with_long_prompts(DiffusionPipeline())
+
+
+# ---- one file of code, loaded the way diffusers loads it
+
+
+def test_the_file_needs_nothing_of_ours_and_draws_what_the_class_draws(base, tmp_path, monkeypatch):
+    file = write_custom_pipeline(tmp_path / "made" / "pipeline.py")
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    assert {"torch", "transformers", "diffusers"} <= imported
+    # peft only for LoRAs, as in diffusers
+    assert imported - {"torch", "transformers", "diffusers", "peft"} <= set(sys.stdlib_module_names)
+    # diffusers copies custom code there, by default below the home folder
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "sdxl"
+    assemble(StableDiffusionXLPipeline, base).save_pretrained(folder)
+    how = {"trust_remote_code": True, "add_watermarker": False, "tokenizer": tiny_tokenizer(248)}
+    how["text_encoder"] = tiny_sdxl.text_encoder(positions=248, seed=5)
+    for place in (file.parent, file):
+        custom = DiffusionPipeline.from_pretrained(folder, custom_pipeline=str(place), **how)
+        assert type(custom).__module__.startswith("diffusers_modules.")
+        assert custom.prompt_layout(LONG).positions == 152
+    ours = StableDiffusionXLLongPromptPipeline(**custom.components)
+    assert np.array_equal(draw(custom, LONG), draw(ours, LONG))
+    custom.save_pretrained(tmp_path / "saved")
+    assert type(DiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionXLPipeline
+
+
+# ---- Stable Diffusion 1.5: one encoder, its last layer
+
+TOKENS = "a red cat on a blue sofa, " * 15 + "in a tree"  # 123, the first chunk cut after 72
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return tiny_sdxl.sd15_parts()
+
+
+@pytest.fixture(scope="module")
+def stock(parts):
+    return StableDiffusionPipeline(**parts)
+
+
+@pytest.fixture(scope="module")
+def ours(parts):
+    return StableDiffusionLongPromptPipeline(**parts)
+
+
+@pytest.fixture(scope="module")
+def long(parts):
+    longer = tiny_sdxl.stretched(parts["text_encoder"], 248)
+    return StableDiffusionLongPromptPipeline(**parts | {"text_encoder": longer, "tokenizer": tiny_tokenizer(248)})
+
+
+def encode(pipe, prompt, negative=None, guided=True, **settings):
+    return pipe.encode_prompt(prompt, torch.device("cpu"), 1, guided, negative, **settings)
+
+
+def final_norm(encoder):
+    return getattr(encoder, "text_model", encoder).final_layer_norm
+
+
+def test_a_short_prompt_is_encoded_as_in_diffusers(stock, ours, long):
+    for prompt, negative in ((SHORT, OTHER), ("", None), ([SHORT, OTHER], ["", SHORT])):
+        expected = encode(stock, prompt, negative)
+        assert all(map(torch.equal, encode(ours, prompt, negative), expected))
+        got = encode(long, prompt, negative)
+        assert got[0].shape[1] == 77  # what the UNet was trained with
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [1, 2])
+@pytest.mark.parametrize("prompt", [SHORT, TOKENS], ids=["short", "long"])
+def test_clip_skip_stops_early_and_keeps_the_final_norm(ours, skip, prompt):
+    """By hand: with transformers 5 diffusers' own `clip_skip` of Stable Diffusion 1.5 raises."""
+    tokens, encoder = ours._tokenize(prompt)[0][0], ours.text_encoder
+    embeds, negatives = encode(ours, prompt, OTHER, clip_skip=skip)
+    ids = torch.tensor([[BOS, *tokens.ids[:75], EOS, *[EOS] * max(0, 75 - len(tokens.ids))]])
+    expected = final_norm(encoder)(encoder(ids, output_hidden_states=True).hidden_states[-1 - skip])
+    same = 76 if prompt == SHORT else 1 + 72
+    torch.testing.assert_close(embeds[:, :same], expected[:, :same], rtol=1e-5, atol=1e-5)
+    assert torch.equal(negatives, encode(ours, prompt, OTHER)[1])
+    ours.set_long_prompt(negative_clip_skip=True)
+    followed = encode(ours, prompt, OTHER, clip_skip=skip)[1]
+    ours.set_long_prompt()
+    assert not torch.equal(followed, negatives)
+    # No trace of it remains.
+    assert torch.equal(encode(ours, SHORT)[0], encode(ours, SHORT, clip_skip=0)[0])
+
+
+def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
+    before = encode(ours, SHORT)[0]
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    hook = final_norm(ours.text_encoder).register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        encode(ours, SHORT, clip_skip=1)
+    hook.remove()
+    assert torch.equal(encode(ours, SHORT)[0], before)
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match=f"`clip_skip` is {wrong}, but must be from 0 to 2"):
+            encode(ours, SHORT, clip_skip=wrong)
+
+
+def test_a_long_prompt_in_chunks_and_at_once(ours, long):
+    tokens = ours._tokenize(TOKENS)[0][0]
+    assert ours.prompt_layout(TOKENS)[:3] == (123, 152, (3,))
+    assert long.prompt_layout("cat", negative_prompt=TOKENS)[:3] == (1, 152, (1,))
+    assert long.prompt_layout("cat", negative_prompt=TOKENS, do_classifier_free_guidance=False).positions == 77
+    embeds, negatives = encode(long, TOKENS, OTHER)
+    ids = torch.tensor([[BOS, *tokens.ids, EOS, *[EOS] * 27]])
+    torch.testing.assert_close(embeds, long.text_encoder(ids)[0], rtol=1e-5, atol=1e-5)
+    assert negatives.shape == embeds.shape
+    separate = type(ours)(**ours.components).set_long_prompt(reading="separate")
+    assert separate.prompt_layout(TOKENS)[:3] == (123, 152, (2,))
+    embeds, _ = encode(separate, TOKENS)
+    chunks = [[BOS, *part, EOS] for part in (tokens.ids[:72], tokens.ids[72:])]
+    first, second = (ours.text_encoder(torch.tensor([ids]))[0] for ids in chunks)
+    torch.testing.assert_close(embeds[:, :73], first[:, :73], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(embeds[:, 73:125], second[:, 1:], rtol=1e-5, atol=1e-5)
+
+
+def test_strict_and_guidance(ours, long):
+    strict = type(ours)(**ours.components).set_long_prompt(strict=True)
+    for texts in (TOKENS,), ("cat", TOKENS):
+        with pytest.raises(ValueError, match="a text of 123 tokens takes 3 chunks .* 77 positions, and `strict`"):
+            encode(strict, *texts)
+    assert encode(type(long)(**long.components).set_long_prompt(strict=True), TOKENS)[0].shape[1] == 152
+    embeds, negatives = encode(strict, SHORT, TOKENS, guided=False)
+    assert embeds.shape[1] == 77 and negatives is None  # an unused negative prompt does not count
+    other = StableDiffusionLongPromptImg2ImgPipeline.from_pipe(strict, requires_safety_checker=False)
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        encode(other, TOKENS)  # with the options of the other
+    stock = StableDiffusionPipeline.from_pipe(other)
+    assert type(stock) is StableDiffusionPipeline and stock.unet is ours.unet
+    assert encode(StableDiffusionLongPromptPipeline.from_pipe(stock), TOKENS)[0].shape[1] == 152
+
+
+def test_lora_scale_holds_for_one_call():
+    pipe = StableDiffusionLongPromptPipeline(**tiny_sdxl.sd15_parts())
+    add_lora(pipe.text_encoder)
+    full, none = encode(pipe, SHORT)[0], encode(pipe, SHORT, lora_scale=0.0)[0]
+    assert not torch.equal(full, none)
+    assert torch.equal(encode(pipe, SHORT)[0], full)
+
+
+def test_without_the_encoder(parts, ours):
+    embeds, negatives = encode(ours, TOKENS, OTHER)
+    without = StableDiffusionLongPromptPipeline(**parts | {"text_encoder": None, "tokenizer": None})
+    with pytest.raises(ValueError, match="`text_encoder` is None, so no prompt can be encoded"):
+        encode(without, SHORT)
+    nothing = StableDiffusionLongPromptPipeline(**parts | {"text_encoder": None, "tokenizer": None, "unet": None})
+    for pipe in (without, nothing):
+        got = encode(pipe, None, prompt_embeds=embeds, negative_prompt_embeds=negatives)
+        assert all(map(torch.equal, got, (embeds, negatives)))
+
+
+# ---- FLUX and SD3: a 248-token encoder is an ordinary component of diffusers' class
+
+
+def load(cls, folder, **components):
+    pipe = cls.from_pretrained(folder, **components)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-# ---- FLUX: the T5 reads the words; CLIP-L gives the pooled vector
-
-
-@pytest.fixture(scope="module")
-def flux_base(tmp_path_factory):
-    return tiny_flux.build_tiny_flux(tmp_path_factory.mktemp("flux"))
-
-
-@pytest.fixture(scope="module")
-def long_encoder():
-    return tiny_sdxl.stretched(tiny_sdxl.text_encoder(tiny_flux.CLIP_WIDTH), LONG)
 
 
 def pooled(pipe, prompt):
     return pipe.encode_prompt(prompt, max_sequence_length=64)[1]
 
 
-def test_flux_reads_late_words_with_a_248_token_encoder(flux_base, long_encoder):
-    # The T5 is given one short text, so that only CLIP-L can tell the two prompts apart.
-    call = {"prompt_2": "a cat", "max_sequence_length": 64}
-    stock = load(FluxPipeline, flux_base)
-    assert torch.equal(pooled(stock, PLAIN), pooled(stock, LATE))
-    assert same_picture(stock, **call)
-
-    long = load(FluxPipeline, flux_base, text_encoder=long_encoder, tokenizer=tiny_tokenizer(LONG))
-    assert not torch.equal(pooled(long, PLAIN), pooled(long, LATE))
-    assert not same_picture(long, **call)
+def test_flux_reads_late_words_with_a_248_token_encoder(tmp_path):
+    """Its T5 reads the words, CLIP-L gives the pooled vector. The T5 gets one short text: CLIP-L alone can tell."""
+    folder, call = tiny_flux.build_tiny_flux(tmp_path / "flux"), {"prompt_2": "a cat", "max_sequence_length": 64}
+    encoder = tiny_sdxl.stretched(tiny_sdxl.text_encoder(tiny_flux.CLIP_WIDTH), 248)
+    stock = load(FluxPipeline, folder)
+    assert torch.equal(pooled(stock, PLAIN), pooled(stock, LATE)) and same_image(stock, **call)
+    pipe = load(FluxPipeline, folder, text_encoder=encoder, tokenizer=tiny_tokenizer(248))
+    assert not torch.equal(pooled(pipe, PLAIN), pooled(pipe, LATE)) and not same_image(pipe, **call)
     # what the pipeline calls pooled is the encoder's own output at the text's end
-    alone = long_encoder(tiny_tokenizer(LONG)([LATE], return_tensors="pt").input_ids).pooler_output
-    torch.testing.assert_close(pooled(long, LATE), alone, rtol=1e-5, atol=1e-5)
+    alone = encoder(tiny_tokenizer(248)([LATE], return_tensors="pt").input_ids).pooler_output
+    torch.testing.assert_close(pooled(pipe, LATE), alone, rtol=1e-5, atol=1e-5)
     # a short prompt is read as the first 77 positions always read it
-    torch.testing.assert_close(pooled(long, "a cat"), pooled(stock, "a cat"), rtol=1e-5, atol=1e-5)
-
-
-def test_flux_reads_the_length_once_when_it_is_built(flux_base, long_encoder):
-    """The reason why the recipe hands both to `from_pretrained`."""
-    pipe = load(FluxPipeline, flux_base)
-    pipe.text_encoder, pipe.tokenizer = long_encoder, tiny_tokenizer(LONG)
-    assert pipe.tokenizer_max_length == 77
-    assert torch.equal(pooled(pipe, PLAIN), pooled(pipe, LATE))
-    pipe = FluxPipeline(**{**pipe.components, "image_encoder": None, "feature_extractor": None})
-    assert pipe.tokenizer_max_length == LONG
-    assert not torch.equal(pooled(pipe, PLAIN), pooled(pipe, LATE))
-
-
-def test_a_flux_with_a_248_token_encoder_is_saved_and_loaded_by_diffusers(flux_base, long_encoder, tmp_path):
-    long = load(FluxPipeline, flux_base, text_encoder=long_encoder, tokenizer=tiny_tokenizer(LONG))
-    long.save_pretrained(tmp_path)
-    again = load(FluxPipeline, tmp_path)
-    assert again.tokenizer_max_length == LONG
-    assert torch.equal(pooled(again, LATE), pooled(long, LATE))
-
-
-# ---- SD3: one length, `tokenizer.model_max_length`, for both CLIPs
+    torch.testing.assert_close(pooled(pipe, "a cat"), pooled(stock, "a cat"), rtol=1e-5, atol=1e-5)
+    pipe.save_pretrained(tmp_path / "saved")
+    again = load(FluxPipeline, tmp_path / "saved")
+    assert again.tokenizer_max_length == 248 and torch.equal(pooled(again, LATE), pooled(pipe, LATE))
+    # The length is read once, when a pipeline is built: why the recipe hands both to `from_pretrained`.
+    stock.text_encoder, stock.tokenizer = encoder, tiny_tokenizer(248)
+    assert stock.tokenizer_max_length == 77 and torch.equal(pooled(stock, PLAIN), pooled(stock, LATE))
 
 
 @pytest.fixture(scope="module")
-def sd3_base(tmp_path_factory):
+def sd3_folder(tmp_path_factory):
     return tiny_flux.build_tiny_sd3(tmp_path_factory.mktemp("sd3"))
 
 
 @pytest.fixture(scope="module")
-def long_pairs(sd3_base):
+def long_pairs(sd3_folder):
     """Both CLIPs stretched to 248 positions, as keyword arguments."""
-    pipe = load(StableDiffusion3Pipeline, sd3_base)
-    text_encoder, tokenizer = stretch_text_encoder(pipe.text_encoder, pipe.tokenizer)
-    text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
-    return (
-        {"text_encoder": text_encoder, "tokenizer": tokenizer},
-        {"text_encoder_2": text_encoder_2, "tokenizer_2": tokenizer_2},
-    )
+    pipe = load(StableDiffusion3Pipeline, sd3_folder)
+    first = stretch_text_encoder(pipe.text_encoder, pipe.tokenizer)
+    second = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
+    names = ("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2")
+    return [dict(zip(part, pair, strict=True)) for part, pair in zip(names, (first, second), strict=True)]
 
 
 def sd3_encode(pipe, prompt):
@@ -100,16 +328,13 @@ def sd3_encode(pipe, prompt):
     return embeds[:, :-64], pooled
 
 
-def test_sd3_reads_late_words_with_both_encoders_at_248(sd3_base, long_pairs):
+def test_sd3_reads_late_words_with_both_encoders_at_248(sd3_folder, long_pairs):
     call = {"prompt_3": "a cat", "max_sequence_length": 64}  # the T5 cannot tell the prompts apart
-    stock = load(StableDiffusion3Pipeline, sd3_base)
-    for a, b in zip(sd3_encode(stock, PLAIN), sd3_encode(stock, LATE), strict=True):
-        assert torch.equal(a, b)
-    assert same_picture(stock, **call)
-
-    both = load(StableDiffusion3Pipeline, sd3_base, **long_pairs[0], **long_pairs[1])
-    (plain, pooled_plain), (late, pooled_late) = sd3_encode(both, PLAIN), sd3_encode(both, LATE)
-    assert plain.shape == (1, LONG, tiny_flux.T5_WIDTH)
+    stock = load(StableDiffusion3Pipeline, sd3_folder)
+    assert all(map(torch.equal, sd3_encode(stock, PLAIN), sd3_encode(stock, LATE))) and same_image(stock, **call)
+    pipe = load(StableDiffusion3Pipeline, sd3_folder, **long_pairs[0], **long_pairs[1])
+    (plain, pooled_plain), (late, pooled_late) = sd3_encode(pipe, PLAIN), sd3_encode(pipe, LATE)
+    assert plain.shape == (1, 248, tiny_flux.T5_WIDTH)
     differs = plain != late
     first, second = tiny_flux.CLIP_WIDTH, tiny_flux.CLIP_WIDTH + tiny_sdxl.WIDTH_2
     # BOS, then token 120; under the causal mask nothing before it changes, and both encoders see it
@@ -117,22 +342,18 @@ def test_sd3_reads_late_words_with_both_encoders_at_248(sd3_base, long_pairs):
     assert differs[0, 121:, :first].any(-1).all() and differs[0, 121:, first:second].any(-1).all()
     for a, b in zip(*(pooled.split(tiny_flux.SD3_POOLED, -1) for pooled in (pooled_plain, pooled_late)), strict=True):
         assert not torch.equal(a, b)
-    assert not same_picture(both, **call)
+    assert not same_image(pipe, **call)
 
 
-def test_sd3_with_one_encoder_at_248_fails_or_truncates(sd3_base, long_pairs):
-    only_first = load(StableDiffusion3Pipeline, sd3_base, **long_pairs[0])
+def test_sd3_with_one_encoder_at_248_or_one_without_a_projection_fails(sd3_folder, long_pairs):
+    only_first = load(StableDiffusion3Pipeline, sd3_folder, **long_pairs[0])
     with pytest.raises(ValueError, match=r"`sequence length`: 248 and max_position_embeddings: 77"):
         only_first.encode_prompt("a cat", None, None)  # however short the prompt is: all are padded to the one length
-    only_second = load(StableDiffusion3Pipeline, sd3_base, **long_pairs[1])
-    for a, b in zip(sd3_encode(only_second, PLAIN), sd3_encode(only_second, LATE), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_sd3_needs_the_encoder_with_its_projection(sd3_base, long_pairs):
-    """SDXL's and FLUX's CLIPTextModel has none, and SD3 pools through it: the recipe's `--projection`."""
-    bare = tiny_sdxl.text_encoder(tiny_flux.CLIP_WIDTH, LONG)
+    only_second = load(StableDiffusion3Pipeline, sd3_folder, **long_pairs[1])
+    assert all(map(torch.equal, sd3_encode(only_second, PLAIN), sd3_encode(only_second, LATE)))
+    # SDXL's and FLUX's CLIPTextModel has no projection, and SD3 pools through it: the recipe's `--projection`
+    bare = tiny_sdxl.text_encoder(tiny_flux.CLIP_WIDTH, 248)
     assert not isinstance(bare, transformers.CLIPTextModelWithProjection)
-    pipe = load(StableDiffusion3Pipeline, sd3_base, **long_pairs[0] | long_pairs[1] | {"text_encoder": bare})
+    pipe = load(StableDiffusion3Pipeline, sd3_folder, **long_pairs[0] | long_pairs[1] | {"text_encoder": bare})
     with pytest.raises(RuntimeError, match="Number of dimensions of repeat dims"):
         pipe.encode_prompt("a cat", None, None)

@@ -15,27 +15,27 @@ def read(tmp_path, name, content):
     return read_prompts(path)
 
 
-def left_out(file):
-    return [(entry.where, entry.reason) for entry in file.left_out]
+def reasons(left_out):
+    return [(entry.where, entry.reason) for entry in left_out]
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_one_prompt_a_line(tmp_path, end, mark):
     lines = ["", "a cat, (grey:1.2)", "  ", ' ein "Bär" — {x} ', "# 猫", ""]
-    file = read(tmp_path, "p.txt", mark + end.join(lines).encode())
-    assert file.prompts == [Prompt(0, "a cat, (grey:1.2)"), Prompt(1, 'ein "Bär" — {x}'), Prompt(2, "# 猫")]
-    assert (file.left_out, file.lines) == ([], {0: 2, 1: 4, 2: 5})
+    texts = ["a cat, (grey:1.2)", 'ein "Bär" — {x}', "# 猫"]
+    expected = [Prompt(number, text, where=f"line {(2, 4, 5)[number]}") for number, text in enumerate(texts)]
+    assert read(tmp_path, "p.txt", mark + end.join(lines).encode()) == (expected, [])
 
 
 def test_a_bad_line_keeps_its_number(tmp_path):
-    file = read(tmp_path, "p.TXT", b"one\n\xff\xfe\n" + b"x" * 20_001 + b"\n\xc2\xad\xe2\x80\x8b two\n")
-    assert [(prompt.number, prompt.text[-3:]) for prompt in file.prompts] == [(0, "one"), (3, "two")]
-    assert left_out(file) == [
+    read_of, left_out = read(tmp_path, "p.TXT", b"one\n\xff\xfe\n" + b"x" * 20_001 + b"\n\xc2\xad\xe2\x80\x8b two\n")
+    assert [(prompt.number, prompt.text[-3:]) for prompt in read_of] == [(0, "one"), (3, "two")]
+    assert reasons(left_out) == [
         ("line 2", "Not UTF-8 (invalid start byte at byte 0)."),
         ("line 3", "The prompt has 20,001 characters; at most 20,000 are read. Shorten it."),
     ]
-    assert str(file.left_out[0]) == "line 2: Not UTF-8 (invalid start byte at byte 0)."
+    assert str(left_out[0]) == "line 2: Not UTF-8 (invalid start byte at byte 0)."
 
 
 def test_json_lines(tmp_path):
@@ -48,14 +48,15 @@ def test_json_lines(tmp_path):
     content = (
         "\ufeff" + "\r\n".join(json.dumps(entry, ensure_ascii=bool(i)) for i, entry in enumerate(entries)) + "\n\n"
     )
-    file = read(tmp_path, "p.jsonl", content)
-    assert file.prompts == [
-        Prompt(0, "one", "n", "two", 7),
-        Prompt(1, "a\nb"),
-        Prompt(2, "c", "", None, 8),
-        Prompt(3, "d", "n", None, 9),
-    ]
-    assert file.left_out == []
+    assert read(tmp_path, "p.jsonl", content) == (
+        [
+            Prompt(0, "one", "n", "two", 7, "line 1"),
+            Prompt(1, "a\nb", where="line 2"),
+            Prompt(2, "c", "", None, 8, "line 3"),
+            Prompt(3, "d", "n", None, 9, "line 4"),
+        ],
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,29 +82,29 @@ def test_json_lines(tmp_path):
     ],
 )
 def test_a_bad_line_of_json_is_named(tmp_path, line, why):
-    file = read(tmp_path, "p.jsonl", '{"prompt": "first"}\n\n' + line + '\n{"prompt": "last"}')
-    assert [(prompt.number, prompt.text) for prompt in file.prompts] == [(0, "first"), (2, "last")]
-    [(where, reason)] = left_out(file)
+    prompts, left_out = read(tmp_path, "p.jsonl", '{"prompt": "first"}\n\n' + line + '\n{"prompt": "last"}')
+    assert [(prompt.number, prompt.text) for prompt in prompts] == [(0, "first"), (2, "last")]
+    [(where, reason)] = reasons(left_out)
     assert where == "line 3" and reason.startswith(why)
 
 
 def test_csv(tmp_path):
     content = "\ufeffSeed, prompt ,negative_prompt,note"
     content += '\r\n7,"a cat, a ""dog""\r\nand more",grey,x\r\n\r\n,b\r\n,,,\r\n8.0,c,"",\r\n'
-    file = read(tmp_path, "p.csv", content)
-    assert file.prompts == [
-        Prompt(0, 'a cat, a "dog"\r\nand more', "grey", None, 7),
-        Prompt(1, "b"),
-        Prompt(2, "c", seed=8),
-    ]
-    assert file.lines == {0: 2, 1: 5, 2: 7}
-    assert file.left_out == []
+    assert read(tmp_path, "p.csv", content) == (
+        [
+            Prompt(0, 'a cat, a "dog"\r\nand more', "grey", None, 7, "line 2"),
+            Prompt(1, "b", where="line 5"),
+            Prompt(2, "c", seed=8, where="line 7"),
+        ],
+        [],
+    )
 
 
 def test_a_bad_value_of_csv_is_named(tmp_path):
-    file = read(tmp_path, "p.csv", "\n".join(["prompt,seed", "a,1", "b,x", ",3", "f,7"]))
-    assert [(prompt.number, prompt.text) for prompt in file.prompts] == [(0, "a"), (3, "f")]
-    assert left_out(file) == [
+    prompts, left_out = read(tmp_path, "p.csv", "\n".join(["prompt,seed", "a,1", "b,x", ",3", "f,7"]))
+    assert [(prompt.number, prompt.text) for prompt in prompts] == [(0, "a"), (3, "f")]
+    assert reasons(left_out) == [
         ("line 3", "The seed must be a whole number from 0 to 2^63 - 1, got 'x'."),
         ("line 4", "It has no prompt, only: seed."),
     ]
@@ -130,8 +131,8 @@ def test_text_in_utf_16_without_a_mark_is_not_taken_for_prompts(tmp_path):
     for name in ("p.txt", "p.csv"):
         with pytest.raises(UserError, match=r"prompt holds the character '.x00'|has no column 'prompt'"):
             read(tmp_path, name, "prompt\na cat".encode("utf-16-le"))
-    file = read(tmp_path, "p.jsonl", json.dumps({"prompt": "a\0cat"}) + '\n{"prompt": "b"}')
-    assert left_out(file) == [("line 1", r"The prompt holds the character '\x00'. Write it as UTF-8.")]
+    _, left_out = read(tmp_path, "p.jsonl", json.dumps({"prompt": "a\0cat"}) + '\n{"prompt": "b"}')
+    assert reasons(left_out) == [("line 1", r"The prompt holds the character '\x00'. Write it as UTF-8.")]
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -140,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=rf"{name}' cannot be read \({reason}"):
             read_prompts(tmp_path / name)
     monkeypatch.setattr(prompts, "MAX_PROMPTS", 3)
-    assert len(read(tmp_path, "p.txt", "a\nb\nc").prompts) == 3
+    assert len(read(tmp_path, "p.txt", "a\nb\nc")[0]) == 3
     with pytest.raises(UserError, match="more than 3 entries"):
         read(tmp_path, "p.txt", "a\nb\nc\nd")
 
@@ -153,9 +154,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         ("p.txt", "", "holds no usable prompt. Give a .txt"),
         ("p.txt", b"\xff\xfea\0", "no usable prompt. The first fault: line 1: Not UTF-8"),
         ("p.jsonl", "{}\n3", "holds no usable prompt. The first fault: line 1: It has no prompt, only: nothing."),
-        ("p.csv", "", "has no column 'prompt'.*it is ''"),
-        ("p.csv", "prompt;seed\na;3", "no column 'prompt'. Its first line must name the columns, with commas.*;seed'"),
-        ("p.csv", "prompt,prompt\na,b", "has more than one column 'prompt'"),
+        ("p.csv", "", "has no column 'prompt', or one column twice: its first line is ''"),
+        ("p.csv", "prompt;seed\na;3", "no column 'prompt'.* is 'prompt;seed'. Name columns of .* with commas"),
+        ("p.csv", "prompt,prompt\na,b", "one column twice: its first line is 'prompt,prompt'"),
         ("p.csv", b"prompt\na\n\xff", r"is not UTF-8 \(line 3\)"),
     ],
 )

@@ -1,13 +1,15 @@
 """The renderer: the same bits whatever is loaded, resumed, shared or freed in between."""
 
+import gc
 import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
-from helpers.drawing import load
+from helpers.draw import load
 from PIL import Image
 
 from debias_diffusion.encoders import EncoderSpec, load_text_encoder
@@ -21,6 +23,8 @@ from debias_diffusion.pipelines.rendering import (
     ImageTask,
     Renderer,
     Sampling,
+    encode,
+    render,
     render_batch,
     render_into,
 )
@@ -67,7 +71,7 @@ def expected(renderer, long, tmp_path_factory):
     for encoder in (own(), long):
         rendered = into(folders[encoder.name], renderer, encoder)
         assert rendered.files == [folders[encoder.name] / f"{task.name}.png" for task in TASKS]
-        assert rendered.cut_at is None and rendered.prompts_cut == 0 < rendered.seconds
+        assert rendered.reading | {"seconds": 1} == {"cut_at": None, "prompts_cut": 0, "seconds": 1}
     return folders
 
 
@@ -101,10 +105,41 @@ def test_finished_images_load_no_model(renderer, expected):
     assert fresh._pipe is None
 
 
-def test_low_memory_gives_the_same_files(renderer, long, expected, tmp_path):
+def test_low_memory_gives_the_same_files_with_half_of_the_models_at_a_time(
+    renderer, long, expected, tmp_path, monkeypatch
+):
+    load, alive, loaded = rendering.load_pipeline, [], []
+
+    def load_watched(*arguments):
+        gc.collect()
+        assert not any(model() for model in alive)
+        pipe = load(*arguments)
+        parts = [pipe.text_encoder, pipe.text_encoder_2, pipe.unet, pipe.vae]
+        loaded.append([part is not None for part in parts])
+        alive[:] = [weakref.ref(part) for part in parts if part is not None]
+        return pipe
+
+    monkeypatch.setattr(rendering, "load_pipeline", load_watched)
+    monkeypatch.setattr(rendering, "ENCODED_AT_ONCE", 4)  # of 5 images in batches of 2
     low = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2, low_memory=True)
     into(tmp_path, low, long)
     assert files(tmp_path) == files(expected[long.name])
+    assert loaded == [[True, True, False, False], [False, False, True, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "The memory of cpu does not suffice .CUDA out.* Try less"),
+        (RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory"), "does not suffice .*allocate .* Try"),
+        (MemoryError("Unable to allocate 7.11 PiB"), "does not suffice .*allocate .* Try less"),
+        (RuntimeError("size mismatch"), "^size mismatch$"),  # another error stays as it is
+    ],
+)
+def test_too_little_memory_is_explained(error, message):
+    kind = RuntimeError if message[0] == "^" else UserError
+    with pytest.raises(kind, match=message), rendering.explain_memory(CPU, "Try less."):
+        raise error
 
 
 def test_images_of_others_are_refused(renderer, expected, tmp_path):
@@ -146,7 +181,7 @@ def test_how_prompts_are_read(renderer, expected, tmp_path):
     for name in ALL:
         for reading in rendered:
             assert (images[reading][name] == images["overlap"][name]) == (name in fits)
-    assert [(part.cut_at, part.prompts_cut) for part in rendered.values()] == [(77, 3), (None, 0)]
+    assert [(part.reading["cut_at"], part.reading["prompts_cut"]) for part in rendered.values()] == [(77, 3), (None, 0)]
     stock = load(StableDiffusionXLPipeline, renderer.checkpoint.name)
     [image] = render_batch(stock, [TASKS[4].prompt], renderer.sampling)
     assert image.tobytes() == images["cut"]["000004"]  # alone in the last batch
@@ -183,3 +218,74 @@ def test_an_encoder_that_does_not_fit_is_refused(renderer, tmp_path):
     wide = tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64) / "text_encoder"
     with pytest.raises(UserError, match="has width 64; the UNet of .* reads 32 of its first encoder"):
         renderer.pipeline(EncoderSpec.parse(wide))
+
+
+# ---- values that are not finite
+
+PROMPTS = ["a red cat", "a dog", "a blue bird"]
+NOT_FINITE = "its {} are not finite (NaN or infinite)"
+
+
+@pytest.fixture
+def pipe():
+    pipe = tiny_sdxl.assemble(StableDiffusionXLPipeline, tiny_sdxl.sdxl_parts())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def rendered(pipe, count=3, embeddings=None, on_step=None, **changes):
+    embeddings = embeddings or encode(pipe, [ImagePrompt(text) for text in PROMPTS[:count]], SAMPLING)
+    return render(pipe, embeddings, range(count), replace(SAMPLING, **changes), on_step)
+
+
+def rendered_by_diffusers(pipe, steps=1):
+    noise = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    return pipe(PROMPTS, num_inference_steps=steps, guidance_scale=SAMPLING.guidance_scale, generator=noise).images
+
+
+def test_finite_images_are_the_pipelines(pipe):
+    steps = []
+    images = rendered(pipe, on_step=lambda step, of: steps.append((step, of)), steps=2)
+    assert [image.tobytes() for image in images] == [image.tobytes() for image in rendered_by_diffusers(pipe, 2)]
+    assert steps == [(1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "values"),
+    [("unet", float("inf"), "latents after step 1"), ("vae", float("nan"), "pixels"), ("text_encoder_2", 1e38, None)],
+)
+def test_weights_that_are_not_finite_give_no_image(pipe, part, value, values):
+    model = getattr(pipe, part)
+    with torch.no_grad():
+        [weight for weight in model.parameters() if weight.ndim > 1][-1].view(-1)[0] = value
+        if values is None:
+            model.get_input_embeddings().weight[:] = value
+            pipe.unet = None  # is not run
+    assert rendered(pipe) == [NOT_FINITE.format(values or "embeddings")] * 3
+    assert not pipe.vae.decoder._forward_hooks
+
+
+@pytest.mark.parametrize("slicing", [False, True])
+def test_infinite_pixels_of_one_image_leave_the_others(pipe, slicing):
+    """They are neither black nor NaN once they are clipped to [0, 1]."""
+    (pipe.vae.enable_slicing if slicing else pipe.vae.disable_slicing)()
+    expected, calls = rendered_by_diffusers(pipe), []
+
+    def break_second(module, inputs, pixels):
+        calls.append(len(pixels))
+        if (1 if slicing else 0) == len(calls) - 1:
+            pixels[0 if slicing else 1] = float("inf")
+        return pixels
+
+    pipe.vae.decoder.conv_out.register_forward_hook(break_second)
+    images = rendered(pipe)
+    assert images[1] == NOT_FINITE.format("pixels")
+    assert [images[i].tobytes() for i in (0, 2)] == [expected[i].tobytes() for i in (0, 2)]
+
+
+def test_an_image_that_the_safety_checker_blacked_out_is_none():
+    pipe = tiny_sdxl.assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts())
+    pipe.set_progress_bar_config(disable=True)
+    pipe.run_safety_checker = lambda image, device, dtype: (image, [True, False])
+    images = rendered(pipe, 2)
+    assert images[0] == "the safety checker of the checkpoint has blacked it out" and images[1].size == (64, 64)

@@ -124,14 +124,15 @@ def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bas
             f"needs the configuration and tokenizers of '{hub_id}', which cannot .*'FOLDER:{re.escape(str(file))}'"
         )
         with pytest.raises(UserError, match=message):
-            Checkpoint.parse(file)
+            Checkpoint.parse(file).check_kind()
     cached = tmp_path / "models--stabilityai--stable-diffusion-xl-base-1.0"
     shutil.copytree(bases / "sdxl-configs", cached / "snapshots" / "1234")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("1234")
     checkpoint = Checkpoint.parse(tmp_path / "xl.safetensors")
-    assert checkpoint.configs == str(cached / "snapshots" / "1234")
-    assert checkpoint.check_kind() == "StableDiffusionXLPipeline"
+    assert checkpoint.check_kind() == "StableDiffusionXLPipeline" and checkpoint.size == (64, 64)
+    pipe, expected = (load_pipeline(base, None, CPU) for base in (tmp_path / "xl.safetensors", bases / "sdxl"))
+    assert all(map(torch.equal, pipe.text_encoder_2.parameters(), expected.text_encoder_2.parameters()))
 
 
 def test_other_files_are_refused(bases, tmp_path):
@@ -142,8 +143,8 @@ def test_other_files_are_refused(bases, tmp_path):
         "lora.safetensors": "is no single-file checkpoint of SDXL or Stable Diffusion 1.5: it has no weights named",
         "half.safetensors": "cannot be read: .* Give a whole .safetensors file",
         "sdxl.ckpt": "is a file that is not read. Give a folder in diffusers' layout, or a single-file .*safetensors",
-        "nowhere.safetensors": "is not there: '.*nowhere.safetensors' is no file",
-        f"{bases / 'sdxl-configs'}:nowhere.safetensors": "is not there: 'nowhere.safetensors' is no file",
+        "nowhere.safetensors": "is not there. '.*nowhere.safetensors' is no file",
+        f"{bases / 'sdxl-configs'}:nowhere.safetensors": "is not there. 'nowhere.safetensors' is no file",
         f"nowhere:{bases / 'sdxl.safetensors'}": "is not there. 'nowhere' is no folder",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -140,7 +140,7 @@ def test_it_is_saved_and_loaded_like_any_other(encoder, tokenizer, tmp_path):
 
 
 def test_other_windows(tokenizer):
-    short = text_encoder(window=64)
+    short = text_encoder(positions=64)
     stretched, longer = stretch_text_encoder(short, tokenizer, keep=0, factor=2)
     assert table_of(stretched).shape[0] == stretched.config.max_position_embeddings == longer.model_max_length == 128
     with pytest.raises(ValueError, match=r"keep must be in \[0, 62\].*got 70"):

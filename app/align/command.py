@@ -1,7 +1,6 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders import FIRST, SECOND
+from debias_diffusion.encoders import FIRST, ORIGINAL, SECOND, EncoderSpec
 from debias_diffusion.files import explain_full_disk
-from debias_diffusion.interchange.text_encoders import import_text_encoder
+from debias_diffusion.interchange.text_encoders import import_text_encoder, make_encoder, prefixed_state
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.pipelines.checkpoints import (
-    Checkpoint,
-    load_pipeline,
-)
+from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint, load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.logs import make_accelerator
@@ -30,11 +26,10 @@ from debias_diffusion.training.step import sum_over_processes
 from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
-from .encoders import encoder_digest, first_slot, recompute_activations, second_slot, without_projection
-from .latents import FrozenVAE, check_latents
+from .data import AlignBatch, AlignDataset, FrozenVAE, collate
+from .encoders import first_slot, recompute_activations, second_slot
 from .objective import TERMS, Objective
 from .plan import PROBE, print_plan
-from .samples import AlignBatch, AlignDataset, collate
 
 MEASURED = 64  # held-out pairs, at most
 
@@ -65,20 +60,23 @@ class Alignment(Run):
 
     def __init__(self, config: AlignConfig, accelerator: Accelerator):
         super().__init__(config, accelerator)
-        self.pixels = config.pixels or min(Checkpoint.parse(config.base).size)
+        checkpoint = Checkpoint.parse(config.base)
+        self.pixels = config.pixels or min(checkpoint.size)
         self.settings["pixels"] = self.pixels
         self.inputs |= {
-            "SDXL checkpoint": Checkpoint.parse(config.base).digest,
-            "first encoder": encoder_digest(config.encoder),
-            "second encoder": encoder_digest(config.encoder_2),
+            "SDXL checkpoint": checkpoint.digest,
         }
+        for place, name in (("first", config.encoder), ("second", config.encoder_2)):
+            of_checkpoint = name in (None, ORIGINAL, STRETCH)
+            self.inputs[f"{place} encoder"] = name if of_checkpoint else EncoderSpec.parse(name).digest
         device, dtype = accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
-        first, self.two_tower = first_slot(config.encoder, pipe, config.base, dtype)
-        second = second_slot(config.encoder_2, pipe, config.base)
+        first, self.two_tower = first_slot(config.encoder, pipe, checkpoint, dtype)
+        second = second_slot(config.encoder_2, pipe, checkpoint)
         self.slots = tuple(replace(slot, overlap=config.reading == "overlap") for slot in (first, second))
-        fitted = {name: slot.encoder for name, slot in zip((FIRST, SECOND), self.slots, strict=True) if slot.encoder}
+        slots = zip((FIRST, SECOND), self.slots, strict=True)
+        fitted = {name: slot.fitted.model for name, slot in slots if slot.fitted}
         self.model = nn.ModuleDict(fitted).to(device).train()
         pipe.unet.requires_grad_(False)
         if config.checkpoint_activations:
@@ -106,10 +104,12 @@ class Alignment(Run):
 
     def prepare(self, request: StopRequest) -> None:
         """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
-        read = self._indices_by_epoch()
-        trained = np.unique(np.concatenate(list(read.values())))
+        # The indices of the pairs that steps read, often few of the data, by epoch and in order.
+        keys = np.array([key for batch in self.batches.iterate() for key in batch])
+        read = {epoch: keys[keys[:, 0] == epoch, 1] for epoch in np.unique(keys[:, 0]).tolist()}
+        trained = np.unique(keys[:, 1])
         records = [*self.held_out[:MEASURED], *(self.records[index] for index in trained.tolist())]
-        check_latents(self.vae, len(records), self.config.latent_folder())
+        self.vae.check_room(len(records), self.config.latent_folder())
         latents, bad = cached_images(
             self.vae,
             records,
@@ -121,56 +121,54 @@ class Alignment(Run):
         )
         self.report_unreadable(bad, len(records))
         self.vae.vae.to("cpu")
-        tokenizers = [slot.reader.tokenizer for slot in self.slots]
         make = partial(
-            AlignDataset, latents=latents, seed=self.config.seed, tokenizers=tokenizers, shape=self.vae.shape
+            AlignDataset,
+            images=latents,
+            preprocess=partial(torch.reshape, shape=self.vae.shape),
+            seed=self.config.seed,
+            tokenizers=[slot.reader.tokenizer for slot in self.slots],
         )
         # Half of the pairs read later: another batch, and its latent is there.
         stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}
         self.dataset = make(self.records, stand_ins=stand_ins.get if self.config.max_bad else None)
         unreadable = {record.where for record in bad}
-        self.measured = make([record for record in self.held_out[:MEASURED] if record.image not in unreadable])
-
-    def _indices_by_epoch(self) -> dict[int, np.ndarray]:
-        """The indices of the pairs that steps read, often few of the data, by epoch and in order."""
-        keys = np.array([key for batch in self.batches.iterate() for key in batch])
-        return {epoch: keys[keys[:, 0] == epoch, 1] for epoch in np.unique(keys[:, 0]).tolist()}
+        measured = [record for record in self.held_out[:MEASURED] if record.image not in unreadable]
+        self.measured = make(measured, stand_ins=None)
 
     def backward(self, batch: AlignBatch) -> dict[str, float]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
         scaler, sums = self.optimizer.scaler, dict.fromkeys(TERMS, 0.0)
         for part in batch.chunks(self.config.chunk or len(batch)):
-            with _fast_attention(self.accelerator.device):
-                terms = self._sums(part)
-                loss = self._weighted(terms) / self.config.batch
-                (scaler.scale(loss) if scaler else loss).backward()
-            sums = {name: sums[name] + value.detach() for name, value in terms.items()}
+            terms = self._backward(part, self.config.batch)
+            sums = {name: sums[name] + value for name, value in terms.items()}
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         sum_over_processes(gradients, self.accelerator)
         norm = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
-        return self._report(sums, self.config.batch) | {"gradient_norm": norm.item()}
+        means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.config.batch
+        terms = dict(zip(TERMS, means, strict=True))
+        losses = {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
+        return {name: value.item() for name, value in losses.items()}
 
-    def _losses(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
-        return self.objective.losses(batch.to(self.accelerator.device))
-
-    def _sums(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
-        return {name: values.sum() for name, values in self._losses(batch).items()}
+    def _backward(self, batch: AlignBatch, samples: int) -> dict[str, torch.Tensor]:
+        """Adds the gradient of the sum over a batch, divided by `samples`. Returns the sum of each term."""
+        on_cpu = self.accelerator.device.type == "cpu"  # where the fused kernels' gradient takes several times as long
+        with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
+            losses = self.objective.losses(batch.to(self.accelerator.device))
+            terms = {name: values.sum() for name, values in losses.items()}
+            loss = self._weighted(terms) / samples
+            (self.optimizer.scaler.scale(loss) if self.optimizer.scaler else loss).backward()
+        return {name: value.detach() for name, value in terms.items()}
 
     def _weighted(self, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         return sum(self.objective.weights[name] * value for name, value in terms.items())
-
-    def _report(self, sums: dict[str, torch.Tensor], samples: int) -> dict[str, float]:
-        """The mean of each term over the samples of all processes, and the loss."""
-        summed = self.accelerator.reduce(torch.stack([sums[name] for name in TERMS]), reduction="sum") / samples
-        terms = dict(zip(TERMS, summed, strict=True))
-        return {"loss": self._weighted(terms).item()} | {name: value.item() for name, value in terms.items()}
 
     @torch.no_grad()
     def measure(self, state: TrainState) -> None:
         """The terms on held-out pairs, whose draws are always the same."""
         if self.main and len(self.measured):
             batch = collate([self.measured[(0, index, index)] for index in range(len(self.measured))])
-            parts = [self._losses(part) for part in batch.chunks(self.config.chunk or len(batch))]
+            chunks = batch.to(self.accelerator.device).chunks(self.config.chunk or len(batch))
+            parts = [self.objective.losses(chunk) for chunk in chunks]
             means = {name: torch.cat([part[name] for part in parts]).mean().item() for name in TERMS}
             self.log({"step": state.step, "pairs": len(batch)} | {f"held_out_{name}": means[name] for name in TERMS})
             named = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
@@ -182,34 +180,24 @@ class Alignment(Run):
 
     def probe(self) -> None:
         """Both passes on the first pairs of the run, which leave nothing behind."""
-        batch = collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]])
-        with _fast_attention(self.accelerator.device):
-            self._weighted(self._sums(batch)).backward()
+        self._backward(collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]]), PROBE)
         self.optimizer.clear()
 
     def _finish(self, state: TrainState) -> Path:
         path = self.folder
         if self.main:
             for name, slot in zip((FIRST, SECOND), self.slots, strict=True):
-                if slot.encoder is not None:
-                    encoder = without_projection(slot.encoder) if name == FIRST else slot.encoder
+                if slot.fitted is not None:
+                    encoder, tokenizer = slot.fitted
+                    if name == FIRST:  # SDXL's has no projection
+                        encoder = make_encoder(encoder.config, prefixed_state(encoder), projection=False)
                     with self.job.write(name) as temporary:
-                        write_text_encoder(encoder, slot.tokenizer, temporary)
+                        write_text_encoder(encoder, tokenizer, temporary)
             if self.two_tower is not None:
-                import_text_encoder(self.two_tower, self.slots[0].encoder)
+                import_text_encoder(self.two_tower, self.slots[0].fitted.model)
                 save_model(self.job, LAST, self.two_tower, {"step": state.step})
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced.")
         option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
         self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")
         self.accelerator.wait_for_everyone()
         return path
-
-
-@contextmanager
-def _fast_attention(device: torch.device) -> Iterator[None]:
-    """On CPUs the fused kernels' gradient takes several times as long."""
-    if device.type != "cpu":
-        yield
-        return
-    with sdpa_kernel(SDPBackend.MATH):
-        yield

@@ -9,20 +9,15 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.stretch import stretch_text_encoder
-from debias_diffusion.interchange.text_encoders import TextEncoder, make_encoder, prefixed_state, to_transformers
+from debias_diffusion.interchange.text_encoders import TextEncoder, to_transformers
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint
 
-from .objective import Frozen, Slot
-
-
-def encoder_digest(name: str | None) -> str | None:
-    """What identifies an encoder of the settings; those of the checkpoint go by their names."""
-    return name if name in (None, ORIGINAL, STRETCH) else EncoderSpec.parse(name).digest
+from .objective import Encoder, Slot
 
 
 def first_slot(
-    name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: str, dtype: torch.dtype
+    name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Slot, Backbone | None]:
     """SDXL's first encoder, and the two-tower that the fitted one is the text tower of, if it has an image tower.
 
@@ -33,38 +28,38 @@ def first_slot(
     Raises:
         UserError: it cannot be loaded, or does not fit the checkpoint.
     """
-    base = Frozen(pipe.text_encoder.requires_grad_(False), pipe.tokenizer)
+    base = Encoder(pipe.text_encoder.requires_grad_(False), pipe.tokenizer)
     if name is None:
         return Slot(base), None
+    backbone = kept = None
     if name == ORIGINAL:
-        return Slot(base, copy.deepcopy(base.encoder).float().requires_grad_(True), base.tokenizer), None
-    backbone, encoder, tokenizer = _load(name)
-    _check("text_encoder", name, encoder, tokenizer, base, checkpoint)
-    kept = None
+        encoder, tokenizer = copy.deepcopy(base.model), base.tokenizer
+    else:
+        backbone, encoder, tokenizer = _load(name)
+        _check("text_encoder", name, encoder, tokenizer, base, checkpoint)
     if isinstance(encoder, CLIPTextModelWithProjection):
-        frozen = copy.deepcopy(encoder).to(base.encoder.device, dtype).requires_grad_(False)
-        kept = Frozen(frozen, tokenizer)
-    return Slot(base, encoder.float().requires_grad_(True), tokenizer, kept), backbone
+        kept = Encoder(copy.deepcopy(encoder).to(base.model.device, dtype).requires_grad_(False), tokenizer)
+    return Slot(base, Encoder(encoder.float().requires_grad_(True), tokenizer), kept), backbone
 
 
-def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: str) -> Slot:
+def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: Checkpoint) -> Slot:
     """SDXL's second encoder. Its pooled features stay near the checkpoint's own, which the UNet reads.
 
     Raises:
         UserError: it cannot be loaded, or does not fit the checkpoint.
     """
-    base = Frozen(pipe.text_encoder_2.requires_grad_(False), pipe.tokenizer_2)
+    base = Encoder(pipe.text_encoder_2.requires_grad_(False), pipe.tokenizer_2)
     if name is None:
         return Slot(base)
     if name in (ORIGINAL, STRETCH):
-        encoder, tokenizer = copy.deepcopy(base.encoder).float(), base.tokenizer
+        encoder, tokenizer = copy.deepcopy(base.model).float(), base.tokenizer
         if name == STRETCH:
             encoder, tokenizer = stretch_text_encoder(encoder, tokenizer)
     else:
         encoder, tokenizer = EncoderSpec.parse(name).load_text_encoder()
         _check("text_encoder_2", name, encoder, tokenizer, base, checkpoint)
     tokenizer.pad_token = base.tokenizer.pad_token  # the one that the UNet was trained with
-    return Slot(base, encoder.float().requires_grad_(True), tokenizer, base)
+    return Slot(base, Encoder(encoder.float().requires_grad_(True), tokenizer), base)
 
 
 def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
@@ -77,19 +72,16 @@ def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
     return backbone, *to_transformers(backbone, projection=backbone.pooling == "eot")
 
 
-def _check(slot: str, name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, base: Frozen, checkpoint: str) -> None:
+def _check(
+    slot: str, name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, base: Encoder, checkpoint: Checkpoint
+) -> None:
     """Raises UserError unless the encoder can take the place of the checkpoint's own."""
-    Checkpoint.parse(checkpoint).check_fits(slot, encoder, name)
+    checkpoint.check_fits(slot, encoder, name)
     if tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise UserError(
-            f"The encoder {name!r} and the one of {checkpoint!r} that it replaces have different tokens, so their "
+            f"The encoder {name!r} and the one of {checkpoint.name!r} that it replaces have different tokens, so their "
             "states cannot be compared one by one. Give an encoder that was trained from the checkpoint's."
         )
-
-
-def without_projection(encoder: TextEncoder) -> TextEncoder:
-    """The same encoder as a CLIPTextModel, which SDXL's first one is."""
-    return make_encoder(encoder.config, prefixed_state(encoder), projection=False)
 
 
 def recompute_activations(encoder: TextEncoder) -> None:

@@ -4,10 +4,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers import DDPMScheduler, UNet2DConditionModel
+from diffusers import DDPMScheduler, SchedulerMixin, UNet2DConditionModel
 from torch import Tensor
 from transformers import CLIPTokenizer
 
@@ -17,21 +18,24 @@ from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.methods.keep_states import relative_error
 from debias_diffusion.reading import encode_texts
 
-from .samples import AlignBatch, Text
+from .data import AlignBatch, Text
 
 TERMS = ("denoising_loss", "state_error", "feature_distance")
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """An encoder that only says how texts are to be read."""
+class Encoder(NamedTuple):
+    """A text encoder. A frozen one only says how texts are to be read."""
 
-    encoder: TextEncoder
+    model: TextEncoder
     tokenizer: CLIPTokenizer
 
-    @torch.no_grad()
-    def read(self, texts: list[Tokens], length: int, **options) -> tuple[Tensor, Tensor | None]:
-        return encode_texts(self.encoder, self.tokenizer, texts, length, **options)
+    def read(self, texts: list[Tokens], length: int, overlap: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [texts, length, width] and pooled [texts, pooled width]."""
+        return encode_texts(self.model, self.tokenizer, texts, length, overlap=overlap)
+
+    @property
+    def context_length(self) -> int:
+        return self.model.config.max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -39,50 +43,38 @@ class Slot:
     """One of SDXL's two text encoders.
 
     Attributes:
-        base: the checkpoint's own encoder.
-        encoder: the one that is fitted in its place; None leaves the checkpoint's own as it is.
-        tokenizer: of `encoder`.
-        features: whose pooled features are kept; None where there are none to keep.
+        base: the checkpoint's own encoder, frozen.
+        fitted: the one in its place; None leaves the checkpoint's own as it is.
+        features: whose pooled features are kept, frozen; None where there are none to keep.
         overlap: whether chunks overlap.
     """
 
-    base: Frozen
-    encoder: TextEncoder | None = None
-    tokenizer: CLIPTokenizer | None = None
-    features: Frozen | None = None
+    base: Encoder
+    fitted: Encoder | None = None
+    features: Encoder | None = None
     overlap: bool = False
 
     @property
-    def reader(self) -> Frozen:
-        """The encoder that the UNet gets its states from, with its tokenizer."""
-        return self.base if self.encoder is None else Frozen(self.encoder, self.tokenizer)
-
-    @property
-    def context_length(self) -> int:
-        return self.reader.encoder.config.max_position_embeddings
+    def reader(self) -> Encoder:
+        """The encoder that the UNet gets its states from."""
+        return self.fitted or self.base
 
     @property
     def reads_on(self) -> bool:
         """Whether the fitted encoder reads in one piece what the checkpoint's own reads in chunks."""
-        return self.context_length > self.base.encoder.config.max_position_embeddings
+        return self.reader.context_length > self.base.context_length
 
     def frozen_parameters(self) -> Iterator[Tensor]:
         """The weights of the encoders that only say how to read; none twice."""
-        encoders = {id(part.encoder): part.encoder for part in (self.base, self.features) if part is not None}
-        return itertools.chain.from_iterable(encoder.parameters() for encoder in encoders.values())
-
-    def read(self, texts: list[Tokens], length: int) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [texts, length, width] and pooled [texts, pooled width], with gradients if it is fitted."""
-        if self.encoder is None:
-            return self.base.read(texts, length, overlap=self.overlap)
-        return encode_texts(self.encoder, self.tokenizer, texts, length, overlap=self.overlap)
+        models = dict.fromkeys(part.model for part in (self.base, self.features) if part is not None)
+        return itertools.chain.from_iterable(model.parameters() for model in models)
 
     def state_errors(self, states: Tensor, texts: list[Tokens], length: int) -> Tensor:
         """[texts] how far the states of words and SOT are from the checkpoint's own, as in `keep_states`.
 
         The checkpoint's encoder reads as the fitted one does, or, if that reads in one piece, in chunks that overlap.
         """
-        expected, _ = self.base.read(texts, length, overlap=self.overlap or self.reads_on)
+        expected, _ = self.base.read(texts, length, self.overlap or self.reads_on)
         ends = [1 + len(text.ids) for text in texts]
         errors = [
             # The states of a single token have no variance.
@@ -97,6 +89,7 @@ class Slot:
         return 1 - F.cosine_similarity(pooled.float(), kept.float(), dim=-1)
 
 
+@dataclass
 class Objective:
     """The loss of a batch.
 
@@ -109,18 +102,15 @@ class Objective:
         precision: of the fitted encoders.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        unet: UNet2DConditionModel,
-        scheduler,
-        pixels: int,
-        weights: dict[str, float],
-        precision: str,
-    ):
-        self.slots, self.unet, self.weights, self.precision = slots, unet, weights, precision
-        self.scheduler = DDPMScheduler.from_config(scheduler.config)
-        self.time_ids = torch.tensor([[pixels, pixels, 0, 0, pixels, pixels]], dtype=torch.float)
+    slots: Sequence[Slot]
+    unet: UNet2DConditionModel
+    scheduler: SchedulerMixin
+    pixels: int
+    weights: dict[str, float]
+    precision: str
+
+    def __post_init__(self):
+        self.scheduler = DDPMScheduler.from_config(self.scheduler.config)
 
     def losses(self, batch: AlignBatch) -> dict[str, Tensor]:
         """By name of `TERMS`, not weighted, each [samples]: a sample's terms depend on that sample alone."""
@@ -140,7 +130,7 @@ class Objective:
 
     def _by_length(self, texts: Sequence[tuple[int, Text]]) -> dict[int, list[tuple[int, Text]]]:
         """Texts by the length of their embeddings, so that none has other pads than a pipeline gives it alone."""
-        contexts, groups = [slot.context_length for slot in self.slots], defaultdict(list)
+        contexts, groups = [slot.reader.context_length for slot in self.slots], defaultdict(list)
         for row, text in texts:
             groups[positions_for(max(len(tokens.ids) for tokens in text), contexts)].append((row, text))
         return groups
@@ -152,8 +142,8 @@ class Objective:
         states, errors, distances = [], [], []
         for slot, of_slot in zip(self.slots, map(list, zip(*texts, strict=True)), strict=True):
             with autocast(self.precision, self.unet.device):
-                of_encoder, pooled = slot.read(of_slot, length)
-                if slot.encoder is not None:
+                of_encoder, pooled = slot.reader.read(of_slot, length, slot.overlap)
+                if slot.fitted is not None:
                     errors.append(slot.state_errors(of_encoder, of_slot, length))
                 if slot.features is not None:
                     distances.append(slot.feature_distances(pooled, of_slot, length))
@@ -169,14 +159,14 @@ class Objective:
         """[rows] the UNet's own loss: the mean squared error of what it predicts."""
         latents, noise, shares = batch.latents[rows], batch.noise[rows], batch.shares[rows]
         times = ((self.scheduler.config.num_train_timesteps - 1) * shares).round().long()
-        dtype = self.unet.dtype
+        dtype, sizes = self.unet.dtype, torch.tensor([[self.pixels, self.pixels, 0, 0, self.pixels, self.pixels]])
         predicted = self.unet(
             self.scheduler.add_noise(latents, noise, times).to(dtype),
             times,
             encoder_hidden_states=states.to(dtype),
             added_cond_kwargs={
                 "text_embeds": pooled.to(dtype),
-                "time_ids": self.time_ids.to(states.device, dtype).expand(len(rows), -1),
+                "time_ids": sizes.to(states.device, dtype).expand(len(rows), -1),
             },
         ).sample
         return (predicted.float() - self._target(latents, noise, times)).square().mean(dim=(1, 2, 3))

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,15 +14,8 @@ from debias_diffusion.training.plan import GB, check_disk, duration, free_memory
 PROBE = 2  # pairs that the estimate is measured on
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of `PROBE` pairs, forward and backward.
-
-    Attributes:
-        flop: counted.
-        seconds: taken.
-        activation_bytes: kept for the backward pass.
-    """
+class Cost(NamedTuple):
+    """Of `PROBE` pairs, forward and backward: operations counted, seconds taken, bytes kept for the backward pass."""
 
     flop: int
     seconds: float
@@ -71,25 +64,17 @@ def print_plan(run, start: int) -> None:
     memory, free = frozen_bytes + 4 * fitted_bytes + activations, free_memory(accelerator.device)
     free_disk = check_disk(Path(config.output), disk := 3 * fitted_bytes * (config.keep + 1) + fitted_bytes)
     left = batches.total_steps - start
-    chunks = f"in {READINGS[config.reading]}"
-    encoders = " and ".join(
-        f"{name} ({'in one piece' if slot.reads_on else chunks}, {slot.context_length} positions)"
-        for name, slot in zip((config.encoder, config.encoder_2), run.slots, strict=True)
+    chunks, names = READINGS[config.reading], (config.encoder, config.encoder_2)
+    encoders = [
+        f"{name} (in {'one piece' if slot.reads_on else chunks}, {slot.reader.context_length} positions)"
+        for name, slot in zip(names, run.slots, strict=True)
         if name
-    )
-    weights = ", ".join(
-        f"{title} {weight:g}"
-        for title, weight in (
-            ("denoising", config.denoising),
-            ("states", config.keep_states),
-            ("features", config.keep_features),
-        )
-    )
+    ]
     made = f", {start} of them made" if start else ""
     lines = {
-        "encoder": encoders,
+        "encoder": " and ".join(encoders),
         "unet": f"{config.base}, frozen; images of {run.pixels} x {run.pixels} pixels",
-        "loss": weights,
+        "loss": f"denoising {config.denoising:g}, states {config.keep_states:g}, features {config.keep_features:g}",
         "pairs": f"{batches.records} to train on; {len(run.held_out)} held out",
         "steps": f"{batches.total_steps} of {config.batch} pairs{made}",
         "machine": f"{accelerator.num_processes} x {accelerator.device.type}, {run.precision}",

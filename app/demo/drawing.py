@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.pipelines.png import png_info, settings_text
+from debias_diffusion.pipelines.png import settings_text, write_png
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, cleaned, encode, read_layout, render
 
 from .models import DemoModels
@@ -64,7 +64,7 @@ class Drawn:
         """Writes the PNG with its settings, and returns its path."""
         stem = re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
         path = Path(folder) / f"{stem}-seed-{self.seed}.png"
-        self.image.save(path, pnginfo=png_info(self.text))
+        write_png(self.image, path, self.text)
         return path
 
 

@@ -100,7 +100,7 @@ class DemoModels:
         checkpoint = Checkpoint.parse(base)
         checkpoint.check_kind()
         self.device, self.dtype = device, dtype or default_dtype(device)
-        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, _short(checkpoint.weights)
+        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, _short(str(checkpoint.file or base))
         by_model = {spec.name: spec for spec in specs.values()}
         loaded = {name: spec.load_text_encoder() for name, spec in by_model.items() if spec.kind is not Kind.ORIGINAL}
         pipe = load_pipeline(base, None, device, self.dtype)
@@ -176,9 +176,9 @@ class DemoModels:
 
     def pipeline(self, label: str, request: Request) -> StableDiffusionXLLongPromptPipeline:
         """A pipeline for one request: the shared models with this encoder, and a new scheduler."""
-        encoder, cls = self.encoders[label], StableDiffusionXLLongPromptPipeline
+        encoder = self.encoders[label]
         scheduler = self.make_scheduler(request.scheduler)
-        pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer, cls, scheduler=scheduler)
+        pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer, scheduler=scheduler)
         return pipe.set_long_prompt(weighting=request.weighting, reading=self.reading(label, request))
 
     def make_scheduler(self, name: str) -> SchedulerMixin:

@@ -37,9 +37,9 @@ def t5(seed: int = 4) -> tuple[T5EncoderModel, T5TokenizerFast]:
     return T5EncoderModel(config).eval(), tokenizer
 
 
-def projected_encoder(window: int = tiny_sdxl.WINDOW, seed: int = 0) -> CLIPTextModelWithProjection:
+def projected_encoder(positions: int = tiny_sdxl.POSITIONS, seed: int = 0) -> CLIPTextModelWithProjection:
     """SD3's first encoder: CLIP-L with its projection."""
-    config = tiny_sdxl.text_encoder(CLIP_WIDTH, window).config
+    config = tiny_sdxl.text_encoder(CLIP_WIDTH, positions).config
     config.projection_dim = SD3_POOLED[0]
     torch.manual_seed(seed)
     return CLIPTextModelWithProjection(config).eval()
@@ -79,7 +79,7 @@ def build_tiny_flux(folder: str | Path) -> Path:
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=_vae(),
         text_encoder=tiny_sdxl.text_encoder(CLIP_WIDTH),
-        tokenizer=tiny_tokenizer(tiny_sdxl.WINDOW),
+        tokenizer=tiny_tokenizer(tiny_sdxl.POSITIONS),
         text_encoder_2=encoder_2,
         tokenizer_2=tokenizer_2,
         transformer=transformer,
@@ -109,9 +109,9 @@ def build_tiny_sd3(folder: str | Path) -> Path:
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=_vae(),
         text_encoder=projected_encoder(),
-        tokenizer=tiny_tokenizer(tiny_sdxl.WINDOW),
+        tokenizer=tiny_tokenizer(tiny_sdxl.POSITIONS),
         text_encoder_2=tiny_sdxl.text_encoder_2(),
-        tokenizer_2=tiny_tokenizer(tiny_sdxl.WINDOW, pad_token="!"),
+        tokenizer_2=tiny_tokenizer(tiny_sdxl.POSITIONS, pad_token="!"),
         text_encoder_3=encoder_3,
         tokenizer_3=tokenizer_3,
     ).save_pretrained(folder)

@@ -16,7 +16,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from helpers import tiny_flux
 from helpers.demo_clients import opened_page
-from helpers.drawing import same_picture
+from helpers.draw import same_image
 from helpers.pages import BLOCKS, shell_commands
 from helpers.released import DEEP, released
 from helpers.single_files import original_layout
@@ -217,7 +217,7 @@ def test_other_pipelines(tmp_path, monkeypatch):
     tiny_flux.build_tiny_sd3(tmp_path / "sd3")
     for names, text in zip(follow("other-pipelines.md", {}), ("prompt_2", "prompt_3"), strict=True):
         names["pipe"].set_progress_bar_config(disable=True)
-        assert not same_picture(names["pipe"], **{text: "a cat"}, max_sequence_length=64)
+        assert not same_image(names["pipe"], **{text: "a cat"}, max_sequence_length=64)
 
 
 def test_app(tmp_path, monkeypatch):
