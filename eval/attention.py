@@ -25,12 +25,11 @@ from debias_diffusion.models.model_files import explain_failure
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
-from .inputs import Pairs, read_source
 from .intervals import mean_interval
 from .options import AllConfig, AttentionConfig
 from .report import FEW, Table, draw_by_position
 from .robustness import edit_caption
-from .session import Session
+from .session import Pairs, Session, read_source
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
 EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
@@ -341,7 +340,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     """
     pairs = read_source(config, only_captions=True) if config.has_captions else None
     session = Session("attention", config, pairs and pairs.digest, pairs.bad if pairs else ())
-    results = session.of_each(
+    results = session.by_encoder(
         partial(_evaluate, session, pairs),
         lambda spec, label, device: (label, load_reader(spec, device, config.scale)),
     )

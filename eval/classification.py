@@ -413,7 +413,7 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
     session = Session("classification", config, data.digest, data.bad)
     images = ImageFeatures(session, data.records, data.images, data.bad)
-    results = session.of_each(lambda encoder: _classify_all(session, data, images, encoder))
+    results = session.by_encoder(lambda encoder: _classify_all(session, data, images, encoder))
     hits = {label: {"top-1": result.hits()} for label, result in results.items()}
     return session.report(
         {label: top1(result.guesses, result.labels, data.classes) for label, result in results.items()},

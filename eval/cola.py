@@ -196,7 +196,7 @@ def evaluate_cola(config: ColaConfig) -> dict:
     check_share(data.bad, len(data.images) + len(data.bad), config.max_bad)
     session = Session("cola", config, sha256(Path(config.data)), data.bad)
     images = ImageFeatures(session, [Record(name, name, "") for name in data.images], folder, data.bad)
-    results = session.of_each(lambda encoder: _score(session, data, images, encoder))
+    results = session.by_encoder(lambda encoder: _score(session, data, images, encoder))
     counted = "items" if data.part == MULTI else "classes"
     values = {label: {counted: list(scores.values())} for label, scores in results.items()}
     unreadable = len(session.left_out) - len(data.bad)

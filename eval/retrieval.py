@@ -15,12 +15,11 @@ from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .image_features import ImageFeatures
-from .inputs import read_source, trained_on
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from .options import AllConfig, OfPairs, RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
-from .session import Session, TwoTower, compare
+from .session import Session, TwoTower, compare, read_source, trained_on
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -196,7 +195,7 @@ def retrieval_ranks(config: OfPairs) -> dict[str, dict]:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("retrieval", config)
-    return session.of_each(partial(_retrieve, session))
+    return session.by_encoder(partial(_retrieve, session))
 
 
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
@@ -247,7 +246,7 @@ def _overview(reports: dict[str, dict]) -> Table:
 
 def _evaluate(config: RetrievalConfig) -> dict:
     session = PairSession("retrieval", config)
-    results = session.of_each(partial(_retrieve, session))
+    results = session.by_encoder(partial(_retrieve, session))
     encoders = {label: _numbers(result) for label, result in results.items()}
     first = next(iter(results.values()))
     counts = {"images": first["images"], "captions": len(first["image_of"])}
@@ -273,7 +272,7 @@ def _write_examples(session: PairSession, results: dict[str, dict]) -> None:
         strangers = nearest_strangers(readable.features, texts, [readable.image_of[query] for query in queries])
         return dict(zip(queries, strangers, strict=True))
 
-    first = session.of_each(rank_first)
+    first = session.by_encoder(rank_first)
     (readable,) = readables
     records = [session.pairs.records[position] for position in readable.good]
     path = Path(session.config.output) / "retrieval_examples.html"

@@ -402,7 +402,7 @@ def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, Ed
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("robustness", config)
-    return session.of_each(partial(_evaluate, session, edits=edits))
+    return session.by_encoder(partial(_evaluate, session, edits=edits))
 
 
 def evaluate_robustness(config: RobustnessConfig) -> dict:
@@ -423,7 +423,7 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("robustness", config)
-    results = session.of_each(partial(_evaluate, session))
+    results = session.by_encoder(partial(_evaluate, session))
     shares = {label: _shares_kept(result) for label, result in results.items()}
     encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
     first = next(iter(results.values()))

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from debias_diffusion.eval import cache
-from debias_diffusion.eval.cache import ResultCache
+from debias_diffusion.eval import session
+from debias_diffusion.eval.session import ResultCache
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_another_version_of_a_library_is_another_key(tmp_path, computed, monkeyp
     compute, calls = computed
 
     def result(number: float, **libraries: str) -> float:
-        monkeypatch.setattr(cache, "versions", lambda: libraries)
+        monkeypatch.setattr(session, "versions", lambda: libraries)
         return ResultCache(tmp_path).result("part", {"a": 1}, lambda: compute(number))["number"]
 
     assert [result(1, torch="2.11.0"), result(2, torch="2.12.0"), result(3, torch="2.11.0")] == [1, 2, 1]
@@ -62,7 +62,7 @@ def test_another_version_of_a_library_is_another_key(tmp_path, computed, monkeyp
 
 
 def test_keys_are_stable(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "versions", lambda: {"torch": "2.11.0"})
+    monkeypatch.setattr(session, "versions", lambda: {"torch": "2.11.0"})
     ResultCache(tmp_path).result("retrieval", {"encoder": "ab", "good": (0, 2)}, lambda: {"ranks": [1]})
     (file,) = (tmp_path / "cache").iterdir()
     assert file.name == "retrieval-d7ec7f2a7e64090c0686e913f2aebd32.json"

@@ -17,9 +17,9 @@ from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.inputs import Pairs, read_source
 from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.robustness import edit_caption
+from debias_diffusion.eval.session import Pairs, read_source
 from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.fitness import K1, K2, check_count

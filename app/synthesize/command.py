@@ -37,8 +37,8 @@ from debias_diffusion.data.shards import FINISHED, file_ending
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.devices import pick_precision
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.processes import Processes
 from debias_diffusion.eval.report import versions
+from debias_diffusion.eval.session import Processes
 from debias_diffusion.files import (
     atomic_file,
     bytes_digest,
