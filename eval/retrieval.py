@@ -16,7 +16,7 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .image_features import ImageFeatures
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from .options import AllConfig, OfPairs, RetrievalConfig
+from .options import OfPairs, RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
 from .session import Session, TwoTower, compare, read_source, trained_on
@@ -85,22 +85,6 @@ class PairSession(Session):
         return super().report(encoders, compared, [*of_seen, *notes], trained_on=seen, **more)
 
 
-def plot(encoders: dict[str, dict]) -> Figure:
-    """Bars of recall at k with 95% intervals: a panel for each direction, a colour for each encoder."""
-    # Without pyplot, which would keep the figure and may open a window.
-    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=150)
-    for axes, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
-        both = {
-            label: [list(numbers[name][direction].values()) for name in ("recall_percent", "interval_percent")]
-            for label, numbers in encoders.items()
-        }
-        draw_bars(axes, both, [f"R@{k}" for k in KS], digits=1)
-        axes.set(title=direction.replace("_", " "), ylim=(0, 115))
-    figure.axes[0].set_ylabel("recall (%), with 95% intervals")
-    figure.axes[1].legend(fontsize="small", loc="upper left")
-    return figure
-
-
 def hits(ranks: Sequence[int], k: int) -> np.ndarray:
     """100 for each query whose match is among the first k, else 0: their mean is the recall in percent."""
     return 100.0 * (np.asarray(ranks) <= k)
@@ -115,12 +99,13 @@ def _retrieve(session: PairSession, encoder: TwoTower) -> dict:
         batch_size, title = session.config.batch_size, f"captions, {encoder.label}"
         texts = encode_texts(encoder.backbone, readable.captions, batch_size, session.device, title)
         ranks = recall_ranks(readable.features, texts, image_of=readable.image_of)
-        over = sum(tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions)
         return {
             "images": len(readable.features),
             "image_of": readable.image_of,
             "window": tokenizer.context_length,
-            "captions_longer_than_context": over,
+            "captions_longer_than_context": sum(
+                tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions
+            ),
             "ranks": {direction: values.tolist() for direction, values in ranks.items()},
         }
 
@@ -159,15 +144,15 @@ def mean_recall(result: dict) -> tuple[dict[str, float], dict[str, list[float]]]
     Returns:
         by direction, as in the paper, and of "both": mean-R, and [low, high] of the 95% bootstrap interval over images.
     """
-    mean_r, drawn = {}, {}
+    mean_r, samples = {}, {}
     for direction in DIRECTIONS:
         values = np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0)  # of each query
         sums, counts = by_group(values, _groups(result, direction))
         mean_r[direction] = float(sums.sum() / counts.sum())
-        drawn[direction] = drawn_ratios(sums, counts)  # of the same images in both directions
+        samples[direction] = drawn_ratios(sums, counts)  # of the same images in both directions
     mean_r["both"] = float(np.mean(list(mean_r.values())))
-    drawn["both"] = np.mean(list(drawn.values()), axis=0)
-    return mean_r, {name: ends(samples) for name, samples in drawn.items()}
+    samples["both"] = np.mean(list(samples.values()), axis=0)
+    return mean_r, {name: ends(ratios) for name, ratios in samples.items()}
 
 
 def compare_at_1(results: dict[str, dict]) -> list[dict]:
@@ -176,13 +161,17 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
     Args:
         results: {label: {"ranks": {direction: ranks}, "image_of": ...}}
     """
-    names = {f"R@1 {direction.replace('_', ' ')}": direction for direction in DIRECTIONS}
+    names = {f"R@1 {in_words(direction)}": direction for direction in DIRECTIONS}
     values = {
         label: {name: hits(result["ranks"][direction], 1) for name, direction in names.items()}
         for label, result in results.items()
     }
     groups = {name: _groups(next(iter(results.values())), direction) for name, direction in names.items()}
     return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
+
+
+def in_words(direction: str) -> str:
+    return direction.replace("_", " ")
 
 
 def retrieval_ranks(config: OfPairs) -> dict[str, dict]:
@@ -201,18 +190,14 @@ def retrieval_ranks(config: OfPairs) -> dict[str, dict]:
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
-    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`.
-
-    With `config.examples` also `retrieval_examples.html`.
-
-    Captions longer than a model's context length are cut, and counted. See `recall_ranks` for several captions an
-    image, ties and duplicates.
+    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`. With
+    `config.examples` also `retrieval_examples.html`. Captions longer than a model's context length are cut, and
+    counted. See `recall_ranks` for several captions an image, ties and duplicates.
 
     Returns:
-        The content of the file: settings, versions, digests, numbers of images and captions; by encoder its context
+        The content of the file, see `Session.report`, with numbers of images and captions. By encoder its context
         length ("window"), how many captions exceed it, recalls and mean-R (see `mean_recall`) in percent with 95%
-        intervals (bootstrap over images); the encoders' R@1 compared, in points; the bad records, seconds. Of several
-        benchmarks {name: content}.
+        intervals (bootstrap over images). Of several benchmarks {name: content}.
 
     Raises:
         UserError: the data or an encoder cannot be used.
@@ -224,24 +209,13 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
     for name, root in roots.items():
         print(f"\n{name}")
         reports[name] = _evaluate(replace(config, dataset=[name], root=root, output=str(Path(config.output) / name)))
-    print(f"\n{_overview(reports)}")
+    columns = [f"{name}, {in_words(direction)}" for name in reports for direction in DIRECTIONS]
+    rows = []
+    for label in reports[name]["encoders"]:
+        recalls = [report["encoders"][label]["recall_percent"] for report in reports.values()]
+        rows.append([label, *(recall[direction]["R@1"] for recall in recalls for direction in DIRECTIONS)])
+    print(f"\n{Table(['R@1 in percent', *columns], rows)}")
     return reports
-
-
-def _overview(reports: dict[str, dict]) -> Table:
-    """R@1 of every encoder, benchmark by benchmark."""
-    columns = [f"{name}, {direction.replace('_', ' ')}" for name in reports for direction in DIRECTIONS]
-    labels = next(iter(reports.values()))["encoders"]
-    rows = [
-        [label]
-        + [
-            report["encoders"][label]["recall_percent"][direction]["R@1"]
-            for report in reports.values()
-            for direction in DIRECTIONS
-        ]
-        for label in labels
-    ]
-    return Table(["R@1 in percent", *columns], rows)
 
 
 def _evaluate(config: RetrievalConfig) -> dict:
@@ -249,22 +223,22 @@ def _evaluate(config: RetrievalConfig) -> dict:
     results = session.by_encoder(partial(_retrieve, session))
     encoders = {label: _numbers(result) for label, result in results.items()}
     first = next(iter(results.values()))
-    counts = {"images": first["images"], "captions": len(first["image_of"])}
     if config.examples:
         _write_examples(session, results)
+    counts = {"images": first["images"], "captions": len(first["image_of"])}
     return session.report(encoders, compare_at_1(results), **counts)
 
 
 def _write_examples(session: PairSession, results: dict[str, dict]) -> None:
     """The page of captions that one encoder gets right and another wrong."""
     ranks = {label: result["ranks"]["text_to_image"] for label, result in results.items()}
-    drawn = disagreements(ranks, session.config.examples)
+    disagreed = disagreements(ranks, session.config.examples)
     readables = []  # the same images for every encoder
 
     def rank_first(encoder: TwoTower) -> dict[int, int]:
         readable = session.read(encoder)
         readables[:] = [readable]
-        queries = sorted({query for part in drawn if part.wrong == encoder.label for query in part.queries})
+        queries = sorted({query for part in disagreed if part.wrong == encoder.label for query in part.queries})
         if not queries:
             return {}
         captions = [readable.captions[query] for query in queries]
@@ -276,34 +250,39 @@ def _write_examples(session: PairSession, results: dict[str, dict]) -> None:
     (readable,) = readables
     records = [session.pairs.records[position] for position in readable.good]
     path = Path(session.config.output) / "retrieval_examples.html"
-    write_examples(path, drawn, first, readable.captions, readable.image_of, records, session.pairs.images)
+    write_examples(path, disagreed, first, readable.captions, readable.image_of, records, session.pairs.images)
     print(f"Captions that one encoder gets right and another wrong: {path}")
 
 
 def tables(report: dict) -> list[Table]:
     """The numbers of a report, and the encoders compared."""
-    recalls = []
+    encoders, result = report["encoders"], []
     for direction in DIRECTIONS:
         rows = []
-        for label, numbers in report["encoders"].items():
-            recall, limits = (numbers[name][direction] for name in ("recall_percent", "interval_percent"))
-            cells = [cell(recall[name], *limits[name]) for name in recall]
+        for label, numbers in encoders.items():
+            recall, interval = (numbers[name][direction] for name in ("recall_percent", "interval_percent"))
+            cells = [cell(recall[name], *interval[name]) for name in recall]
             rows.append([label, numbers["captions_longer_than_context"], *cells])
-        header = [f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *(f"R@{k}" for k in KS)]
-        recalls.append(Table(header, rows))
-    names, rows = (*DIRECTIONS, "both"), []
-    for label, numbers in report["encoders"].items():
-        mean_r, limits = numbers["mean_r_percent"], numbers["mean_r_interval_percent"]
-        rows.append([label, *(cell(mean_r[name], *limits[name]) for name in names)])
-    header = ["mean of R@1, R@5, R@10 in percent", *(name.replace("_", " ") for name in names)]
-    return [*recalls, Table(header, rows), *compared_tables(report["compared"])]
+        header = [f"recall in percent, {in_words(direction)}", "captions cut", *(f"R@{k}" for k in KS)]
+        result.append(Table(header, rows))
+    rows = []
+    for label, numbers in encoders.items():
+        mean_r, interval = numbers["mean_r_percent"], numbers["mean_r_interval_percent"]
+        rows.append([label, *(cell(mean_r[name], *interval[name]) for name in mean_r)])
+    header = ["mean of R@1, R@5, R@10 in percent", *map(in_words, DIRECTIONS), "both"]
+    return [*result, Table(header, rows), *compared_tables(report["compared"])]
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    return {"retrieval.png": plot(report["encoders"])}
-
-
-def settings_for(everything: AllConfig) -> RetrievalConfig:
-    """Its settings in `evaluate all`."""
-    return everything.settings(RetrievalConfig)
+    """Bars of recall at k with 95% intervals: a panel for each direction, a colour for each encoder."""
+    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=150)
+    for axes, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
+        groups = {
+            label: [list(numbers[name][direction].values()) for name in ("recall_percent", "interval_percent")]
+            for label, numbers in report["encoders"].items()
+        }
+        draw_bars(axes, groups, [f"R@{k}" for k in KS], digits=1)
+        axes.set(title=in_words(direction), ylim=(0, 115))
+    figure.axes[0].set_ylabel("recall (%), with 95% intervals")
+    figure.axes[1].legend(fontsize="small", loc="upper left")
+    return {"retrieval.png": figure}

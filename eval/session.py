@@ -25,13 +25,13 @@ from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.devices import end_group_at_exit, pick_device
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import folder_lock, json_digest, write_json
+from debias_diffusion.files import atomic_file, folder_lock, json_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.weight_files import save_tensors
 
 from .registry import EVALUATIONS
-from .report import show, versions
+from .report import save_picture, versions
 
 CACHE = "cache"  # in an evaluation's output folder
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
@@ -121,11 +121,7 @@ def _held_out(encoders: Sequence[EncoderSpec], digest: str) -> dict[EncoderSpec,
 
 
 def trained_on(encoders: Mapping[str, EncoderSpec], pairs: Pairs) -> tuple[dict[str, int], list[str]]:
-    """By label of an encoder, how many of the pairs it was trained on, as far as its run says; and that in words.
-
-    Args:
-        encoders: by label.
-    """
+    """By label of an encoder, how many of the pairs it was trained on, as far as its run says; and that in words."""
     held_out, used = _held_out(list(encoders.values()), pairs.digest), len(pairs.records)
     counts = {label: max(0, used - held_out[spec]) for label, spec in encoders.items() if spec in held_out}
     return counts, [
@@ -238,12 +234,13 @@ class ResultCache:
             kind: of result, for its file.
             depends: JSON values: everything that affects the result.
         """
-        file = self._file(kind, depends, ".json", compute, lambda content, path: write_json(path, content))
+        name = f"{CACHE}/{self._key(kind, depends)}.json"
+        file = self._file(name, compute, lambda content, path: write_json(path, content))
         return json.loads(file.read_text(encoding="utf-8"))  # so that a first run and a resumed one get the same
 
     def tensors(self, kind: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
         """The same for tensors on the CPU."""
-        return load_file(self._file(kind, depends, ".safetensors", compute, save_tensors))
+        return load_file(self._file(f"{CACHE}/{self._key(kind, depends)}.safetensors", compute, save_tensors))
 
     def noted(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
         """The same for a few values, in the job's list of items instead of a file."""
@@ -269,15 +266,7 @@ class ResultCache:
     def _key(kind: str, depends: dict) -> str:
         return Job.key(kind, depends | {"versions": versions()})
 
-    def _file(
-        self,
-        kind: str,
-        depends: dict,
-        suffix: str,
-        compute: Callable[[], Content],
-        save: Callable[[Content, Path], None],
-    ) -> Path:
-        name = f"{CACHE}/{self._key(kind, depends)}{suffix}"
+    def _file(self, name: str, compute: Callable[[], Content], save: Callable[[Content, Path], None]) -> Path:
         if self._job.path(name, damaged="absent") is None:
             started = time.monotonic()
             content = compute()
@@ -334,7 +323,7 @@ class Session:
         name: in `registry.EVALUATIONS`.
         config: its settings.
         data: digest of the data.
-        bad: the bad records of the data.
+        bad: the data's `BadRecord`s.
         device: where to run; by default as the settings say.
 
     Attributes:
@@ -345,12 +334,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        name: str,
-        config: Any,
-        data: str | None,
-        bad: Sequence[BadRecord] = (),
-        device: torch.device | None = None,
+        self, name: str, config: Any, data: str | None, bad: Sequence = (), device: torch.device | None = None
     ):
         self.name, self.config, self.device = name, config, device or pick_device(config.device)
         self.encoders: dict[str, EncoderSpec] = config.labelled
@@ -372,12 +356,13 @@ class Session:
             UserError: an encoder cannot be loaded.
         """
 
-        def result(label: str, spec: EncoderSpec) -> Result:
+        results = {}
+        for label, spec in self.encoders.items():
             encoder = load(spec, label, self.device)
             self.digests["encoders"][label] = encoder.digest if isinstance(encoder, TwoTower) else spec.digest
-            return evaluate(encoder)
-
-        return {label: result(label, spec) for label, spec in self.encoders.items()}
+            results[label] = evaluate(encoder)
+            del encoder  # before the next one is loaded
+        return results
 
     def report(
         self,
@@ -410,7 +395,13 @@ class Session:
         }
         write_json(Path(self.config.output) / f"{self.name}.json", report)
         module = EVALUATIONS[self.name].load()
-        show(report, module.tables(report), module.figures(report) | (saved or {}))
+        for table in module.tables(report):
+            print(f"\n{table}")
+        for note in report["notes"]:
+            print(f"Note: {note}")
+        for name, figure in (module.figures(report) | (saved or {})).items():
+            with atomic_file(Path(self.config.output) / name) as unfinished:
+                save_picture(figure, unfinished)
         return report
 
 
