@@ -24,18 +24,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, Record
-from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import TIE, encode_texts
 
-from .image_features import ImageFeatures
+from .image_features import ImageSession
 from .intervals import paired_difference
 from .options import AllConfig, ClassificationConfig
 from .report import Table, cell, compared_tables
-from .session import Session, TwoTower, compare
+from .session import TwoTower, compare
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
@@ -303,11 +303,9 @@ def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]
     }
 
 
-def _classify_all(
-    session: Session, data: LabelledImages, images: ImageFeatures, encoder: TwoTower
-) -> tuple[list[int], list[int]]:
+def _classify_all(session: ImageSession, data: LabelledImages, encoder: TwoTower) -> tuple[list[int], list[int]]:
     """The classes that one encoder assigns to the readable images, and their true ones."""
-    encoded, config = images.encode(encoder), session.config
+    (features, good), config = session.encode(encoder), session.config
     templates = BENCHMARKS[config.dataset].templates
 
     def compute() -> dict[str, Tensor]:
@@ -317,7 +315,7 @@ def _classify_all(
 
     depends = encoder.depends | {"classes": data.classes, "templates": _written(templates)}
     classes = session.cache.tensors("classes", depends, compute)["features"]
-    return classify(encoded.features, classes).tolist(), [data.labels[index] for index in encoded.good]
+    return classify(features, classes).tolist(), [data.labels[index] for index in good]
 
 
 def _written(templates: Sequence[Callable[[str], str]]) -> list[str]:
@@ -337,10 +335,8 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     benchmark = BENCHMARKS[config.dataset]
     data = benchmark.read(config.data, config.dataset)
     print_left_out(data.bad)
-    check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
-    session = Session("classification", config, data.digest, data.bad)
-    images = ImageFeatures(session, data.records, data.images, data.bad)
-    results = session.by_encoder(partial(_classify_all, session, data, images))
+    session = ImageSession("classification", config, data, data.bad)
+    results = session.by_encoder(partial(_classify_all, session, data))
     # 100 for each correct image, else 0: their mean is top-1 in percent.
     hits = {label: {"top-1": 100.0 * np.equal(*result)} for label, result in results.items()}
     return session.report(

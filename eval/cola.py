@@ -6,6 +6,7 @@ single-object files are known from the README alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -16,18 +17,18 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
 from debias_diffusion.data import BadRecord, ImageFolder, Record
-from debias_diffusion.data.bad_records import check_share, print_left_out, refused
+from debias_diffusion.data.bad_records import print_left_out, refused
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.retrieval_layouts import load_json
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from .image_features import ImageFeatures
+from .image_features import ImageSession
 from .intervals import mean_interval, paired_difference
 from .options import AllConfig, ColaConfig
 from .report import Table, cell, compared_tables, draw_bars
-from .session import Session, TwoTower, compare
+from .session import Pairs, TwoTower, compare
 
 MULTI, SINGLE = "multi-object", "single-object"
 
@@ -182,12 +183,12 @@ def evaluate_cola(config: ColaConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used, or more is bad than the share `max_bad`.
     """
-    data, folder = read_cola(config.data), ImageFolder(config.images)
+    data = read_cola(config.data)
     print_left_out(data.bad)
-    check_share(data.bad, len(data.images) + len(data.bad), config.max_bad)
-    session = Session("cola", config, sha256(Path(config.data)), data.bad)
-    images = ImageFeatures(session, [Record(name, name, "") for name in data.images], folder, data.bad)
-    results = session.by_encoder(lambda encoder: _score(session, data, images, encoder))
+    records, digest = [Record(name, name, "") for name in data.images], sha256(config.data)
+    pairs = Pairs(records, ImageFolder(config.images), data.texts, data.image_of, data.bad, digest)
+    session = ImageSession("cola", config, pairs, data.bad)
+    results = session.by_encoder(partial(_score, session, data))
     kind, measure = ("items", "accuracy") if data.part == MULTI else ("classes", "mAP")
     values = {label: {kind: list(scores.values())} for label, scores in results.items()}
     unreadable = len(session.left_out) - len(data.bad)
@@ -208,9 +209,9 @@ _NOTES = {
 }
 
 
-def _score(session: Session, data: Cola, images: ImageFeatures, encoder: TwoTower) -> dict[int, float]:
+def _score(session: ImageSession, data: Cola, encoder: TwoTower) -> dict[int, float]:
     """One encoder's score of each item, or of each class by its number."""
-    encoded, config, scores = images.encode(encoder), session.config, {}
+    (features, good), config, scores = session.encode(encoder), session.config, {}
 
     def compute() -> dict[str, Tensor]:
         title = f"texts, {encoder.label}"
@@ -218,15 +219,15 @@ def _score(session: Session, data: Cola, images: ImageFeatures, encoder: TwoTowe
 
     texts = session.cache.tensors("texts", encoder.depends | {"texts": data.texts}, compute)["features"]
     if data.part == SINGLE:
-        rows = torch.tensor(encoded.good)
-        scores = class_precisions(encoded.features, texts, data.present[rows], data.hard[rows])
+        rows = torch.tensor(good)
+        scores = class_precisions(features, texts, data.present[rows], data.hard[rows])
     else:
-        row_of = {position: row for row, position in enumerate(encoded.good)}
+        row_of = {position: row for row, position in enumerate(good)}
         owners = torch.tensor([row_of.get(image, -1) for image in data.image_of]).view(-1, 2)  # of each item's captions
         readable = (owners >= 0).all(dim=1)
         if readable.any():
             captions, rows = texts[readable.repeat_interleave(2)], owners[readable].flatten().tolist()
-            right = right_items(encoded.features, captions, rows)
+            right = right_items(features, captions, rows)
             scores = dict(zip(readable.nonzero().flatten().tolist(), right, strict=True))
     if not scores:
         raise UserError(

@@ -78,9 +78,11 @@ class OfEncoders(Checked):
         encoders: Encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names them
             (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. How prompts are read for images
             (cut:NAME) changes nothing here.
-        output: Folder for the results, a JSON file and figures. Finished results in it are reused.
+        output: Folder for the results: JSON, figures, the page of `evaluate all`, generated images in images/ENCODER/.
+            What is finished there is not done again.
         batch_size: Images, or texts, encoded at once.
-        device: Device to run on. The default is cuda where there is one, else cpu.
+        device: Device to run on. The default is cuda where there is one, else cpu; generating under `accelerate
+            launch`, each process has its own.
     """
 
     encoders: list[str]
@@ -107,30 +109,21 @@ class OfEncoders(Checked):
 
 @dataclass
 class OfRecords(OfEncoders):
-    """What evaluations have whose records may be bad.
-
-    Attributes:
-        max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
-    """
-
-    max_bad: Share = field(default=0.01, kw_only=True)
-
-
-@dataclass
-class OfData:
-    """What evaluations on one's own data have.
+    """What evaluations on data have.
 
     Attributes:
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world. Where only captions are read, images may be missing.
+        max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
     """
 
     data: str | None = None
+    max_bad: Share = field(default=0.01, kw_only=True)
 
 
 @dataclass
-class OfImageFiles(OfData):
-    """What evaluations on one's own images have.
+class OfImageFiles:
+    """What evaluations on images with captions have.
 
     Attributes:
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
@@ -142,7 +135,7 @@ class OfImageFiles(OfData):
 
 
 @dataclass
-class OfCaptions(OfData, OfRecords):
+class OfCaptions(OfRecords):
     """What evaluations on captions have.
 
     Attributes:
@@ -182,8 +175,6 @@ class OfImages(OfEncoders):
             chunks that do not overlap; named cut:NAME (cut:original), prompts are cut at 77 tokens, as by stock SDXL.
             SDXL's second encoder reads as the first does.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
-        output: Folder for the results, a JSON file and figures, and for the generated images, `images/ENCODER/`.
-            Finished results and images of the same settings are kept.
         seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
             every device.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
@@ -201,8 +192,6 @@ class OfImages(OfEncoders):
             keeps it.
         height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
         width: Likewise.
-        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
-            process has its own.
     """
 
     base: str
@@ -377,12 +366,12 @@ class DpgBenchConfig(OfImages):
         super().__post_init__()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ClassificationConfig(OfRecords):
     """Settings of a zero-shot classification.
 
     Attributes:
-        dataset: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or cifar-100.
+        dataset: The benchmark.
         data: Its folder, as its authors publish it: 1000 (A and O: 200) folders of images named by WordNet id, V2's
             named 0 to 999; of CIFAR the folder of the binary version.
     """
@@ -391,7 +380,7 @@ class ClassificationConfig(OfRecords):
     data: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ColaConfig(OfRecords):
     """Settings of an evaluation on Cola.
 
@@ -409,7 +398,7 @@ class ColaConfig(OfRecords):
 
 
 @dataclass
-class AllConfig(OfNetworks, OfImageFiles, OfEncoders):
+class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     """Settings of all evaluations. Without any, the toy world's encoders are evaluated on its scenes.
 
     Attributes:
@@ -418,14 +407,12 @@ class AllConfig(OfNetworks, OfImageFiles, OfEncoders):
             take the place of SDXL's first; original, the SDXL checkpoint's own, is for images only. Of images, named
             cut:NAME and separate:NAME, prompts are cut at 77 tokens and read in separate chunks; other evaluations have
             each encoder once.
-        output: Folder for the results, and for report.html. What is finished there is not done again.
         drawn: Generate images of only the first so many of these. auto is 1000, as many as Table S7 of the DeBias-CLIP
             paper has, and 200 with toy/sdxl.
         base: SDXL folder in diffusers' layout, or a hub id, to generate with. Without it no images are generated and no
             drift is measured; auto is toy/sdxl for scenes of the toy world, whose images toy/features scores, and none
             for other data.
-        classification: A classification benchmark: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or
-            cifar-100.
+        classification: A benchmark of `evaluate classification`.
         classification_data: Its folder, as its authors publish it.
         cola: A file of Cola's data/.
         cola_images: Folder with the images that it names.

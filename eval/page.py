@@ -1,6 +1,5 @@
 """One page of all results: tables and figures of several encoders and runs side by side, and the toy world's story."""
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,11 +8,11 @@ from pathlib import Path
 from debias_diffusion.data import BadRecord
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import atomic_file, write_text
+from debias_diffusion.files import open_regular, write_text
 
 from .options import ReportConfig, check_output
 from .registry import EVALUATIONS
-from .report import Table, escaped, image_url, save_picture, write_page
+from .report import Table, escaped, figure_png, image_url, write_page, write_png
 from .story import tell
 
 TEMPLATE = "page.html.j2"
@@ -87,7 +86,8 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
     results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
         try:
-            result = Result(file, json.loads(file.read_text(encoding="utf-8")))
+            with open_regular(file) as opened:
+                result = Result(file, json.load(opened))
             EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
             results.append(result)
         except Exception as error:  # of another program
@@ -114,11 +114,8 @@ def section(group: Sequence[Result]) -> Section:
     """The section of comparable results."""
     report = merged(group)
     evaluation = EVALUATIONS[report["evaluation"]]
-    module, figures = evaluation.load(), {}
-    for name, figure in module.figures(report).items():
-        file = io.BytesIO()
-        save_picture(figure, file)
-        figures[name] = file.getvalue()
+    module = evaluation.load()
+    figures = {name: figure_png(figure) for name, figure in module.figures(report).items()}
     for number, result in enumerate(group):  # beside the results, those that cannot be drawn again from their numbers
         for name in evaluation.saved:
             if (file := result.file.parent / name).is_file():
@@ -173,8 +170,7 @@ def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
             lines += [table.markdown(), ""]
         for name, content in section.figures.items():
             figure = f"report/{number}-{name}"
-            with atomic_file(output / figure) as unfinished:
-                unfinished.write_bytes(content)
+            write_png(output / figure, content)
             lines += [f"![{escaped(section.title)}]({figure})", ""]
         lines += [f"- {escaped(text)}" for text in (*section.notes, *section.about)] + [""]
     write_text(output / "report.md", "\n".join(lines))

@@ -3,13 +3,11 @@
 import base64
 import io
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -18,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from debias_diffusion.files import write_text
+from debias_diffusion.files import atomic_file, write_text
 
 TEMPLATES = Path(__file__).parent
 PACKAGES = ("debias-diffusion", "torch", "torchvision", "transformers", "diffusers", "open_clip_torch", "timm")
@@ -138,17 +136,26 @@ def draw_by_position(axes: Axes, heights: Sequence[float], counts: Sequence[int]
 def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> np.ndarray:
     """How far intervals reach below and above their values, [2, N], as matplotlib's error bars need it.
 
-    At least 0: rounding may put the mean of a skewed sample just outside its interval.
+    At least 0, because rounding may put the mean of a skewed sample just outside its interval; nan, which is not drawn,
+    where no interval is known.
     """
-    values, (low, high) = np.asarray(values), np.asarray(intervals).T
+    values, (low, high) = np.asarray(values), np.asarray(intervals, dtype=float).T
     return np.maximum([values - low, high - values], 0)
 
 
-def save_picture(figure: Figure, file: str | os.PathLike | BinaryIO) -> None:
-    """Saves a figure as PNG. A dollar sign in a name begins no formula."""
+def figure_png(figure: Figure) -> bytes:
+    """The PNG file of a figure. A dollar sign in a name begins no formula."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+    file = io.BytesIO()
     figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def write_png(path: Path, png: Figure | bytes) -> None:
+    """Writes a figure, whole or not at all, and through no link that lies in its place."""
+    with atomic_file(path) as unfinished:
+        unfinished.write_bytes(png if isinstance(png, bytes) else figure_png(png))
 
 
 def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:

@@ -14,12 +14,12 @@ from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from .image_features import ImageFeatures
+from .image_features import ImageSession
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from .options import OfPairs, RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
-from .session import Session, TwoTower, compare, read_source, trained_on
+from .session import TwoTower, compare, read_source, trained_on
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -42,7 +42,7 @@ class Readable:
     image_of: list[int]
 
 
-class PairSession(Session):
+class PairSession(ImageSession):
     """What the evaluations of two-towers on image-caption pairs share.
 
     Attributes:
@@ -54,10 +54,8 @@ class PairSession(Session):
 
     def __init__(self, name: str, config: OfPairs):
         self.pairs = read_source(config)
-        super().__init__(name, config, self.pairs.digest, self.pairs.bad)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
-        bad = self.pairs.bad if config.dataset else ()
-        self._images = ImageFeatures(self, self.pairs.records, self.pairs.images, bad)
+        super().__init__(name, config, self.pairs, self.pairs.bad if config.dataset else ())
 
     def read(self, encoder: TwoTower) -> Readable:
         """The features of the images, and the captions of those that can be read.
@@ -65,17 +63,17 @@ class PairSession(Session):
         Raises:
             UserError: more images or records than the share `max_bad` are unreadable, or all.
         """
-        encoded = self._images.encode(encoder)
-        row_of = {position: row for row, position in enumerate(encoded.good)}
+        features, good = self.encode(encoder)
+        row_of = {position: row for row, position in enumerate(good)}
         pairs = zip(self.pairs.captions, self.pairs.image_of, strict=True)
         kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
-        return Readable(encoded.features, encoded.good, [caption for caption, _ in kept], [row for _, row in kept])
+        return Readable(features, good, [caption for caption, _ in kept], [row for _, row in kept])
 
     def depends(self, encoder: TwoTower, readable: Readable) -> dict:
         """Everything that affects a result of this encoder on this data, for the cache."""
         texts = [readable.good, readable.captions, readable.image_of]
         digest = bytes_digest([json.dumps(texts).encode()])
-        return encoder.depends | {"pixels": self._images.digest, "texts": digest}
+        return encoder.depends | {"pixels": self.image_digest, "texts": digest}
 
     def report(
         self, encoders: dict[str, dict], compared: Sequence[dict] = (), notes: Sequence[str] = (), **more

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -25,13 +25,13 @@ from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.devices import end_group_at_exit, pick_device
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import atomic_file, folder_lock, json_digest, write_json
+from debias_diffusion.files import json_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.weight_files import save_tensors
 
 from .registry import EVALUATIONS
-from .report import save_picture, versions
+from .report import versions, write_png
 
 CACHE = "cache"  # in an evaluation's output folder
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
@@ -178,24 +178,6 @@ class Processes:
     def gathered(self, values: list) -> list:
         """The values of all processes, once all have come here; they must be picklable."""
         return gather_object(values) if self.count > 1 else values
-
-    @contextmanager
-    def alone_in(self, folder: Path) -> Iterator[None]:
-        """Creates and locks a folder for this run; inside the context only the main process prints.
-
-        Raises:
-            UserError: another run has the lock.
-        """
-        busy = f"Another process is writing to {str(folder)!r}. Wait for it, or give another output."
-        with ExitStack() as stack:
-
-            def hold() -> None:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(folder_lock(folder, busy))
-
-            self.from_main(hold)
-            stack.enter_context(self.only_main_prints())
-            yield
 
     @contextmanager
     def only_main_prints(self) -> Iterator[None]:
@@ -400,8 +382,7 @@ class Session:
         for note in report["notes"]:
             print(f"Note: {note}")
         for name, figure in (module.figures(report) | (saved or {})).items():
-            with atomic_file(Path(self.config.output) / name) as unfinished:
-                save_picture(figure, unfinished)
+            write_png(Path(self.config.output) / name, figure)
         return report
 
 

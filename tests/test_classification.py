@@ -78,7 +78,9 @@ def make_cifar_100(root: Path, labels: list[tuple[int, int]]) -> Path:
 def run(model: str | list[str], dataset: str, data: Path, output: Path, **options) -> dict:
     models = [model] if isinstance(model, str) else model
     return evaluate_classification(
-        ClassificationConfig(models, str(output), dataset, str(data), device="cpu", **options)
+        ClassificationConfig(
+            encoders=models, output=str(output), dataset=dataset, data=str(data), device="cpu", **options
+        )
     )
 
 
@@ -260,7 +262,9 @@ def test_unusable_settings_are_told(options, message, model, tmp_path):
     with pytest.raises(UserError, match=message):
         run(models, "cifar-10", tmp_path, tmp_path / "out", **options)
     with pytest.raises(UserError, match="There is no output"):
-        evaluate_classification(ClassificationConfig([model], "", "cifar-10", str(tmp_path)))
+        evaluate_classification(
+            ClassificationConfig(encoders=[model], output="", dataset="cifar-10", data=str(tmp_path))
+        )
 
 
 def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):

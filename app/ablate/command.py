@@ -17,7 +17,7 @@ from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.eval.session import Pairs, read_source
 from debias_diffusion.files import read_json_object, write_json
@@ -136,7 +136,7 @@ class _Search:
             ablation = ablation.with_means(self.means)
             with self.job.write(MEANS_FILE) as temporary:
                 save_tensors({"means": ablation.means}, temporary)
-        draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower").savefig(self.output / PICTURE)
+        write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
         recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
         more = {"heads": heads, "settings": asdict(config), "data_sha256": self.pairs.digest, "recall": recall}
         with self.job.write(FILE) as temporary:
@@ -246,9 +246,8 @@ class _Search:
         by_head = read_json_object(self.output / PROBE_FILE)["recall"]
         untouched, *alone = (row["mean_r"] for row in by_head.values())
         values = [alone[start : start + self.heads] for start in range(0, len(alone), self.heads)]
-        draw_heads(values, f"mean-R with one head suppressed ({untouched:.1f} with none)", untouched).savefig(
-            self.output / PICTURE
-        )
+        title = f"mean-R with one head suppressed ({untouched:.1f} with none)"
+        write_png(self.output / PICTURE, draw_heads(values, title, untouched))
         rows = [[name, *row.values()] for name, row in by_head.items()]
         print("\n" + Table(["ablated head", *by_head["none"]], rows).markdown())
 

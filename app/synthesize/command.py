@@ -42,6 +42,7 @@ from debias_diffusion.eval.session import Processes
 from debias_diffusion.files import (
     atomic_file,
     bytes_digest,
+    folder_lock,
     write_json,
 )
 from debias_diffusion.jobs import Job
@@ -104,10 +105,11 @@ class _Synthesis:
             names = ("kind", "max_new_tokens", "seed", "per_part")
             settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
             inputs = {"data": self.data_sha256, "model": model}
-            with (
-                self.processes.alone_in(self.output),
-                Job.open(self.output, "synthesize", settings, inputs, shared=True) as self.job,
-            ):
+            busy = f"Another process is writing to {str(self.output)!r}. Wait for it, or give another output."
+            self.output.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                self.processes.from_main(lambda: stack.enter_context(folder_lock(self.output, busy)))
+                self.job = stack.enter_context(Job.open(self.output, "synthesize", settings, inputs, shared=True))
                 self.parts = Parts(self.job, len(self.records), self.config.per_part)
                 missing = self.processes.from_main(self._missing)
                 self._write(missing)
