@@ -19,9 +19,9 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.inputs import Pairs, read_source
-from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.robustness import edit_caption
+from debias_diffusion.eval.session import Pairs, read_source
 from debias_diffusion.files import bytes_digest, read_json_object
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.genetic import Generation
@@ -160,7 +160,7 @@ class _Search:
             encoded, heads = problem.encode_betas(beta), ablation.names_below(ABLATED)
         else:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
-        draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower").savefig(self.output / PICTURE)
+        write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
         recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
         more = {"heads": heads, "settings": asdict(config), "data_sha256": self.pairs.digest, "recall": recall}
         with self.job.write(FILE) as temporary:
@@ -255,7 +255,7 @@ class _Search:
         untouched, *alone = (row["mean_r"] for row in by_head.values())
         title = f"mean-R with one head suppressed ({untouched:.1f} with none)"
         values = np.reshape(alone, (self.blocks, self.heads))
-        draw_heads(values, title, untouched).savefig(self.output / PICTURE)
+        write_png(self.output / PICTURE, draw_heads(values, title, untouched))
         rows = [[name, *row.values()] for name, row in by_head.items()]
         print("\n" + Table(["ablated head", *by_head["none"]], rows).markdown())
 

@@ -38,5 +38,10 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
     Raises:
         UserError: a setting cannot be used, or a network cannot be loaded, which should not stop a run later.
     """
-    settings = {name: entry.load().settings_for(config) for name, entry in EVALUATIONS.items()}
-    return {name: evaluation for name, evaluation in settings.items() if evaluation is not None}
+    settings = {}
+    for name, entry in EVALUATIONS.items():
+        choose = getattr(entry.load(), "settings_for", None)
+        chosen = choose(config) if choose else config.settings(entry.settings())
+        if chosen is not None:
+            settings[name] = chosen
+    return settings

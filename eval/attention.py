@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
 from debias_diffusion.ablation.heads import fold_text_heads
-from debias_diffusion.attention import EotAttention, PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.attention import PositionMeans, check_reads_eot, eot_attention
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
@@ -25,18 +24,22 @@ from debias_diffusion.models.model_files import explain_failure
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
-from .inputs import Pairs, read_source
 from .intervals import mean_interval
-from .options import AllConfig, AttentionConfig
+from .options import AttentionConfig
 from .report import FEW, Table, draw_by_position
 from .robustness import edit_caption
-from .session import Session
+from .session import Pairs, Session, read_source
 
 # By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
 EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
 QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
 # First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
 BANDS = ((1, 25), (26, 50), (51, 100), (101, None))
+NOTES = (  # the second with the scale "hidden"
+    "Before the softmax only differences within one encoder are meaningful: compare how far the curves fall, not how "
+    "high they are.",
+    "Before the softmax on the scale of the paper's equations 1 and 2: q k / sqrt(hidden dimension), over all heads.",
+)
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,6 @@ class Reader:
     digest: str
     scale: str = "head"
 
-    @property
-    def window(self) -> int:
-        """The context length."""
-        return self.tokenizer.context_length
-
-    def overlong(self, captions: Sequence[str]) -> int:
-        """How many captions exceed the context length."""
-        return sum(self.tokenizer.count(caption) > self.window for caption in captions)
-
     def depends(self, captions: Sequence[str]) -> dict:
         """Everything that affects the attention in these captions, for the cache."""
         if isinstance(self.encoder, Backbone):
@@ -81,10 +75,6 @@ class Reader:
             "captions": _digest_of([list(captions), ids, tokens]),
             "scale": self.scale,
         }
-
-    def attention(self, captions: Sequence[str]) -> EotAttention:
-        """The attention from EOT in these captions."""
-        return eot_attention(self.encoder, self.tokenizer(list(captions)).to(self.device), self.scale)
 
 
 def _digest_of(content: list) -> str:
@@ -121,35 +111,33 @@ def look_at_captions(
     Args:
         image_of: the image of each caption, from 0.
     """
-    means, images, batches = PositionMeans(reader.window), torch.tensor(image_of), []
+    tokenizer, images = reader.tokenizer, torch.tensor(image_of)
+    means, batches = PositionMeans(tokenizer.context_length), []
     for start in tqdm(range(0, len(captions), batch_size), desc=title):
         batch = slice(start, start + batch_size)
-        attention = reader.attention(captions[batch])
+        attention = eot_attention(reader.encoder, tokenizer(list(captions[batch])).to(reader.device), reader.scale)
         means.add(attention)
-        batches.append(_at_text(attention, images[batch]))
+        caption, position = attention.is_text.nonzero(as_tuple=True)
+        values = {name: getattr(attention, name)[caption, position].double() for name in QUANTITIES}
+        batches.append({"position": position, "image": images[batch][caption], **values})
+    # Of each position that holds text, [T]: it, its caption's image, and the attention to it.
     at_text = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
-    numbers = {"window": reader.window, "cut_captions": reader.overlong(captions)}
-    # Up to the last position that holds text in any caption.
-    numbers["captions_at_position"] = means.counts[1 : len(means.means("before_softmax"))].tolist()
+    numbers = {
+        "window": tokenizer.context_length,
+        "cut_captions": sum(tokenizer.count(caption) > tokenizer.context_length for caption in captions),
+        # Up to the last position that holds text in any caption.
+        "captions_at_position": means.counts[1 : len(means.means("before_softmax"))].tolist(),
+    }
     for name in QUANTITIES:
         sot, *positions = means.means(name).tolist()
         numbers[name] = {"sot": sot, "eot": means.eot(name), **_bands(at_text, name), "positions": positions}
     return numbers
 
 
-def _at_text(attention: EotAttention, images: Tensor) -> dict[str, Tensor]:
-    """The attention to each position that holds text, [T], with that position and its caption's image."""
-    caption, position = attention.is_text.nonzero(as_tuple=True)
-    values = {name: getattr(attention, name)[caption, position].double() for name in QUANTITIES}
-    return {"position": position, "image": images[caption], **values}
-
-
 def _bands(at_text: dict[str, np.ndarray], name: str) -> dict[str, dict]:
     means, intervals = {}, {}
     for first, last in BANDS:
-        inside = at_text["position"] >= first
-        if last is not None:
-            inside &= at_text["position"] <= last
+        inside = (at_text["position"] >= first) & (at_text["position"] <= (last or np.inf))
         values, band = at_text[name][inside], f"{first}-{last or ''}"
         means[band] = float(values.mean()) if len(values) else None
         intervals[band] = mean_interval(values, at_text["image"][inside]) if len(values) else None
@@ -173,10 +161,11 @@ def look_at_prompt(reader: Reader, prompt: str) -> dict:
     Raises:
         UserError: the prompt has no words.
     """
-    ids = reader.tokenizer.text_ids([prompt])[0]
+    tokenizer = reader.tokenizer
+    ids = tokenizer.text_ids([prompt])[0]
     if not ids:
         raise UserError(f"The prompt {prompt!r} holds no words. Give some text.")
-    return {"window": reader.window, "tokens": reader.tokenizer.count(prompt), **look_at_tokens(reader, ids)}
+    return {"window": tokenizer.context_length, "tokens": tokenizer.count(prompt), **look_at_tokens(reader, ids)}
 
 
 def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
@@ -190,122 +179,20 @@ def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
     Returns:
         `sot` and `eot`, and `words`, in order.
     """
-    attention = eot_attention(reader.encoder, reader.tokenizer.batch([ids]).to(reader.device), reader.scale)
-    means = PositionMeans(reader.window)
-    means.add(attention)  # the means of one text are its values
+    means = PositionMeans(reader.tokenizer.context_length)  # the means of one text are its values
+    means.add(eot_attention(reader.encoder, reader.tokenizer.batch([ids]).to(reader.device), reader.scale))
     before, after = (means.means(name) for name in QUANTITIES)
     words, place = [], 1
     for word, tokens in split_words(reader.tokenizer.tokenizer, ids):
         places = slice(place, place + tokens)
-        words.append(
-            {
-                "word": word,
-                "position": place + first - 1,
-                "tokens": tokens,
-                "before_softmax": before[places].mean().item(),
-                "after_softmax": after[places].sum().item(),
-            }
-        )
+        values = {"before_softmax": before[places].mean().item(), "after_softmax": after[places].sum().item()}
+        words.append({"word": word, "position": place + first - 1, "tokens": tokens, **values})
         place += tokens
     ends = {
         name: {"before_softmax": before[at].item(), "after_softmax": after[at].item()}
         for name, at in (("sot", 0), ("eot", -1))
     }
     return {**ends, "words": words}
-
-
-def plot(results: dict[str, dict], captions: int) -> Figure:
-    """The curves of `{label: {edit: numbers}}` without SOT: rows before and after the softmax, columns by edit."""
-    figure = Figure(figsize=(11, 6.5), layout="constrained", dpi=150)
-    panels = figure.subplots(len(QUANTITIES), len(EDITS), sharex=True, sharey="row", squeeze=False)
-    for row, (quantity, how) in zip(panels, QUANTITIES.items(), strict=True):
-        for axes, (edit, title) in zip(row, EDITS.items(), strict=True):
-            for index, (label, numbers) in enumerate(results.items()):
-                _draw_curve(axes, numbers[edit], quantity, label, f"C{index}")
-            axes.grid(alpha=0.3)
-            if quantity == "before_softmax":
-                axes.set_title(title)
-            else:
-                axes.set_xlabel("token position (SOT, 0, is left out)")
-        row[0].set_ylabel(f"attention from EOT,\n{how}{' (%)' if quantity == 'after_softmax' else ''}")
-    panels[0, 0].legend(fontsize="small")
-    figure.suptitle(
-        f"Mean over {captions} captions, last layer; dotted where fewer than {FEW:.0%} of them have text",
-        fontsize="medium",
-    )
-    return figure
-
-
-def _draw_curve(axes, numbers: dict, quantity: str, label: str, colour: str) -> None:
-    scale = 100.0 if quantity == "after_softmax" else 1.0
-    heights = [scale * value for value in numbers[quantity]["positions"]]
-    title = f"{label} ({numbers['window']} positions)"
-    draw_by_position(axes, heights, numbers["captions_at_position"], title, colour)
-
-
-_COLUMNS = 100  # characters in a line of the figure of a prompt
-_SIZE = 9  # points; a character of matplotlib's own monospaced font is 0.602 of that wide
-_LINE = 0.24  # inches
-
-
-def plot_prompt(results: dict[str, dict]) -> Figure:
-    """The words of `{label: look_at_prompt(...)}`, shaded by their share of the attention after the softmax.
-
-    All encoders have one scale, shown in the first line. It grows with the root of the share, because a few words
-    usually take so much that the rest would be white.
-    """
-    most = max(word["after_softmax"] for result in results.values() for word in result["words"])
-    lines = {label: _lines([word["word"] for word in result["words"]]) for label, result in results.items()}
-    # In lines: two for the scale; for each encoder its title, its words and an empty one.
-    height = 2 + sum(len(words) + 2 for words in lines.values())
-    figure = Figure(figsize=((_COLUMNS + 4) * _SIZE * 0.602 / 72, _LINE * height), dpi=150)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-2, _COLUMNS + 2), ylim=(height, -0.5))
-    axes.axis("off")
-    scale = [most * part for part in (0.01, 0.1, 0.25, 0.5, 1.0)]
-    words = ["attention from EOT, last layer:", *(f"{share:.2%}" for share in scale)]
-    _write_words(axes, 0, words, [0.0, *scale], most)
-    top = 2
-    for label, result in results.items():
-        _write(axes, 0, top, _title(label, result), weight="bold")
-        shares = iter([word["after_softmax"] for word in result["words"]])
-        for line, words in enumerate(lines[label], top + 1):
-            _write_words(axes, line, words, [next(shares) for _ in words], most)
-        top += len(lines[label]) + 2
-    return figure
-
-
-def _lines(words: Sequence[str]) -> list[list[str]]:
-    """Words in lines of at most `_COLUMNS` characters; a longer word has a line of its own."""
-    lines, used = [[]], 0
-    for word in words:
-        if lines[-1] and used + len(word) > _COLUMNS:
-            lines.append([])
-            used = 0
-        lines[-1].append(word)
-        used += len(word) + 1
-    return lines
-
-
-def _title(label: str, result: dict) -> str:
-    window, tokens = result["window"], result["tokens"]
-    read = f"{tokens} tokens" if tokens <= window else f"the first {window} of {tokens} tokens"
-    ends = ", ".join(f"{name.upper()} {result[name]['after_softmax']:.1%}" for name in ("sot", "eot"))
-    return f"{label}: {read}; {ends}"
-
-
-def _write_words(axes, line: int, words: Sequence[str], shares: Sequence[float], most: float) -> None:
-    column = 0
-    for word, share in zip(words, shares, strict=True):
-        colour = (0.9, 0.35, 0.1, math.sqrt(share / most))
-        axes.bar(column - 0.3, 0.84, len(word) + 0.6, line + 0.08, align="edge", color=colour, linewidth=0)
-        _write(axes, column, line, word)
-        column += len(word) + 1
-
-
-def _write(axes, column: int, line: int, text: str, **style) -> None:
-    # parse_math: a dollar sign begins no formula.
-    style |= {"family": "monospace", "size": _SIZE, "va": "center", "parse_math": False, "clip_on": True}
-    axes.text(column, line + 0.5, text, **style)
 
 
 def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, Reader]) -> dict:
@@ -332,37 +219,23 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     `config.output`, and prints tables.
 
     Returns:
-        The content of the JSON: settings, versions, digests, number of captions; by encoder the numbers of each edit
-        ("attention") and the words of the prompt ("prompt"), where requested; the bad records, seconds. Numbers are
-        shares, not percent.
+        The content of the JSON, see `Session.report`, with the number of captions; by encoder the numbers of each edit
+        ("attention") and the words of the prompt ("prompt"), where requested. Numbers are shares, not percent.
 
     Raises:
         UserError: the data or an encoder cannot be used.
     """
     pairs = read_source(config, only_captions=True) if config.has_captions else None
     session = Session("attention", config, pairs and pairs.digest, pairs.bad if pairs else ())
-    results = session.of_each(
+    results = session.by_encoder(
         partial(_evaluate, session, pairs),
         lambda spec, label, device: (label, load_reader(spec, device, config.scale)),
     )
-    report = session.report(
-        results,
-        notes=[_NOTE, *([_HIDDEN] if config.scale == "hidden" else [])],
-        captions=len(pairs.captions) if pairs else 0,
-    )
+    notes = NOTES if config.scale == "hidden" else NOTES[:1]
+    report = session.report(results, notes=notes, captions=len(pairs.captions) if pairs else 0)
     if config.prompt is not None:
         print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
     return report
-
-
-_NOTE = (
-    "Before the softmax only differences within one encoder are meaningful: compare how far the curves fall, not how "
-    "high they are."
-)
-
-_HIDDEN = (
-    "Before the softmax on the scale of the paper's equations 1 and 2: q k / sqrt(hidden dimension), over all heads."
-)
 
 
 def _of(report: dict, part: str) -> dict[str, dict]:
@@ -374,7 +247,7 @@ def tables(report: dict) -> list[Table]:
     """A report's means by bands of positions, before and after the softmax, and how many captions were cut."""
     results, by_quantity = _of(report, "attention"), []
     bands = [f"{first}-{last or ''}" for first, last in BANDS]
-    for quantity, how in QUANTITIES.items():
+    for quantity, title in QUANTITIES.items() if results else ():
         unit, scale = ("percent", 100.0) if quantity == "after_softmax" else ("mean", 1.0)
         rows = []
         for edit in EDITS:
@@ -383,8 +256,7 @@ def tables(report: dict) -> list[Table]:
                 cells = [numbers["sot"], *numbers["bands"].values(), numbers["eot"]]
                 scaled = (None if cell is None else scale * cell for cell in cells)
                 rows.append([f"{label}, {edit}", result[edit]["cut_captions"], *scaled])
-        if rows:
-            by_quantity.append(Table([f"attention from EOT {how}, {unit}", "captions cut", "SOT", *bands, "EOT"], rows))
+        by_quantity.append(Table([f"attention from EOT {title}, {unit}", "captions cut", "SOT", *bands, "EOT"], rows))
     return by_quantity
 
 
@@ -395,6 +267,69 @@ def figures(report: dict) -> dict[str, Figure]:
     return curves | ({"attention_prompt.png": plot_prompt(words)} if words else {})
 
 
-def settings_for(everything: AllConfig) -> AttentionConfig:
-    """Its settings in `evaluate all`."""
-    return everything.settings(AttentionConfig)
+def plot(results: dict[str, dict], captions: int) -> Figure:
+    """The curves of `{label: {edit: numbers}}` without SOT: rows before and after the softmax, columns by edit."""
+    figure = Figure(figsize=(11, 6.5), layout="constrained", dpi=150)
+    panels = figure.subplots(len(QUANTITIES), len(EDITS), sharex=True, sharey="row", squeeze=False)
+    for row, (quantity, title) in zip(panels, QUANTITIES.items(), strict=True):
+        scale, unit = (100.0, " (%)") if quantity == "after_softmax" else (1.0, "")
+        for axes, edit in zip(row, EDITS, strict=True):
+            for index, (label, of_edits) in enumerate(results.items()):
+                numbers = of_edits[edit]
+                heights = [scale * value for value in numbers[quantity]["positions"]]
+                name = f"{label} ({numbers['window']} positions)"
+                draw_by_position(axes, heights, numbers["captions_at_position"], name, f"C{index}")
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel(f"attention from EOT,\n{title}{unit}")
+    for top, bottom, title in zip(*panels, EDITS.values(), strict=True):
+        top.set_title(title)
+        bottom.set_xlabel("token position (SOT, 0, is left out)")
+    panels[0, 0].legend(fontsize="small")
+    figure.suptitle(
+        f"Mean over {captions} captions, last layer; dotted where fewer than {FEW:.0%} of them have text",
+        fontsize="medium",
+    )
+    return figure
+
+
+_COLUMNS = 100  # characters in a line of the figure of a prompt
+_SIZE = 9  # points; a character of matplotlib's own monospaced font is 0.602 of that wide
+_LINE = 0.24  # inches
+
+
+def plot_prompt(results: dict[str, dict]) -> Figure:
+    """The words of `{label: look_at_prompt(...)}`, shaded by their share of the attention after the softmax.
+
+    All encoders have one scale, shown in the first line. It grows with the root of the share, because a few words
+    usually take so much that the rest would be white.
+    """
+    most = max(word["after_softmax"] for result in results.values() for word in result["words"])
+    scale = [most * part for part in (0.01, 0.1, 0.25, 0.5, 1.0)]
+    # Of each line its (word, share) pairs; a title has no share.
+    lines = [[("attention from EOT, last layer:", 0.0), *((f"{share:.2%}", share) for share in scale)]]
+    for label, result in results.items():
+        read, tokens = result["window"], result["tokens"]
+        part = f"{tokens} tokens" if tokens <= read else f"the first {read} of {tokens} tokens"
+        ends = ", ".join(f"{name.upper()} {result[name]['after_softmax']:.1%}" for name in ("sot", "eot"))
+        lines += [[], [(f"{label}: {part}; {ends}", None)]]
+        used = _COLUMNS
+        for word in result["words"]:
+            if used + len(word["word"]) > _COLUMNS:
+                lines.append([])
+                used = 0
+            lines[-1].append((word["word"], word["after_softmax"]))
+            used += len(word["word"]) + 1
+    figure = Figure(figsize=((_COLUMNS + 4) * _SIZE * 0.602 / 72, _LINE * (len(lines) + 1)), dpi=150)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-2, _COLUMNS + 2), ylim=(len(lines) + 1, -0.5))
+    axes.axis("off")
+    for row, words in enumerate(lines):
+        column = 0
+        for word, share in words:
+            if share is not None:
+                colour = (0.9, 0.35, 0.1, math.sqrt(share / most))
+                axes.bar(column - 0.3, 0.84, len(word) + 0.6, row + 0.08, align="edge", color=colour, linewidth=0)
+            style = {"family": "monospace", "size": _SIZE, "weight": "bold" if share is None else "normal"}
+            # parse_math: a dollar sign begins no formula.
+            axes.text(column, row + 0.5, word, va="center", parse_math=False, clip_on=True, **style)
+            column += len(word) + 1
+    return figure

@@ -8,7 +8,8 @@ without an image's suffix, stops at an unreadable image instead of naming it, an
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 from tqdm import tqdm
 
-from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
+from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
@@ -30,11 +31,11 @@ from debias_diffusion.files import sha256
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import TIE, encode_texts
 
-from .image_features import ImageFeatures
+from .image_features import ImageSession
 from .intervals import paired_difference
 from .options import AllConfig, ClassificationConfig
 from .report import Table, cell, compared_tables
-from .session import Session, TwoTower, compare
+from .session import TwoTower, compare
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
@@ -83,65 +84,45 @@ def imagenet_wnids() -> list[str]:
     return ImageNetInfo("imagenet-1k").label_names()
 
 
-def read_by_wnid(data: str, dataset: str, count: int) -> LabelledImages:
-    """Reads `count` folders named by WordNet id. Only the classes that have a folder are candidates.
+def read_imagenet(data: str, dataset: str) -> LabelledImages:
+    """Reads folders of images named by WordNet id, V2's by the position of their class in ImageNet-1k's order.
+
+    Only the classes that have a folder are candidates: of A and O 200.
 
     Raises:
         UserError: the folders are not these, or are empty.
     """
-    wnids = imagenet_wnids()
-    folders = _class_folders(data, dataset, set(wnids), f"{count} folders named by WordNet id, such as {wnids[0]}")
-    if len(folders) != count:
-        raise UserError(
-            f"{data!r} holds {len(folders)} class folders, and {dataset} has {count}. A number of some of its classes "
-            "compares with nothing published: give the whole folder, as its authors publish it."
-        )
-    return _labelled(data, {wnid: open_clip.IMAGENET_CLASSNAMES[wnids.index(wnid)] for wnid in sorted(folders)})
-
-
-def read_imagenet_v2(data: str) -> LabelledImages:
-    """Reads the folders 0 to 999, named by the position of their class in ImageNet-1k's order.
-
-    Raises:
-        UserError: the folders are not these, or are empty.
-    """
-    names = [str(index) for index in range(1000)]  # not sorted as text, where 10 precedes 2
-    missing = set(names) - _class_folders(data, "imagenet-v2", set(names), "1000 folders, 0 to 999")
-    if missing:
-        raise UserError(
-            f"{data!r} lacks {len(missing)} of imagenet-v2's 1000 class folders, such as {min(missing, key=int)}. Give "
-            "the whole folder, as its authors publish it (imagenetv2-matched-frequency-format-val)."
-        )
-    return _labelled(data, dict(zip(names, open_clip.IMAGENET_CLASSNAMES, strict=True)))
-
-
-def _class_folders(data: str, dataset: str, allowed: set[str], layout: str) -> set[str]:
-    """The names of the folders in `data`, without hidden ones. Raises UserError unless all are allowed."""
+    by_number, count = dataset == "imagenet-v2", 1000 if dataset in ("imagenet-1k", "imagenet-v2") else 200
+    names = [str(index) for index in range(1000)] if by_number else imagenet_wnids()  # in the order of the labels
+    layout = "1000 folders, 0 to 999" if by_number else f"{count} folders named by WordNet id, such as {names[0]}"
     root = Path(data)
-    if not root.is_dir():
-        fault = "is no folder"
-    else:
-        names = {entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] != "."}
-        strange = sorted(names - allowed)
-        if names and not strange:
-            return names
-        fault = f"holds the folder {strange[0]!r}" if strange else "holds no folders"
-    raise UserError(f"{data!r} {fault}. {dataset} is a folder of {layout}, with the images in them.")
-
-
-def _labelled(data: str, classes: dict[str, str]) -> LabelledImages:
-    """The files in the class folders of `data`; `classes` is {folder: class name}, in the order of the labels."""
-    root, records, labels = Path(data), [], []
-    for label, (folder, name) in enumerate(classes.items()):
+    folders = {entry.name for entry in root.iterdir() if entry.is_dir()} if root.is_dir() else set()
+    folders = {name for name in folders if name[0] != "."}
+    if not folders or (strange := sorted(folders - set(names))):
+        fault = (
+            f"holds the folder {strange[0]!r}" if folders else "holds no folders" if root.is_dir() else "is no folder"
+        )
+        raise UserError(f"{data!r} {fault}. {dataset} is a folder of {layout}, with the images in them.")
+    if len(folders) != count:
+        lacks = f", and lacks {min(set(names) - folders, key=int)}" if by_number else ""
+        raise UserError(
+            f"{data!r} holds {len(folders)} class folders, and {dataset} has {count}{lacks}. A number of some of its "
+            "classes compares with nothing published: give the whole folder, as its authors publish it."
+        )
+    classes = [
+        (name, title) for name, title in zip(names, open_clip.IMAGENET_CLASSNAMES, strict=True) if name in folders
+    ]
+    records, labels = [], []
+    for label, (folder, title) in enumerate(classes):
         # Sorted, because a file system's order is arbitrary.
-        for file in sorted(entry.name for entry in (root / folder).iterdir()):
-            if not file.startswith("."):
-                records.append(Record(f"{folder}/{file}", f"{folder}/{file}", name))
-                labels.append(label)
+        for file in sorted(entry.name for entry in (root / folder).iterdir() if entry.name[0] != "."):
+            records.append(Record(f"{folder}/{file}", f"{folder}/{file}", title))
+            labels.append(label)
     if not records:
         raise UserError(f"The class folders of {data!r} are empty. Give the folder with the images.")
     sizes = (f"{record.image} {(root / record.image).lstat().st_size}" for record in records)
-    return LabelledImages(records, labels, list(classes.values()), ImageFolder(root), [], digest_of(*sizes).hex())
+    titles = [title for _, title in classes]
+    return LabelledImages(records, labels, titles, ImageFolder(root), [], digest_of(*sizes).hex())
 
 
 class CifarImages:
@@ -222,39 +203,28 @@ def read_cifar(data: str, dataset: str) -> LabelledImages:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set: how to read it, its templates, and a note on its number."""
+    """A data set: how to read its folder, given its name too; its templates, and a note on its number."""
 
-    read: Callable[[str], LabelledImages]
+    read: Callable[[str, str], LabelledImages]
     templates: Sequence[Callable[[str], str]]
     note: str
 
 
+_OPENAI = "open_clip's class names, OpenAI's 80 templates."
+_IMAGENET = Benchmark(read_imagenet, IMAGENET_TEMPLATES, f"Top-1 of 1000 classes: {_OPENAI}")
 BENCHMARKS = {
-    "imagenet-1k": Benchmark(
-        lambda data: read_by_wnid(data, "imagenet-1k", 1000),
-        IMAGENET_TEMPLATES,
-        "Top-1 of 1000 classes: open_clip's class names, OpenAI's 80 templates.",
-    ),
-    "imagenet-v2": Benchmark(
-        read_imagenet_v2, IMAGENET_TEMPLATES, "Top-1 of 1000 classes: open_clip's class names, OpenAI's 80 templates."
-    ),
-    "imagenet-a": Benchmark(
-        lambda data: read_by_wnid(data, "imagenet-a", 200),
-        IMAGENET_TEMPLATES,
-        "Top-1 of the 200 classes that have a folder, not of 1000: open_clip's class names, OpenAI's 80 templates.",
-    ),
-    "imagenet-o": Benchmark(
-        lambda data: read_by_wnid(data, "imagenet-o", 200),
-        IMAGENET_TEMPLATES,
-        "ImageNet-O was made to detect images of no ImageNet class (AUPR). Papers on CLIP report, as here and in "
+    "imagenet-1k": _IMAGENET,
+    "imagenet-v2": _IMAGENET,
+    "imagenet-a": replace(_IMAGENET, note=f"Top-1 of the 200 classes that have a folder, not of 1000: {_OPENAI}"),
+    "imagenet-o": replace(
+        _IMAGENET,
+        note="ImageNet-O was made to detect images of no ImageNet class (AUPR). Papers on CLIP report, as here and in "
         "CLIP_benchmark, top-1 of its 200 folders' classes: whether models make the confusions its authors chose. "
-        "open_clip's class names, OpenAI's 80 templates.",
+        f"{_OPENAI}",
     ),
-    "cifar-10": Benchmark(
-        lambda data: read_cifar(data, "cifar-10"), CIFAR_TEMPLATES, "Top-1 of 10 classes: CLIP's 18 CIFAR templates."
-    ),
+    "cifar-10": Benchmark(read_cifar, CIFAR_TEMPLATES, "Top-1 of 10 classes: CLIP's 18 CIFAR templates."),
     "cifar-100": Benchmark(
-        lambda data: read_cifar(data, "cifar-100"),
+        read_cifar,
         CIFAR_TEMPLATES,
         "Top-1 of the 100 fine classes: CLIP's 18 CIFAR templates, underscores in names as spaces.",
     ),
@@ -299,14 +269,11 @@ def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) 
     """
     if not (image_features.isfinite().all() and class_features.isfinite().all()):
         raise UserError("classify got features that are NaN or infinite. Check the model's weights.")
-    images, classes = F.normalize(image_features.double(), dim=1), F.normalize(class_features.double(), dim=1)
-    return torch.cat([_first_best(part @ classes.T) for part in images.split(block)])
-
-
-def _first_best(similarity: Tensor) -> Tensor:
-    """[B, C] -> [B]"""
-    best = similarity.amax(dim=1, keepdim=True)
-    return (similarity >= best - TIE).int().argmax(dim=1)
+    classes, guesses = F.normalize(class_features.double(), dim=1), []
+    for part in F.normalize(image_features.double(), dim=1).split(block):
+        similarity = part @ classes.T  # [B, C]
+        guesses.append((similarity >= similarity.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1))
+    return torch.cat(guesses)
 
 
 def wilson_interval(right: int, total: int) -> tuple[float, float]:
@@ -336,60 +303,19 @@ def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]
     }
 
 
-def plot(encoders: dict[str, dict], dataset: str) -> Figure:
-    """Each encoder's top-1 by class, from its worst to its best, and of all images.
-
-    Args:
-        encoders: {label: `top1`'s numbers}
-    """
-    figure = Figure(figsize=(8, 3.5), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    for index, (label, numbers) in enumerate(encoders.items()):
-        values = sorted(row["top1_percent"] for row in numbers["per_class"])
-        low, high = numbers["top1_interval_percent"]
-        axes.plot(
-            range(1, len(values) + 1),
-            values,
-            drawstyle="steps-mid",
-            color=f"C{index}",
-            label=f"{label}, all {numbers['top1_percent']:.1f} ({low:.1f} to {high:.1f})",
-        )
-        axes.axhline(numbers["top1_percent"], color=f"C{index}", linestyle="--", linewidth=1)
-    axes.set(title=dataset, xlabel="classes, from each encoder's worst", ylabel="top-1 (%)", ylim=(-5, 105))
-    axes.legend(fontsize="small")
-    return figure
-
-
-@dataclass(frozen=True)
-class Classified:
-    """The classes that one encoder assigns to the readable images.
-
-    Attributes:
-        guesses: the assigned class of each, from 0.
-        labels: the true class of each.
-    """
-
-    guesses: list[int]
-    labels: list[int]
-
-    def hits(self) -> list[float]:
-        """100 for each correct image, else 0: their mean is top-1 in percent."""
-        return [100.0 * (guess == label) for guess, label in zip(self.guesses, self.labels, strict=True)]
-
-
-def _classify_all(session: Session, data: LabelledImages, images: ImageFeatures, encoder: TwoTower) -> Classified:
-    encoded, config = images.encode(encoder), session.config
+def _classify_all(session: ImageSession, data: LabelledImages, encoder: TwoTower) -> tuple[list[int], list[int]]:
+    """The classes that one encoder assigns to the readable images, and their true ones."""
+    (features, good), config = session.encode(encoder), session.config
     templates = BENCHMARKS[config.dataset].templates
 
     def compute() -> dict[str, Tensor]:
-        named = encoder.backbone, data.classes, templates
         title = f"classes, {encoder.label}"
-        return {"features": class_features(*named, config.batch_size, session.device, title)}
+        means = class_features(encoder.backbone, data.classes, templates, config.batch_size, session.device, title)
+        return {"features": means}
 
     depends = encoder.depends | {"classes": data.classes, "templates": _written(templates)}
     classes = session.cache.tensors("classes", depends, compute)["features"]
-    guesses = classify(encoded.features, classes).tolist()
-    return Classified(guesses, [data.labels[index] for index in encoded.good])
+    return classify(features, classes).tolist(), [data.labels[index] for index in good]
 
 
 def _written(templates: Sequence[Callable[[str], str]]) -> list[str]:
@@ -400,26 +326,24 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     """Zero-shot top-1 of each encoder; writes `classification.json` and `classification.png` and prints tables.
 
     Returns:
-        The content of the file: settings, versions, digests, numbers of images and classes, templates; by encoder top-1
-        in percent with its interval and by class; the encoders compared in points, paired by image; a note, the bad
-        records, seconds.
+        The content of the file, see `Session.report`, with numbers of images and classes, and templates; by encoder
+        top-1 in percent with its interval and by class. Encoders are compared in points, paired by image.
 
     Raises:
         UserError: the data or an encoder cannot be used, or more of the images are bad than the share `max_bad`.
     """
     benchmark = BENCHMARKS[config.dataset]
-    data = benchmark.read(config.data)
+    data = benchmark.read(config.data, config.dataset)
     print_left_out(data.bad)
-    check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
-    session = Session("classification", config, data.digest, data.bad)
-    images = ImageFeatures(session, data.records, data.images, data.bad)
-    results = session.of_each(lambda encoder: _classify_all(session, data, images, encoder))
-    hits = {label: {"top-1": result.hits()} for label, result in results.items()}
+    session = ImageSession("classification", config, data, data.bad)
+    results = session.by_encoder(partial(_classify_all, session, data))
+    # 100 for each correct image, else 0: their mean is top-1 in percent.
+    hits = {label: {"top-1": 100.0 * np.equal(*result)} for label, result in results.items()}
     return session.report(
-        {label: top1(result.guesses, result.labels, data.classes) for label, result in results.items()},
+        {label: top1(*result, data.classes) for label, result in results.items()},
         compare(hits, lambda a, b, _: paired_difference(a, b)),
         [benchmark.note],
-        images=len(next(iter(results.values())).labels),
+        images=len(next(iter(results.values()))[0]),
         classes=len(data.classes),
         templates=_written(benchmark.templates),
     )
@@ -436,8 +360,18 @@ def tables(report: dict) -> list[Table]:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    return {"classification.png": plot(report["encoders"], report["settings"]["dataset"])}
+    """Each encoder's top-1 by class, from its worst to its best, and of all images."""
+    figure = Figure(figsize=(8, 3.5), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for index, (label, numbers) in enumerate(report["encoders"].items()):
+        values = sorted(row["top1_percent"] for row in numbers["per_class"])
+        title = f"{label}, all {cell(numbers['top1_percent'], *numbers['top1_interval_percent'])}"
+        axes.plot(range(1, len(values) + 1), values, drawstyle="steps-mid", color=f"C{index}", label=title)
+        axes.axhline(numbers["top1_percent"], color=f"C{index}", linestyle="--", linewidth=1)
+    axes.set(title=report["settings"]["dataset"], xlabel="classes, from each encoder's worst", ylabel="top-1 (%)")
+    axes.set_ylim(-5, 105)
+    axes.legend(fontsize="small")
+    return {"classification.png": figure}
 
 
 def settings_for(everything: AllConfig) -> ClassificationConfig | None:

@@ -6,6 +6,7 @@ single-object files are known from the README alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
-from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, refused
+from debias_diffusion.data.bad_records import BadRecord, print_left_out, refused
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
@@ -23,11 +24,11 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_json, sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from .image_features import ImageFeatures
+from .image_features import ImageSession
 from .intervals import mean_interval, paired_difference
 from .options import AllConfig, ColaConfig
 from .report import Table, cell, compared_tables, draw_bars
-from .session import Session, TwoTower, compare
+from .session import Pairs, TwoTower, compare
 
 MULTI, SINGLE = "multi-object", "single-object"
 
@@ -66,8 +67,13 @@ def read_cola(file: str | Path) -> Cola:
     Raises:
         UserError: the file is none of Cola's, or has no record that can be used.
     """
-    file = Path(file)
-    classes, entries = _classes_and_entries(read_json(file, object))
+    file, content, classes = Path(file), read_json(file, object), None
+    if isinstance(content, dict):
+        classes, entries = content.get("labels", ()), content.get("data")
+    elif isinstance(content, list) and len(content) == 2 and _holds_lists(content[1]):
+        classes, entries = content
+    else:
+        entries = content
     if not isinstance(entries, list) or not (classes is None or _are_names(classes)):
         raise UserError(
             f"{str(file)!r} is none of Cola's files: a list of [image, caption, image, caption], or labels, a list of "
@@ -81,23 +87,23 @@ def read_cola(file: str | Path) -> Cola:
             bad.append(refused(f"{file.name}, entry {index}", error))
     if not good:
         raise UserError(f"{str(file)!r} has no record that can be used. The first: {bad[0] if bad else 'none'}.")
-    return _multi(good, bad) if classes is None else _single(good, [fold(name) for name in classes], bad)
+    if classes is None:
+        pairs = [pair for item in good for pair in item]
+        images = list(dict.fromkeys(image for image, _ in pairs))
+        place = {image: position for position, image in enumerate(images)}
+        none = torch.zeros(len(images), 0, dtype=torch.bool)
+        return Cola(MULTI, images, [text for _, text in pairs], [place[image] for image, _ in pairs], none, none, bad)
+    images, *flags = zip(*good, strict=True)
+    present, hard = (torch.tensor(part, dtype=torch.bool) for part in flags)
+    return Cola(SINGLE, list(images), [fold(name) for name in classes], [], present, hard, bad)
 
 
-def _classes_and_entries(content: object) -> tuple[object, object]:
-    """(names of classes, entries) of a single-object file, (None, entries) of a multi-object one."""
-    if isinstance(content, dict):
-        return content.get("labels", ()), content.get("data")
-    of_two = isinstance(content, list) and len(content) == 2 and isinstance(content[1], list)
-    if of_two and any(isinstance(part, list) for part in content[1]):
-        return content[0], content[1]
-    return None, content
+def _holds_lists(content: object) -> bool:
+    return isinstance(content, list) and any(isinstance(part, list) for part in content)
 
 
 def _are_names(classes: object) -> bool:
-    if not isinstance(classes, list) or not classes:
-        return False
-    return all(isinstance(name, str) and name.strip() for name in classes)
+    return isinstance(classes, list) and bool(classes) and all(isinstance(n, str) and n.strip() for n in classes)
 
 
 def _item(entry) -> list[tuple[str, str]]:
@@ -130,20 +136,6 @@ def _name(image: str) -> str:
     return name
 
 
-def _multi(items: list[list[tuple[str, str]]], bad: list[BadRecord]) -> Cola:
-    pairs = [pair for item in items for pair in item]
-    images = list(dict.fromkeys(image for image, _ in pairs))
-    place = {image: position for position, image in enumerate(images)}
-    none = torch.zeros(len(images), 0, dtype=torch.bool)
-    return Cola(MULTI, images, [text for _, text in pairs], [place[image] for image, _ in pairs], none, none, bad)
-
-
-def _single(entries: list[tuple[str, list[int], list[int]]], classes: list[str], bad: list[BadRecord]) -> Cola:
-    images, *flags = zip(*entries, strict=True)
-    present, hard = (torch.tensor(part, dtype=torch.bool) for part in flags)
-    return Cola(SINGLE, list(images), classes, [], present, hard, bad)
-
-
 def right_items(image_features: Tensor, text_features: Tensor, image_of: Sequence[int]) -> list[float]:
     """100 for each item both of whose captions are more similar to their own image than to the other's, else 0.
 
@@ -152,8 +144,8 @@ def right_items(image_features: Tensor, text_features: Tensor, image_of: Sequenc
         text_features: of two captions an item, one after the other, [2 * items, D].
         image_of: the row of each caption's image, [2 * items].
     """
-    both = [list(image_of[start : start + 2]) for start in range(0, len(image_of), 2) for _ in range(2)]
-    ranks = recall_ranks(image_features, text_features, image_of=image_of, candidates={"text_to_image": both})
+    items = [list(image_of[start : start + 2]) for start in range(0, len(image_of), 2) for _ in range(2)]
+    ranks = recall_ranks(image_features, text_features, image_of=image_of, candidates={"text_to_image": items})
     return (100.0 * (ranks["text_to_image"].view(-1, 2) == 1).all(dim=1)).tolist()
 
 
@@ -184,30 +176,30 @@ def evaluate_cola(config: ColaConfig) -> dict:
     Items with an unreadable image, and unreadable images of classes, are left out. The text of a class is its name.
 
     Returns:
-        The content of the file: settings, versions, digests, `part` and its `measure`, numbers of images, items and
+        The content of the file, see `Session.report`, with `part` and its `measure`, numbers of images, items and
         classes; by encoder the score in percent with its 95% interval (bootstrap over items, or classes) and every
-        item's or class's; the encoders compared in points, paired by item or class; bad records, seconds.
+        item's or class's. Encoders are compared in points, paired by item or class.
 
     Raises:
         UserError: the data or an encoder cannot be used, or more is bad than the share `max_bad`.
     """
-    data, folder = read_cola(config.data), ImageFolder(config.images)
+    data = read_cola(config.data)
     print_left_out(data.bad)
-    check_share(data.bad, len(data.images) + len(data.bad), config.max_bad)
-    session = Session("cola", config, sha256(Path(config.data)), data.bad)
-    images = ImageFeatures(session, [Record(name, name, "") for name in data.images], folder, data.bad)
-    results = session.of_each(lambda encoder: _score(session, data, images, encoder))
-    counted = "items" if data.part == MULTI else "classes"
-    values = {label: {counted: list(scores.values())} for label, scores in results.items()}
+    records, digest = [Record(name, name, "") for name in data.images], sha256(config.data)
+    pairs = Pairs(records, ImageFolder(config.images), data.texts, data.image_of, data.bad, digest)
+    session = ImageSession("cola", config, pairs, data.bad)
+    results = session.by_encoder(partial(_score, session, data))
+    kind, measure = ("items", "accuracy") if data.part == MULTI else ("classes", "mAP")
+    values = {label: {kind: list(scores.values())} for label, scores in results.items()}
     unreadable = len(session.left_out) - len(data.bad)
     return session.report(
         {label: _numbers(data, scores) for label, scores in results.items()},
         compare(values, lambda a, b, _: paired_difference(a, b)),
         [_NOTES[data.part]],
         part=data.part,
-        measure="accuracy" if data.part == MULTI else "mAP",
+        measure=measure,
         images=len(data.images) - unreadable,
-        **{counted: len(next(iter(results.values())))},
+        **{kind: len(next(iter(results.values())))},
     )
 
 
@@ -217,14 +209,9 @@ _NOTES = {
 }
 
 
-def _score(session: Session, data: Cola, images: ImageFeatures, encoder: TwoTower) -> dict[int, float]:
+def _score(session: ImageSession, data: Cola, encoder: TwoTower) -> dict[int, float]:
     """One encoder's score of each item, or of each class by its number."""
-    encoded, config = images.encode(encoder), session.config
-    row_of = {position: row for row, position in enumerate(encoded.good)}
-    items = [
-        item for item in range(len(data.image_of) // 2) if {*data.image_of[2 * item : 2 * item + 2]} <= row_of.keys()
-    ]
-    captions = [2 * item + place for item in items for place in range(2)]
+    (features, good), config, scores = session.encode(encoder), session.config, {}
 
     def compute() -> dict[str, Tensor]:
         title = f"texts, {encoder.label}"
@@ -232,13 +219,16 @@ def _score(session: Session, data: Cola, images: ImageFeatures, encoder: TwoTowe
 
     texts = session.cache.tensors("texts", encoder.depends | {"texts": data.texts}, compute)["features"]
     if data.part == SINGLE:
-        rows = torch.tensor(encoded.good)
-        scores = class_precisions(encoded.features, texts, data.present[rows], data.hard[rows])
-    elif items:
-        of_captions = [row_of[data.image_of[caption]] for caption in captions]
-        scores = dict(zip(items, right_items(encoded.features, texts[captions], of_captions), strict=True))
+        rows = torch.tensor(good)
+        scores = class_precisions(features, texts, data.present[rows], data.hard[rows])
     else:
-        scores = {}
+        row_of = {position: row for row, position in enumerate(good)}
+        owners = torch.tensor([row_of.get(image, -1) for image in data.image_of]).view(-1, 2)  # of each item's captions
+        readable = (owners >= 0).all(dim=1)
+        if readable.any():
+            captions, rows = texts[readable.repeat_interleave(2)], owners[readable].flatten().tolist()
+            right = right_items(features, captions, rows)
+            scores = dict(zip(readable.nonzero().flatten().tolist(), right, strict=True))
     if not scores:
         raise UserError(
             f"{config.data!r} leaves nothing to score: no item has both images, or no class an image that shows it."
@@ -266,11 +256,9 @@ def tables(report: dict) -> list[Table]:
 def figures(report: dict) -> dict[str, Figure]:
     """The figure of a report, by file name."""
     figure = Figure(figsize=(5, 3.5), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    groups = {
-        label: ([numbers["score_percent"]], [numbers["interval_percent"]])
-        for label, numbers in report["encoders"].items()
-    }
+    axes, groups = figure.subplots(), {}
+    for label, numbers in report["encoders"].items():
+        groups[label] = [numbers["score_percent"]], [numbers["interval_percent"]]
     draw_bars(axes, groups, [report["part"]], digits=1)
     axes.set(ylabel=f"{report['measure']} (%), with 95% intervals", ylim=(0, 115))
     axes.legend(fontsize="small")

@@ -4,7 +4,6 @@ Imports no large library, so that help is fast and mistyped settings are refused
 """
 
 import os
-import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -47,9 +46,7 @@ def check_output(output: str) -> None:
 
 def check_source(config: Any) -> None:
     """Raises UserError unless the settings name either data or a benchmark (`dataset` and `root`), whole."""
-    data, dataset, root, images = (
-        getattr(config, name, None) or None for name in ("data", "dataset", "root", "images")
-    )
+    data, dataset, root = (getattr(config, name) or None for name in ("data", "dataset", "root"))
     dataset = " ".join(dataset) if isinstance(dataset, list) else dataset
     if data is None and dataset is None and root is None:
         fault = "There is no data and no benchmark"
@@ -59,7 +56,7 @@ def check_source(config: Any) -> None:
         fault = f"Both data, {data!r}, and a benchmark, {dataset!r}, are given"
     elif dataset is not None and root is None:
         fault = f"The benchmark {dataset!r} needs the folder that it lies in"
-    elif dataset is not None and images:
+    elif dataset is not None and (images := getattr(config, "images", None)):
         fault = f"The images {images!r} are given, and the benchmark {dataset!r} has its own"
     else:
         return
@@ -81,9 +78,11 @@ class OfEncoders(Checked):
         encoders: Encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names them
             (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. How prompts are read for images
             (cut:NAME) changes nothing here.
-        output: Folder for the results, a JSON file and figures. Finished results in it are reused.
+        output: Folder for the results: JSON, figures, the page of `evaluate all`, generated images in images/ENCODER/.
+            What is finished there is not done again.
         batch_size: Images, or texts, encoded at once.
-        device: Device to run on. The default is cuda where there is one, else cpu.
+        device: Device to run on. The default is cuda where there is one, else cpu; generating under `accelerate
+            launch`, each process has its own.
     """
 
     encoders: list[str]
@@ -96,9 +95,11 @@ class OfEncoders(Checked):
     def __post_init__(self):
         super().__post_init__()
         check_output(self.output)
-        shipped(getattr(self, "base", "") or "")  # raises UserError for a misspelt toy model
+        base = getattr(self, "base", "")
+        shipped(base or "")  # raises UserError for a misspelt toy model
         # DPG-Bench on existing images has no encoders.
-        self.specs = [] if getattr(self, "base", "") is None else parse_encoders(self.encoders, self.WITH_READINGS)
+        without = base is None and not self.encoders
+        self.specs = [] if without else parse_encoders(self.encoders, self.WITH_READINGS)
 
     @cached_property
     def labelled(self) -> dict[str, EncoderSpec]:
@@ -108,13 +109,29 @@ class OfEncoders(Checked):
 
 @dataclass
 class OfRecords(OfEncoders):
-    """What evaluations have whose records may be bad.
+    """What evaluations on data have.
 
     Attributes:
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/test, scenes of the toy world. Where only captions are read, images may be missing.
         max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
     """
 
+    data: str | None = None
     max_bad: Share = field(default=0.01, kw_only=True)
+
+
+@dataclass
+class OfImageFiles:
+    """What evaluations on images with captions have.
+
+    Attributes:
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+        held_out: Use only pairs of the data that a training run among the encoders held out.
+    """
+
+    images: str | None = None
+    held_out: bool = field(default=False, kw_only=True)
 
 
 @dataclass
@@ -122,9 +139,7 @@ class OfCaptions(OfRecords):
     """What evaluations on captions have.
 
     Attributes:
-        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world. Where only captions are read, images may be missing.
-        dataset: A retrieval benchmark in place of data. One of urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
+        dataset: Retrieval benchmark in place of data: urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
             coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
             coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
         root: Folder that the benchmark lies in, as its authors publish it.
@@ -132,7 +147,6 @@ class OfCaptions(OfRecords):
             ShareGPT4V's validation split has, and all of a benchmark.
     """
 
-    data: str | None = None
     dataset: str | None = field(default=None, kw_only=True)
     root: str | None = field(default=None, kw_only=True)
     limit: PositiveInt | Literal["auto"] | None = field(default="auto", kw_only=True)
@@ -143,18 +157,11 @@ class OfCaptions(OfRecords):
 
 
 @dataclass
-class OfPairs(OfCaptions):
+class OfPairs(OfImageFiles, OfCaptions):
     """What evaluations of two-towers on image-caption pairs have.
 
     Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
-
-    Attributes:
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        held_out: Use only pairs of the data that a training run among the encoders held out.
     """
-
-    images: str | None = None
-    held_out: bool = field(default=False, kw_only=True)
 
 
 @dataclass(kw_only=True)
@@ -168,8 +175,6 @@ class OfImages(OfEncoders):
             chunks that do not overlap; named cut:NAME (cut:original), prompts are cut at 77 tokens, as by stock SDXL.
             SDXL's second encoder reads as the first does.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
-        output: Folder for the results, a JSON file and figures, and for the generated images, `images/ENCODER/`.
-            Finished results and images of the same settings are kept.
         seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
             every device.
         steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
@@ -187,8 +192,6 @@ class OfImages(OfEncoders):
             keeps it.
         height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
         width: Likewise.
-        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
-            process has its own.
     """
 
     base: str
@@ -213,6 +216,29 @@ class OfImages(OfEncoders):
             rendering_settings(self)
 
 
+@dataclass(kw_only=True)
+class OfNetworks:
+    """The networks that score generated images.
+
+    Attributes:
+        limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
+        inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
+            the one that torch-fidelity has downloaded. Without it these scores are skipped.
+        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
+            Without it the DINO score is skipped.
+        own_features: Another network for FID, KID, precision and recall, on its CLS features: a folder of a
+            transformers vision model, or toy/features. Its scores compare with nothing published.
+        clip_score: CLIP model for CLIPScore, of the whole caption and sentence by sentence: a folder, file, hub id, or
+            MODEL:PRETRAINED as open_clip names them.
+    """
+
+    limit: PositiveInt | None = 1000
+    inception_weights: str | None = None
+    dino: str | None = None
+    own_features: str | None = None
+    clip_score: str | None = None
+
+
 # ---- the evaluations
 
 
@@ -220,11 +246,10 @@ class OfImages(OfEncoders):
 class RetrievalConfig(OfPairs):
     """Settings of a retrieval evaluation.
 
+    Each of several benchmarks lies in a folder of its name, or of its data set's, in `root`, and is evaluated into a
+    folder of its name in `output`.
+
     Attributes:
-        dataset: Retrieval benchmarks in place of data: urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
-            coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
-            coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1. Each of several lies in a
-            folder of its name, or of its data set's, in root, and is evaluated into a folder of its name in output.
         examples: Also write a page with so many captions for every two encoders whose image one of them finds first
             and the other does not.
     """
@@ -292,36 +317,19 @@ class DriftConfig(OfCaptions):
 
 
 @dataclass(kw_only=True)
-class GenerationConfig(OfImages, OfRecords):
+class GenerationConfig(OfNetworks, OfImageFiles, OfImages, OfRecords):
     """Settings of an evaluation of generated images.
 
+    Captions of the data are the prompts, images the references.
+
     Attributes:
-        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world. Captions are the prompts, images the references.
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
-        held_out: Use only pairs of the data that a training run among the encoders held out.
-        inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
-            the one that torch-fidelity has downloaded. Without it these scores are skipped.
-        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
-            Without it the DINO score is skipped.
         dinov2: Folder or hub id of a DINOv2 in transformers' layout (facebook/dinov2-small), for the DINOv2 score.
-        own_features: Another network for FID, KID, precision and recall, on its CLS features: a folder of a
-            transformers vision model, or toy/features. Its scores compare with nothing published.
-        clip_score: CLIP model for CLIPScore, of the whole caption and sentence by sentence: a folder, file, hub id, or
-            MODEL:PRETRAINED as open_clip names them.
         batch_size: Images scored at once.
     """
 
     data: str
     images: str | None = None
-    limit: PositiveInt | None = 1000
-    held_out: bool = False
-    inception_weights: str | None = None
-    dino: str | None = None
     dinov2: str | None = None
-    own_features: str | None = None
-    clip_score: str | None = None
     batch_size: PositiveInt = 32
 
 
@@ -358,12 +366,12 @@ class DpgBenchConfig(OfImages):
         super().__post_init__()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ClassificationConfig(OfRecords):
     """Settings of a zero-shot classification.
 
     Attributes:
-        dataset: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or cifar-100.
+        dataset: The benchmark.
         data: Its folder, as its authors publish it: 1000 (A and O: 200) folders of images named by WordNet id, V2's
             named 0 to 999; of CIFAR the folder of the binary version.
     """
@@ -372,7 +380,7 @@ class ClassificationConfig(OfRecords):
     data: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ColaConfig(OfRecords):
     """Settings of an evaluation on Cola.
 
@@ -390,7 +398,7 @@ class ColaConfig(OfRecords):
 
 
 @dataclass
-class AllConfig(Checked):
+class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     """Settings of all evaluations. Without any, the toy world's encoders are evaluated on its scenes.
 
     Attributes:
@@ -399,58 +407,35 @@ class AllConfig(Checked):
             take the place of SDXL's first; original, the SDXL checkpoint's own, is for images only. Of images, named
             cut:NAME and separate:NAME, prompts are cut at 77 tokens and read in separate chunks; other evaluations have
             each encoder once.
-        output: Folder for the results, and for report.html. What is finished there is not done again.
-        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
-            beside them, or toy/test, scenes of the toy world.
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        limit: Use only the first so many pairs. null uses all.
-        held_out: Use only pairs of the data that a training run among the encoders held out.
         drawn: Generate images of only the first so many of these. auto is 1000, as many as Table S7 of the DeBias-CLIP
             paper has, and 200 with toy/sdxl.
         base: SDXL folder in diffusers' layout, or a hub id, to generate with. Without it no images are generated and no
-            drift is measured; auto is toy/sdxl for scenes of the toy world, and none for other data.
-        inception_weights: File of torch-fidelity's Inception weights, for FID and its kin.
-        dino: Folder or hub id of DINO ViT-S/16 in transformers' layout (facebook/dino-vits16), for the DINO score.
-        own_features: Network in place of Inception: a folder of a transformers vision model. Its scores compare with
-            nothing published. Scenes of the toy world have toy/features in place of both.
-        clip_score: CLIP model for CLIPScore, named as in encoders.
-        classification: A classification benchmark: imagenet-1k, imagenet-v2, imagenet-a, imagenet-o, cifar-10 or
-            cifar-100.
+            drift is measured; auto is toy/sdxl for scenes of the toy world, whose images toy/features scores, and none
+            for other data.
+        classification: A benchmark of `evaluate classification`.
         classification_data: Its folder, as its authors publish it.
         cola: A file of Cola's data/.
         cola_images: Folder with the images that it names.
         dpg_bench: Folder of the published DPG-Bench, for images generated with the base.
         vqa: VQA model that answers its questions: folder or hub id of a ViLT or BLIP.
-        batch_size: Images, or captions, encoded at once.
-        device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
     encoders: list[str] = field(default_factory=lambda: list(TOYS))
     output: str = "runs/evaluation"
     data: str = "toy/test"
-    images: str | None = None
-    limit: PositiveInt | None = 1000
-    held_out: bool = False
     drawn: PositiveInt | Literal["auto"] = "auto"
     base: str | None = "auto"
-    inception_weights: str | None = None
-    dino: str | None = None
-    own_features: str | None = None
-    clip_score: str | None = None
     classification: Classification | None = None
     classification_data: str | None = None
     cola: str | None = None
     cola_images: str | None = None
     dpg_bench: str | None = None
     vqa: str | None = None
-    batch_size: PositiveInt = 64
-    device: str | None = None
+
+    WITH_READINGS = True
 
     def __post_init__(self):
         super().__post_init__()
-        check_output(self.output)
-        shipped(self.base or "")
-        self.specs = parse_encoders(self.encoders)
         for pair in (("classification", "classification_data"), ("cola", "cola_images"), ("dpg_bench", "vqa")):
             given = [getattr(self, name) for name in pair]
             if given.count(None) == 1:
@@ -470,10 +455,11 @@ class AllConfig(Checked):
 
     @property
     def for_images(self) -> list[str]:
-        """The encoders for SDXL; toy/clip in toy/sdxl is the checkpoint's own."""
-        if self.sdxl != TOY_BASE:
-            return self.encoders
-        return list(dict.fromkeys(re.sub(f"(^|:){TOY_CLIP}$", rf"\1{ORIGINAL}", name) for name in self.encoders))
+        """The encoders for SDXL, each once; toy/clip in toy/sdxl is the checkpoint's own."""
+        renames = {TOY_CLIP: ORIGINAL} if self.sdxl == TOY_BASE else {}
+        prefixes = [name.removesuffix(spec.name) for name, spec in zip(self.encoders, self.specs, strict=True)]
+        names = [renames.get(spec.name, spec.name) for spec in self.specs]
+        return list(dict.fromkeys(map("".join, zip(prefixes, names, strict=True))))
 
     @property
     def is_toy(self) -> bool:

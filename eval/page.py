@@ -1,20 +1,17 @@
 """One page of all results: tables and figures of several encoders and runs side by side, and the toy world's story."""
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import atomic_file, write_text
+from debias_diffusion.files import open_regular, write_text
 
 from .options import ReportConfig, check_output
 from .registry import EVALUATIONS
-from .report import Table, escaped, png_url, save_picture, write_page
+from .report import Table, escaped, figure_png, image_url, write_page, write_png
 from .story import tell
 
 TEMPLATE = "page.html.j2"
@@ -31,17 +28,13 @@ class Result:
     file: Path
     report: dict
 
-    @property
-    def evaluation(self) -> str:
-        return self.report["evaluation"]
-
     def comparable(self) -> str:
         """A key that is equal for results that fit in one table: same data, as much of it, and same settings."""
         digests, ignored = self.report["digests"], {*_IGNORED, *self.report["digests"]}
         digests = {name: value for name, value in digests.items() if name != "encoders"}
         settings = {name: value for name, value in self.report["settings"].items() if name not in ignored}
         counts = {name: self.report.get(name) for name in _COUNTS}  # fewer where images of one run cannot be read
-        return json.dumps([self.evaluation, digests, settings, counts], sort_keys=True)
+        return json.dumps([self.report["evaluation"], digests, settings, counts], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -73,10 +66,9 @@ def evaluate_report(config: ReportConfig) -> Path:
     print_left_out(bad)
     sections = [section(group) for group in grouped(results)]
     _write_markdown(output, sections)
-    figures = [{name: png_url(png) for name, png in section.figures.items()} for section in sections]
     story = tell([(result.file.parent, result.report) for result in results])
-    both = list(zip(sections, figures, strict=True))
-    write_page(output / "report.html", TEMPLATE, sections=both, has_story=story is not None, **(story or {}))
+    shown = [(section, {name: image_url(png) for name, png in section.figures.items()}) for section in sections]
+    write_page(output / "report.html", TEMPLATE, sections=shown, has_story=story is not None, **(story or {}))
     print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
     return output / "report.html"
 
@@ -93,8 +85,9 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
     results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
         try:
-            result = Result(file, json.loads(file.read_text(encoding="utf-8")))
-            EVALUATIONS[result.evaluation].load().tables(merged([result]))
+            with open_regular(file) as opened:
+                result = Result(file, json.load(opened))
+            EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
             results.append(result)
         except Exception as error:  # of another program
             bad.append(BadRecord(str(file.relative_to(folder)), "no result of this version", reason(error)))
@@ -113,7 +106,7 @@ def grouped(results: Sequence[Result]) -> list[list[Result]]:
     for result in results:
         groups.setdefault(result.comparable(), []).append(result)
     order = list(EVALUATIONS)
-    return sorted(groups.values(), key=lambda group: order.index(group[0].evaluation))
+    return sorted(groups.values(), key=lambda group: order.index(group[0].report["evaluation"]))
 
 
 def section(group: Sequence[Result]) -> Section:
@@ -121,14 +114,17 @@ def section(group: Sequence[Result]) -> Section:
     report = merged(group)
     evaluation = EVALUATIONS[report["evaluation"]]
     module = evaluation.load()
-    figures = {name: _png(figure) for name, figure in module.figures(report).items()}
-    return Section(
-        f"{evaluation.title}: {_data_name(report)}",
-        _about(group),
-        module.tables(report),
-        figures | _saved_figures(evaluation.saved, group),
-        report["notes"],
-    )
+    figures = {name: figure_png(figure) for name, figure in module.figures(report).items()}
+    for number, result in enumerate(group):  # beside the results, those that cannot be drawn again from their numbers
+        for name in evaluation.saved:
+            if (file := result.file.parent / name).is_file():
+                figures[f"{number}-{name}" if len(group) > 1 else name] = file.read_bytes()
+    settings = report["settings"]
+    data = settings.get("dataset") or settings.get("data") or "one prompt"
+    data = data[0] if isinstance(data, list) else data  # of retrieval, a report has one benchmark
+    name = data if data.startswith("toy/") else Path(data).name
+    title = f"{evaluation.title}: {name}"
+    return Section(title, _about(group), module.tables(report), figures, report["notes"])
 
 
 def merged(group: Sequence[Result]) -> dict:
@@ -152,13 +148,6 @@ def merged(group: Sequence[Result]) -> dict:
     return report | {"compared": list(report["compared"].values())}
 
 
-def _data_name(report: dict) -> str:
-    settings = report["settings"]
-    data = settings.get("dataset") or settings.get("data")
-    data = data[0] if isinstance(data, list) else data  # of retrieval, a report has one benchmark
-    return Path(data).name if data and not data.startswith("toy/") else data or "one prompt"
-
-
 def _about(group: Sequence[Result]) -> list[str]:
     facts = []
     for result in group:
@@ -172,22 +161,6 @@ def _about(group: Sequence[Result]) -> list[str]:
     return [*facts, f"data {digest[:16]}"] if digest else facts
 
 
-def _png(figure: Figure) -> bytes:
-    content = io.BytesIO()
-    save_picture(figure, content)
-    return content.getvalue()
-
-
-def _saved_figures(names: Sequence[str], group: Sequence[Result]) -> dict[str, bytes]:
-    """Figures beside the results that cannot be drawn again from their numbers."""
-    files = [(number, name, result.file.parent / name) for number, result in enumerate(group) for name in names]
-    return {
-        f"{number}-{name}" if len(group) > 1 else name: file.read_bytes()
-        for number, name, file in files
-        if file.is_file()
-    }
-
-
 def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
     lines = ["# Evaluation", ""]
     for number, section in enumerate(sections, 1):
@@ -196,8 +169,7 @@ def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
             lines += [table.markdown(), ""]
         for name, content in section.figures.items():
             figure = f"report/{number}-{name}"
-            with atomic_file(output / figure) as unfinished:
-                unfinished.write_bytes(content)
+            write_png(output / figure, content)
             lines += [f"![{escaped(section.title)}]({figure})", ""]
         lines += [f"- {escaped(text)}" for text in (*section.notes, *section.about)] + [""]
     write_text(output / "report.md", "\n".join(lines))

@@ -19,8 +19,8 @@ class Evaluation:
         title: of its section on the page.
         summary: of its command.
         module: in this package, with `evaluate_NAME(config)`, which writes NAME.json and returns its content, the
-            report; `tables(report)` and `figures(report)`; and `settings_for(everything)`, its settings in `evaluate
-            all`, or None where it takes no part.
+            report; `tables(report)` and `figures(report)`; and, where not those of the same names, its settings in
+            `evaluate all`, `settings_for(everything)`: None where it takes no part.
         options: name of its dataclass in `options`.
         needs: of an encoder. Two towers stand in the report with the digest of their weights, text encoders with that
             of their files, `EncoderSpec.digest`.

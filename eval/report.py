@@ -1,19 +1,20 @@
 """What people see of a result: tables, figures, and HTML pages from templates."""
 
 import base64
-import os
+import io
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from PIL import Image
 
 from debias_diffusion.files import atomic_file, write_text
 
@@ -43,7 +44,10 @@ class Table:
     rows: Sequence[Sequence[str | float | None]]
 
     def __str__(self) -> str:
-        return table(self.header, self.rows)
+        """The table as plain text: numbers right-aligned with two decimals; a missing one is a dash."""
+        lines = [list(self.header), *self.cells()]
+        first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
+        return "\n".join("  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in lines)
 
     def markdown(self) -> str:
         """The table in Markdown; no cell can end it or hold HTML."""
@@ -53,7 +57,11 @@ class Table:
 
     def cells(self) -> list[list[str]]:
         """The rows as text."""
-        return [[_cell(value) for value in row] for row in self.rows]
+
+        def text(value: str | float | None) -> str:
+            return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+        return [list(map(text, row)) for row in self.rows]
 
 
 def escaped(text: str) -> str:
@@ -77,22 +85,18 @@ def compared_tables(
     return [Table(["comparison", "difference (95% interval)", "p"], rows)] if rows else []
 
 
-def cell(value: float | None, low: float | None = None, high: float | None = None, form: str = ".1f") -> str | None:
-    """A number as a cell, with its 95% interval if it has one: `61.2 (58.0 to 64.3)`. None is a missing number."""
+def cell(
+    value: float | None, low: float | None = math.nan, high: float | None = math.nan, form: str = ".1f"
+) -> str | None:
+    """A number as a cell, with its 95% interval if it has one: `61.2 (58.0 to 64.3)`. None is a missing number.
+
+    An interval of None is one that cannot be known, as from a single image.
+    """
     if value is None:
         return None
-    return f"{value:{form}}" if low is None else f"{value:{form}} ({low:{form}} to {high:{form}})"
-
-
-def show(report: dict, tables: Iterable[Table], figures: Mapping[str, Figure]) -> None:
-    """Prints tables and notes, and saves figures in the evaluation's output folder; `figures` is by file name."""
-    for shown in tables:
-        print(f"\n{shown}")
-    for note in report["notes"]:
-        print(f"Note: {note}")
-    for name, figure in figures.items():
-        with atomic_file(Path(report["settings"]["output"]) / name) as unfinished:
-            save_picture(figure, unfinished)
+    if low is None:
+        return f"{value:{form}} (no interval: too few)"
+    return f"{value:{form}}" if math.isnan(low) else f"{value:{form}} ({low:{form}} to {high:{form}})"
 
 
 def draw_bars(
@@ -132,34 +136,26 @@ def draw_by_position(axes: Axes, heights: Sequence[float], counts: Sequence[int]
 def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> np.ndarray:
     """How far intervals reach below and above their values, [2, N], as matplotlib's error bars need it.
 
-    At least 0: rounding may put the mean of a skewed sample just outside its interval.
+    At least 0, because rounding may put the mean of a skewed sample just outside its interval; nan, which is not drawn,
+    where no interval is known.
     """
-    values, (low, high) = np.asarray(values), np.asarray(intervals).T
+    values, (low, high) = np.asarray(values), np.asarray(intervals, dtype=float).T
     return np.maximum([values - low, high - values], 0)
 
 
-def save_picture(figure: Figure, file: str | os.PathLike | BinaryIO) -> None:
-    """Saves a figure as PNG. A dollar sign in a name begins no formula."""
+def figure_png(figure: Figure) -> bytes:
+    """The PNG file of a figure. A dollar sign in a name begins no formula."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+    file = io.BytesIO()
     figure.savefig(file, format="png")
+    return file.getvalue()
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str | float | None]]) -> str:
-    """A plain text table: numbers right-aligned with two decimals; a missing one is a dash."""
-    cells = [list(header)] + [[_cell(value) for value in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for first, *numbers in cells:
-        aligned = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *aligned]))
-    return "\n".join(lines)
-
-
-def _cell(value: str | float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+def write_png(path: Path, png: Figure | bytes) -> None:
+    """Writes a figure, whole or not at all, and through no link that lies in its place."""
+    with atomic_file(path) as unfinished:
+        unfinished.write_bytes(png if isinstance(png, bytes) else figure_png(png))
 
 
 def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:
@@ -171,16 +167,21 @@ def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) ->
     Raises:
         jinja2.UndefinedError: the template names a value that is not given.
     """
-    environment = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader, options = FileSystemLoader(folder), {"trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **options)
     write_text(path, environment.get_template(template).render(values))
 
 
-def png_url(content: bytes) -> str:
-    """A PNG file as a data URL, so that a page needs no other file."""
-    return "data:image/png;base64," + base64.b64encode(content).decode()
+def image_url(image: bytes | Image.Image, kind: str = "png", **options) -> str:
+    """An image as a data URL, so that a page needs no other file.
+
+    Args:
+        image: to encode, or the content of its file.
+        kind: of file.
+        options: of Pillow's `save`.
+    """
+    if isinstance(image, Image.Image):
+        file = io.BytesIO()
+        image.save(file, format=kind, **options)
+        image = file.getvalue()
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"

@@ -14,13 +14,12 @@ from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from .image_features import ImageFeatures
-from .inputs import read_source, trained_on
+from .image_features import ImageSession
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from .options import AllConfig, OfPairs, RetrievalConfig
+from .options import OfPairs, RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
-from .session import Session, TwoTower, compare
+from .session import TwoTower, compare, read_source, trained_on
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -43,7 +42,7 @@ class Readable:
     image_of: list[int]
 
 
-class PairSession(Session):
+class PairSession(ImageSession):
     """What the evaluations of two-towers on image-caption pairs share.
 
     Attributes:
@@ -55,10 +54,8 @@ class PairSession(Session):
 
     def __init__(self, name: str, config: OfPairs):
         self.pairs = read_source(config)
-        super().__init__(name, config, self.pairs.digest, self.pairs.bad)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
-        bad = self.pairs.bad if config.dataset else ()
-        self._images = ImageFeatures(self, self.pairs.records, self.pairs.images, bad)
+        super().__init__(name, config, self.pairs, self.pairs.bad if config.dataset else ())
 
     def read(self, encoder: TwoTower) -> Readable:
         """The features of the images, and the captions of those that can be read.
@@ -66,17 +63,17 @@ class PairSession(Session):
         Raises:
             UserError: more images or records than the share `max_bad` are unreadable, or all.
         """
-        encoded = self._images.encode(encoder)
-        row_of = {position: row for row, position in enumerate(encoded.good)}
+        features, good = self.encode(encoder)
+        row_of = {position: row for row, position in enumerate(good)}
         pairs = zip(self.pairs.captions, self.pairs.image_of, strict=True)
         kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
-        return Readable(encoded.features, encoded.good, [caption for caption, _ in kept], [row for _, row in kept])
+        return Readable(features, good, [caption for caption, _ in kept], [row for _, row in kept])
 
     def depends(self, encoder: TwoTower, readable: Readable) -> dict:
         """Everything that affects a result of this encoder on this data, for the cache."""
         texts = [readable.good, readable.captions, readable.image_of]
         digest = bytes_digest([json.dumps(texts).encode()])
-        return encoder.depends | {"pixels": self._images.digest, "texts": digest}
+        return encoder.depends | {"pixels": self.image_digest, "texts": digest}
 
     def report(
         self, encoders: dict[str, dict], compared: Sequence[dict] = (), notes: Sequence[str] = (), **more
@@ -84,22 +81,6 @@ class PairSession(Session):
         """The report, which also says how many of the pairs each encoder was trained on."""
         seen, of_seen = trained_on(self.encoders, self.pairs)
         return super().report(encoders, compared, [*of_seen, *notes], trained_on=seen, **more)
-
-
-def plot(encoders: dict[str, dict]) -> Figure:
-    """Bars of recall at k with 95% intervals: a panel for each direction, a colour for each encoder."""
-    # Without pyplot, which would keep the figure and may open a window.
-    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=150)
-    for axes, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
-        both = {
-            label: [list(numbers[name][direction].values()) for name in ("recall_percent", "interval_percent")]
-            for label, numbers in encoders.items()
-        }
-        draw_bars(axes, both, [f"R@{k}" for k in KS], digits=1)
-        axes.set(title=direction.replace("_", " "), ylim=(0, 115))
-    figure.axes[0].set_ylabel("recall (%), with 95% intervals")
-    figure.axes[1].legend(fontsize="small", loc="upper left")
-    return figure
 
 
 def hits(ranks: Sequence[int], k: int) -> np.ndarray:
@@ -116,12 +97,13 @@ def _retrieve(session: PairSession, encoder: TwoTower) -> dict:
         batch_size, title = session.config.batch_size, f"captions, {encoder.label}"
         texts = encode_texts(encoder.backbone, readable.captions, batch_size, session.device, title)
         ranks = recall_ranks(readable.features, texts, image_of=readable.image_of)
-        over = sum(tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions)
         return {
             "images": len(readable.features),
             "image_of": readable.image_of,
             "window": tokenizer.context_length,
-            "captions_longer_than_context": over,
+            "captions_longer_than_context": sum(
+                tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions
+            ),
             "ranks": {direction: values.tolist() for direction, values in ranks.items()},
         }
 
@@ -160,15 +142,15 @@ def mean_recall(result: dict) -> tuple[dict[str, float], dict[str, list[float]]]
     Returns:
         by direction, as in the paper, and of "both": mean-R, and [low, high] of the 95% bootstrap interval over images.
     """
-    mean_r, drawn = {}, {}
+    mean_r, samples = {}, {}
     for direction in DIRECTIONS:
         values = np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0)  # of each query
         sums, counts = by_group(values, _groups(result, direction))
         mean_r[direction] = float(sums.sum() / counts.sum())
-        drawn[direction] = drawn_ratios(sums, counts)  # of the same images in both directions
+        samples[direction] = drawn_ratios(sums, counts)  # of the same images in both directions
     mean_r["both"] = float(np.mean(list(mean_r.values())))
-    drawn["both"] = np.mean(list(drawn.values()), axis=0)
-    return mean_r, {name: ends(samples) for name, samples in drawn.items()}
+    samples["both"] = np.mean(list(samples.values()), axis=0)
+    return mean_r, {name: ends(ratios) for name, ratios in samples.items()}
 
 
 def compare_at_1(results: dict[str, dict]) -> list[dict]:
@@ -177,13 +159,17 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
     Args:
         results: {label: {"ranks": {direction: ranks}, "image_of": ...}}
     """
-    names = {f"R@1 {direction.replace('_', ' ')}": direction for direction in DIRECTIONS}
+    names = {f"R@1 {in_words(direction)}": direction for direction in DIRECTIONS}
     values = {
         label: {name: hits(result["ranks"][direction], 1) for name, direction in names.items()}
         for label, result in results.items()
     }
     groups = {name: _groups(next(iter(results.values())), direction) for name, direction in names.items()}
     return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
+
+
+def in_words(direction: str) -> str:
+    return direction.replace("_", " ")
 
 
 def retrieval_ranks(config: OfPairs) -> dict[str, dict]:
@@ -196,24 +182,20 @@ def retrieval_ranks(config: OfPairs) -> dict[str, dict]:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("retrieval", config)
-    return session.of_each(partial(_retrieve, session))
+    return session.by_encoder(partial(_retrieve, session))
 
 
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
-    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`.
-
-    With `config.examples` also `retrieval_examples.html`.
-
-    Captions longer than a model's context length are cut, and counted. See `recall_ranks` for several captions an
-    image, ties and duplicates.
+    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`. With
+    `config.examples` also `retrieval_examples.html`. Captions longer than a model's context length are cut, and
+    counted. See `recall_ranks` for several captions an image, ties and duplicates.
 
     Returns:
-        The content of the file: settings, versions, digests, numbers of images and captions; by encoder its context
+        The content of the file, see `Session.report`, with numbers of images and captions. By encoder its context
         length ("window"), how many captions exceed it, recalls and mean-R (see `mean_recall`) in percent with 95%
-        intervals (bootstrap over images); the encoders' R@1 compared, in points; the bad records, seconds. Of several
-        benchmarks {name: content}.
+        intervals (bootstrap over images). Of several benchmarks {name: content}.
 
     Raises:
         UserError: the data or an encoder cannot be used.
@@ -225,47 +207,36 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
     for name, root in roots.items():
         print(f"\n{name}")
         reports[name] = _evaluate(replace(config, dataset=[name], root=root, output=str(Path(config.output) / name)))
-    print(f"\n{_overview(reports)}")
+    columns = [f"{name}, {in_words(direction)}" for name in reports for direction in DIRECTIONS]
+    rows = []
+    for label in reports[name]["encoders"]:
+        recalls = [report["encoders"][label]["recall_percent"] for report in reports.values()]
+        rows.append([label, *(recall[direction]["R@1"] for recall in recalls for direction in DIRECTIONS)])
+    print(f"\n{Table(['R@1 in percent', *columns], rows)}")
     return reports
-
-
-def _overview(reports: dict[str, dict]) -> Table:
-    """R@1 of every encoder, benchmark by benchmark."""
-    columns = [f"{name}, {direction.replace('_', ' ')}" for name in reports for direction in DIRECTIONS]
-    labels = next(iter(reports.values()))["encoders"]
-    rows = [
-        [label]
-        + [
-            report["encoders"][label]["recall_percent"][direction]["R@1"]
-            for report in reports.values()
-            for direction in DIRECTIONS
-        ]
-        for label in labels
-    ]
-    return Table(["R@1 in percent", *columns], rows)
 
 
 def _evaluate(config: RetrievalConfig) -> dict:
     session = PairSession("retrieval", config)
-    results = session.of_each(partial(_retrieve, session))
+    results = session.by_encoder(partial(_retrieve, session))
     encoders = {label: _numbers(result) for label, result in results.items()}
     first = next(iter(results.values()))
-    counts = {"images": first["images"], "captions": len(first["image_of"])}
     if config.examples:
         _write_examples(session, results)
+    counts = {"images": first["images"], "captions": len(first["image_of"])}
     return session.report(encoders, compare_at_1(results), **counts)
 
 
 def _write_examples(session: PairSession, results: dict[str, dict]) -> None:
     """The page of captions that one encoder gets right and another wrong."""
     ranks = {label: result["ranks"]["text_to_image"] for label, result in results.items()}
-    drawn = disagreements(ranks, session.config.examples)
+    disagreed = disagreements(ranks, session.config.examples)
     readables = []  # the same images for every encoder
 
     def rank_first(encoder: TwoTower) -> dict[int, int]:
         readable = session.read(encoder)
         readables[:] = [readable]
-        queries = sorted({query for part in drawn if part.wrong == encoder.label for query in part.queries})
+        queries = sorted({query for part in disagreed if part.wrong == encoder.label for query in part.queries})
         if not queries:
             return {}
         captions = [readable.captions[query] for query in queries]
@@ -273,38 +244,43 @@ def _write_examples(session: PairSession, results: dict[str, dict]) -> None:
         strangers = nearest_strangers(readable.features, texts, [readable.image_of[query] for query in queries])
         return dict(zip(queries, strangers, strict=True))
 
-    first = session.of_each(rank_first)
+    first = session.by_encoder(rank_first)
     (readable,) = readables
     records = [session.pairs.records[position] for position in readable.good]
     path = Path(session.config.output) / "retrieval_examples.html"
-    write_examples(path, drawn, first, readable.captions, readable.image_of, records, session.pairs.images)
+    write_examples(path, disagreed, first, readable.captions, readable.image_of, records, session.pairs.images)
     print(f"Captions that one encoder gets right and another wrong: {path}")
 
 
 def tables(report: dict) -> list[Table]:
     """The numbers of a report, and the encoders compared."""
-    recalls = []
+    encoders, result = report["encoders"], []
     for direction in DIRECTIONS:
         rows = []
-        for label, numbers in report["encoders"].items():
-            recall, limits = (numbers[name][direction] for name in ("recall_percent", "interval_percent"))
-            cells = [cell(recall[name], *limits[name]) for name in recall]
+        for label, numbers in encoders.items():
+            recall, interval = (numbers[name][direction] for name in ("recall_percent", "interval_percent"))
+            cells = [cell(recall[name], *interval[name]) for name in recall]
             rows.append([label, numbers["captions_longer_than_context"], *cells])
-        header = [f"recall in percent, {direction.replace('_', ' ')}", "captions cut", *(f"R@{k}" for k in KS)]
-        recalls.append(Table(header, rows))
-    names, rows = (*DIRECTIONS, "both"), []
-    for label, numbers in report["encoders"].items():
-        mean_r, limits = numbers["mean_r_percent"], numbers["mean_r_interval_percent"]
-        rows.append([label, *(cell(mean_r[name], *limits[name]) for name in names)])
-    header = ["mean of R@1, R@5, R@10 in percent", *(name.replace("_", " ") for name in names)]
-    return [*recalls, Table(header, rows), *compared_tables(report["compared"])]
+        header = [f"recall in percent, {in_words(direction)}", "captions cut", *(f"R@{k}" for k in KS)]
+        result.append(Table(header, rows))
+    rows = []
+    for label, numbers in encoders.items():
+        mean_r, interval = numbers["mean_r_percent"], numbers["mean_r_interval_percent"]
+        rows.append([label, *(cell(mean_r[name], *interval[name]) for name in mean_r)])
+    header = ["mean of R@1, R@5, R@10 in percent", *map(in_words, DIRECTIONS), "both"]
+    return [*result, Table(header, rows), *compared_tables(report["compared"])]
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    return {"retrieval.png": plot(report["encoders"])}
-
-
-def settings_for(everything: AllConfig) -> RetrievalConfig:
-    """Its settings in `evaluate all`."""
-    return everything.settings(RetrievalConfig)
+    """Bars of recall at k with 95% intervals: a panel for each direction, a colour for each encoder."""
+    figure = Figure(figsize=(9, 3.8), layout="constrained", dpi=150)
+    for axes, direction in zip(figure.subplots(1, 2, sharey=True), DIRECTIONS, strict=True):
+        groups = {
+            label: [list(numbers[name][direction].values()) for name in ("recall_percent", "interval_percent")]
+            for label, numbers in report["encoders"].items()
+        }
+        draw_bars(axes, groups, [f"R@{k}" for k in KS], digits=1)
+        axes.set(title=in_words(direction), ylim=(0, 115))
+    figure.axes[0].set_ylabel("recall (%), with 95% intervals")
+    figure.axes[1].legend(fontsize="small", loc="upper left")
+    return {"retrieval.png": figure}

@@ -1,7 +1,5 @@
 """A page of captions whose image one encoder retrieves and another does not (Figure S9 of the DeBias-CLIP paper)."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -10,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from debias_diffusion.data.bad_records import BadRecord, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 
-from .report import write_page
+from .report import image_url, write_page
 
 TEMPLATE = "retrieval_examples.html.j2"
 SIDE = 320  # pixels of an image's longer side on the page
@@ -45,12 +42,12 @@ def disagreements(ranks: Mapping[str, Sequence[int]], count: int) -> list[Disagr
     Args:
         ranks: by encoder, the rank of each caption's image, from 1, [M].
     """
-    drawn = []
+    disagreed = []
     for right, wrong in permutations(ranks, 2):
         queries = np.flatnonzero((np.asarray(ranks[right]) == 1) & (np.asarray(ranks[wrong]) > 1))
         some = np.random.default_rng(0).choice(queries, min(count, len(queries)), replace=False)
-        drawn.append(Disagreement(right, wrong, len(queries), sorted(some.tolist())))
-    return drawn
+        disagreed.append(Disagreement(right, wrong, len(queries), sorted(some.tolist())))
+    return disagreed
 
 
 def nearest_strangers(images: Tensor, texts: Tensor, image_of: Sequence[int]) -> list[int]:
@@ -68,7 +65,7 @@ def nearest_strangers(images: Tensor, texts: Tensor, image_of: Sequence[int]) ->
 
 def write_examples(
     path: Path,
-    drawn: Sequence[Disagreement],
+    disagreed: Sequence[Disagreement],
     first: Mapping[str, Mapping[int, int]],
     captions: Sequence[str],
     image_of: Sequence[int],
@@ -84,34 +81,25 @@ def write_examples(
         records: the readable images, by row.
         images: opens them.
     """
-    sections = [
-        {
-            "right": part.right,
-            "wrong": part.wrong,
-            "total": part.total,
-            "examples": [
-                {
-                    "caption": captions[query],
-                    "own": _thumbnail(records[image_of[query]], images),
-                    "other": _thumbnail(records[first[part.wrong][query]], images),
-                }
-                for query in part.queries
-            ],
-        }
-        for part in drawn
-    ]
+    sections = []
+    for part in disagreed:
+        examples = [
+            {
+                "caption": captions[query],
+                "own": _thumbnail(records[image_of[query]], images),
+                "other": _thumbnail(records[first[part.wrong][query]], images),
+            }
+            for query in part.queries
+        ]
+        sections.append({"right": part.right, "wrong": part.wrong, "total": part.total, "examples": examples})
     write_page(path, TEMPLATE, sections=sections, captions=len(captions))
 
 
 def _thumbnail(record: Record, images: ImageSource) -> dict[str, str | None]:
     """The "name" of an image and its "source", a data URL; None if it can no longer be read."""
     image = read_or_bad(record, images.open)
-    return {"name": record.image, "source": None if isinstance(image, BadRecord) else _jpeg_url(image)}
-
-
-def _jpeg_url(image: Image.Image) -> str:
+    if isinstance(image, BadRecord):
+        return {"name": record.image, "source": None}
     image = image.convert("RGB")
     image.thumbnail((SIDE, SIDE))
-    file = io.BytesIO()
-    image.save(file, format="JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"name": record.image, "source": image_url(image, "jpeg", quality=85)}

@@ -3,15 +3,15 @@
 The edits are those of the DeBias-CLIP paper, Figures 1a, 2, 3, 4 and S1 to S5, and all sentences in random order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.files import bytes_digest
@@ -20,9 +20,9 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import split_sentences
 
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from .options import AllConfig, RobustnessConfig
+from .options import RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars, error_lengths
-from .retrieval import DIRECTIONS, PairSession, Readable, hits
+from .retrieval import DIRECTIONS, PairSession, Readable, hits, in_words
 from .session import TwoTower, compare
 
 PADDING = "This is a photo."  # Figures 2 and S2
@@ -130,23 +130,21 @@ class EditedHits:
     """Which queries of one encoder succeed, by edit.
 
     Attributes:
-        window: the encoder's context length.
-        over: how many edited captions exceed it, by edit; the mean over its variants.
+        context_length: of the encoder.
+        longer_than_context: how many edited captions exceed it, by edit; the mean over its variants.
         hits: by edit and direction, 100 for each query with a match in first place, else 0: [variants, N].
         groups: by direction, the image of each query, [N]; None: each query is another image.
         one_sentence: how many captions have a single sentence.
         similarities: by edit, the cosine of each edited caption with its image, the mean over variants, [M].
-        image_of: the image of each caption, [M].
         first_two_tokens: of the first two sentences of each caption, without SOT and EOT, [M].
     """
 
-    window: int
-    over: dict[str, float]
+    context_length: int
+    longer_than_context: dict[str, float]
     hits: dict[str, dict[str, np.ndarray]]
     groups: dict[str, Sequence[int] | None]
     one_sentence: int
     similarities: dict[str, np.ndarray]
-    image_of: Sequence[int]
     first_two_tokens: np.ndarray
 
     def of(self, edit: str, direction: str) -> np.ndarray:
@@ -159,28 +157,23 @@ class EditedHits:
 
 
 def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
-    readable = session.read(encoder)
-    tokenizer = encoder.backbone.tokenizer
+    readable, tokenizer = session.read(encoder), encoder.backbone.tokenizer
     captions = [split_sentences(caption) for caption in readable.captions]
-    variants = [(edit, variant) for edit in edits for variant in EDITS[edit].variants]
-    results = {edit: [] for edit in edits}
-    for edit, variant in tqdm(variants, desc=f"edits, {encoder.label}"):
+    ranked = {edit: [] for edit in edits}
+    for edit, variant in tqdm([(e, v) for e in edits for v in EDITS[e].variants], desc=f"edits, {encoder.label}"):
         texts = [join_sentences(variant(sentences)) for sentences in captions]
-        results[edit].append(_rank(session, encoder, readable, texts))
+        ranked[edit].append(_rank(session, encoder, readable, texts))
+
+    def by_edit(value: Callable[[list[dict]], Any]) -> dict[str, Any]:
+        return {edit: value(results) for edit, results in ranked.items()}
+
     return EditedHits(
         tokenizer.context_length,
-        {
-            edit: float(np.mean([result["longer_than_context"] for result in of_edit]))
-            for edit, of_edit in results.items()
-        },
-        {
-            edit: {way: np.stack([hits(result["ranks"][way], 1) for result in of_edit]) for way in DIRECTIONS}
-            for edit, of_edit in results.items()
-        },
+        by_edit(lambda results: float(np.mean([result["longer_than_context"] for result in results]))),
+        by_edit(lambda results: {w: np.stack([hits(result["ranks"][w], 1) for result in results]) for w in DIRECTIONS}),
         {"text_to_image": readable.image_of, "image_to_text": None},
         sum(len(sentences) < 2 for sentences in captions),
-        {edit: np.mean([result["similarities"] for result in of_edit], axis=0) for edit, of_edit in results.items()},
-        readable.image_of,
+        by_edit(lambda results: np.mean([result["similarities"] for result in results], axis=0)),
         np.array([tokenizer.count(join_sentences(first2(part))) - tokenizer.n_special for part in captions]),
     )
 
@@ -192,10 +185,11 @@ def _rank(session: PairSession, encoder: TwoTower, readable: Readable, texts: li
     def compute() -> dict:
         features = encode_texts(encoder.backbone, texts, batch_size, session.device, progress=False)
         ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
+        similarities = F.cosine_similarity(readable.features[readable.image_of].double(), features.double(), dim=1)
         return {
             "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
             "ranks": {direction: values.tolist() for direction, values in ranks.items()},
-            "similarities": _similarities(readable, features).tolist(),
+            "similarities": similarities.tolist(),
         }
 
     # The key holds the texts, not the edit's name: if two edits give the same texts, they are encoded once.
@@ -204,33 +198,30 @@ def _rank(session: PairSession, encoder: TwoTower, readable: Readable, texts: li
     return session.cache.result("robustness", depends, compute)
 
 
-def _similarities(readable: Readable, texts: Tensor) -> Tensor:
-    """The cosine of each caption, of features [M, D], with its image, [M]."""
-    return F.cosine_similarity(readable.features[readable.image_of].double(), texts.double(), dim=1)
-
-
 @dataclass(frozen=True)
 class Share:
     """A ratio of two sums over the same queries.
 
     Attributes:
         percent: the ratio; nan where the divisor is 0.
-        drawn: the ratio in each bootstrap sample, [SAMPLES]; nan likewise. Shares over equally many groups use the same
-            samples.
+        samples: the ratio in each bootstrap sample, [SAMPLES]; nan likewise. Shares over equally many groups use the
+            same samples.
     """
 
     percent: float
-    drawn: np.ndarray
+    samples: np.ndarray
 
     def numbers(self) -> dict[str, float | None]:
         """ "share", "low" and "high", a 95% interval; all None if there is no ratio."""
         if np.isnan(self.percent):
             return {"share": None, "low": None, "high": None}
-        return {"share": self.percent, **_low_and_high(self.drawn)}
+        low, high = ends(self.samples)
+        return {"share": self.percent, "low": low, "high": high}
 
     def minus(self, other: "Share") -> dict[str, float | None]:
         """ "difference" in points, its "low" and "high"; "p" is None, as there is no test."""
-        return {"difference": self.percent - other.percent, **_low_and_high(self.drawn - other.drawn), "p": None}
+        low, high = ends(self.samples - other.samples)
+        return {"difference": self.percent - other.percent, "low": low, "high": high, "p": None}
 
 
 def share(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> Share:
@@ -245,54 +236,38 @@ def share(after: Sequence[float], before: Sequence[float], groups: Sequence[int]
     return Share(float(percent), drawn_ratios(100 * above, below))
 
 
-def _low_and_high(drawn: np.ndarray) -> dict[str, float]:
-    return dict(zip(("low", "high"), ends(drawn), strict=True))
-
-
-def _shares_kept(result: EditedHits) -> dict[str, Share]:
-    """By direction, the share of R@1 that is kept when the first sentence is removed."""
-    return {way: share(result.of("remove", way), result.of("keep", way), result.groups[way]) for way in DIRECTIONS}
+def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str, dict[str, Any]]:
+    """{edit: {direction: value(edit, direction)}}"""
+    return {edit: {direction: value(edit, direction) for direction in DIRECTIONS} for edit in edits}
 
 
 def _numbers(label: str, result: EditedHits, shares: dict[str, Share]) -> dict:
-    by_edit = {name: {direction: result.of(name, direction) for direction in DIRECTIONS} for name in EDITS}
+    groups, kept = result.groups, {direction: share.numbers() for direction, share in shares.items()}
     orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
-    kept = {direction: share.numbers() for direction, share in shares.items()}
     return {
-        "window": result.window,
-        "captions_longer_than_context": result.over,
-        "recall_at_1_percent": {
-            name: {direction: float(values.mean()) for direction, values in by_direction.items()}
-            for name, by_direction in by_edit.items()
-        },
-        "interval_percent": {
-            name: {way: mean_interval(values, result.groups[way]) for way, values in by_direction.items()}
-            for name, by_direction in by_edit.items()
-        },
-        "drop_points": {
-            name: {
-                direction: paired_difference(
-                    by_edit[edit.base][direction], by_edit[name][direction], result.groups[direction]
-                )
-                for direction in DIRECTIONS
-            }
-            for name, edit in LOSING.items()
-        },
+        "window": result.context_length,
+        "captions_longer_than_context": result.longer_than_context,
+        "recall_at_1_percent": _by_edit(EDITS, lambda edit, way: float(result.of(edit, way).mean())),
+        "interval_percent": _by_edit(EDITS, lambda edit, way: mean_interval(result.of(edit, way), groups[way])),
+        "drop_points": _by_edit(
+            LOSING,
+            lambda edit, way: paired_difference(result.of(EDITS[edit].base, way), result.of(edit, way), groups[way]),
+        ),
         "shuffles": {
             "recall_at_1_percent": {direction: values.tolist() for direction, values in orders.items()},
             "deviation_points": {direction: float(values.std(ddof=1)) for direction, values in orders.items()},
         },
         "kept_without_summary_percent": kept,
         "similarity": {
-            name: {"mean": float(values.mean()), "interval": mean_interval(values, result.image_of)}
+            name: {"mean": float(values.mean()), "interval": mean_interval(values, groups["text_to_image"])}
             for name, values in result.similarities.items()
         },
         "first_two_sentences_tokens": float(result.first_two_tokens.mean()),
-        "in_words": _in_words(label, kept["text_to_image"]),
+        "in_words": _sentence(label, kept["text_to_image"]),
     }
 
 
-def _in_words(label: str, kept: dict) -> str:
+def _sentence(label: str, kept: dict) -> str:
     if kept["share"] is None:
         return f"{label} finds no image first even with whole captions, so it has nothing to lose."
     if _is_too_low(kept):
@@ -305,104 +280,34 @@ def _in_words(label: str, kept: dict) -> str:
 
 def _is_too_low(kept: dict) -> bool:
     """Whether a share is of so few hits that its interval says nothing."""
-    return kept["high"] - kept["low"] > _MOST_WIDTH
+    return kept["low"] is None or kept["high"] - kept["low"] > _MOST_WIDTH
 
 
 def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[str, Share]]) -> list[dict]:
     """Every two encoders' drops, in points, paired by query; then their shares kept when the summary is removed."""
     groups = next(iter(results.values())).groups
-    drops = {f"drop of {EDITS[name].title}, {_words(way)}": (name, way) for way in DIRECTIONS for name in COMPARED}
+    drops = {f"drop of {EDITS[name].title}, {in_words(way)}": (name, way) for way in DIRECTIONS for name in COMPARED}
     lost = {label: {score: result.drop(*drops[score]) for score in drops} for label, result in results.items()}
     lines = compare(lost, lambda a, b, score: paired_difference(a, b, groups[drops[score][1]]))
     kept = {
-        label: {f"share kept without summary, {_words(way)}": by_way[way] for way in DIRECTIONS}
+        label: {f"share kept without summary, {in_words(way)}": by_way[way] for way in DIRECTIONS}
         for label, by_way in shares.items()
         if not any(np.isnan(by_way[way].percent) for way in DIRECTIONS)
     }
     return lines + compare(kept, lambda a, b, _: a.minus(b))
 
 
-def _words(direction: str) -> str:
-    return direction.replace("_", " ")
-
-
-def plot(encoders: dict[str, dict]) -> Figure:
-    """R@1 under edits of whole captions, of the first two sentences and behind padding sentences, and the share kept
-    without the first sentence, with 95% intervals: a row for each direction, a colour for each encoder.
-    """
-    # Without pyplot, which would keep the figure and may open a window.
-    figure = Figure(figsize=(14, 6.6), layout="constrained", dpi=130)
-    whole, opening = (
-        [name for name, edit in EDITS.items() if edit.base == base and not name.startswith("padding")]
-        for base in ("keep", "first2")
-    )
-    paddings = ["first2", *(name for name in EDITS if name.startswith("padding"))]
-    rows = figure.subplots(len(DIRECTIONS), 4, width_ratios=(5, 3, 3, 1.5))
-    for (of_whole, of_two, behind, kept), direction in zip(rows, DIRECTIONS, strict=True):
-        _bars(of_whole, encoders, direction, whole)
-        _bars(of_two, encoders, direction, opening)
-        _curves(behind, encoders, direction, paddings)
-        _shares(kept, encoders, direction)
-        of_whole.set_ylabel(f"{_words(direction)}\nR@1 (%)")
-    for of_one_kind in (rows[:, :3], rows[:, 3:]):  # R@1, and shares: each on one scale
-        highest = max(axes.get_ylim()[1] for axes in of_one_kind.flat)
-        for axes in of_one_kind.flat:
-            axes.set_ylim(0, highest)
-    titles = (
-        "whole captions",
-        "first two sentences",
-        f"first two behind\n“{PADDING}”",
-        "share of R@1 kept\nwithout sentence 1",
-    )
-    for axes, title in zip(rows[0], titles, strict=True):
-        axes.set_title(title, fontsize=10)
-    rows[1, 2].set_xlabel("padding sentences")
-    figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return figure
-
-
-def _values(numbers: dict, direction: str, edits: Sequence[str]) -> tuple[list[float], list[list[float]]]:
-    """R@1 under each edit, [E], and its intervals, [E, 2]"""
-    recall, intervals = (numbers[name] for name in ("recall_at_1_percent", "interval_percent"))
-    return [recall[edit][direction] for edit in edits], [intervals[edit][direction] for edit in edits]
-
-
-def _bars(axes: Axes, encoders: dict[str, dict], direction: str, edits: Sequence[str]) -> None:
-    groups = {label: _values(numbers, direction, edits) for label, numbers in encoders.items()}
-    draw_bars(axes, groups, [EDITS[edit].title for edit in edits])
-    axes.margins(y=0.08)
-
-
-def _curves(axes: Axes, encoders: dict[str, dict], direction: str, edits: Sequence[str]) -> None:
-    for label, numbers in encoders.items():
-        values, intervals = _values(numbers, direction, edits)
-        lengths = error_lengths(values, intervals)
-        axes.errorbar(range(len(edits)), values, yerr=lengths, marker="o", markersize=3, capsize=2, label=label)
-    axes.set_xticks(range(len(edits)))
-
-
-def _shares(axes: Axes, encoders: dict[str, dict], direction: str) -> None:
-    for index, numbers in enumerate(encoders.values()):
-        kept = numbers["kept_without_summary_percent"][direction]
-        if kept["share"] is not None:
-            error = error_lengths([kept["share"]], [[kept["low"], kept["high"]]])
-            bars = axes.bar([index], [kept["share"]], color=f"C{index}", yerr=error, capsize=3)
-            axes.bar_label(bars, fmt="%.0f%%", fontsize=9, padding=1)
-    axes.set(xticks=[], ylim=(0, max(110, axes.get_ylim()[1])), ylabel="%")
-
-
 def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, EditedHits]:
     """Which queries succeed under each edit, by encoder. Writes no report, only the cache.
 
     Args:
-        config: the settings.
         edits: of `EDITS`.
 
     Raises:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("robustness", config)
-    return session.of_each(partial(_evaluate, session, edits=edits))
+    return session.by_encoder(partial(_evaluate, session, edits=edits))
 
 
 def evaluate_robustness(config: RobustnessConfig) -> dict:
@@ -412,28 +317,36 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
     move or remove, and counts unedited.
 
     Returns:
-        The content of the file: settings, versions, digests, numbers of images, captions and captions of one sentence;
-        by encoder its context length ("window"), how many edited captions exceed it, R@1 in percent by edit and
-        direction, the drops against each edit's base in points, R@1 in each random order, the share of R@1 kept when
-        the first sentence is removed (None if R@1 is 0), the mean cosine of captions and their images by edit, all with
-        95% intervals (bootstrap over images); the mean number of tokens of captions' first two sentences, without SOT
-        and EOT; the encoders compared; the bad records, seconds.
+        The content of the file, see `Session.report`, with numbers of images, captions and captions of one sentence. By
+        encoder its context length ("window"), how many edited captions exceed it, R@1 in percent by edit and direction,
+        the drops against each edit's base in points, R@1 in each random order, the share of R@1 kept when the first
+        sentence is removed (None if R@1 is 0), the mean cosine of captions and their images by edit, all with 95%
+        intervals (bootstrap over images); the mean number of tokens of captions' first two sentences, without SOT and
+        EOT.
 
     Raises:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("robustness", config)
-    results = session.of_each(partial(_evaluate, session))
-    shares = {label: _shares_kept(result) for label, result in results.items()}
+    results = session.by_encoder(partial(_evaluate, session))
+    shares = {  # of R@1, kept when the first sentence is removed
+        label: {way: share(result.of("remove", way), result.of("keep", way), result.groups[way]) for way in DIRECTIONS}
+        for label, result in results.items()
+    }
     encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
     first = next(iter(results.values()))
-    queries = {direction: len(first.of("keep", direction)) for direction in DIRECTIONS}
+    captions, notes = len(first.first_two_tokens), []
+    if first.one_sentence:
+        notes = [
+            f"{first.one_sentence} of {captions} captions have a single sentence, which no edit moves or removes: this "
+            "makes the drops smaller and the share kept larger."
+        ]
     report = session.report(
         encoders,
         _compared(results, shares),
-        _notes(first.one_sentence, queries["text_to_image"]),
-        images=queries["image_to_text"],
-        captions=queries["text_to_image"],
+        notes,
+        images=len(first.of("keep", "image_to_text")),
+        captions=captions,
         one_sentence_captions=first.one_sentence,
     )
     for numbers in encoders.values():
@@ -441,50 +354,27 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
     return report
 
 
-def _notes(one_sentence: int, captions: int) -> list[str]:
-    if not one_sentence:
-        return []
-    return [
-        f"{one_sentence} of {captions} captions have a single sentence, which no edit moves or removes: this makes the "
-        "drops smaller and the share kept larger."
-    ]
-
-
 def tables(report: dict) -> list[Table]:
     """The numbers of a report: shares kept, R@1 and drops by edit for each encoder, and the encoders compared."""
-    rows = [
-        [label, *(_kept(numbers["kept_without_summary_percent"][way]) for way in DIRECTIONS)]
-        for label, numbers in report["encoders"].items()
+    encoders, similar = report["encoders"], {"first": "first sentence", "keep": "whole caption"}
+    shares, similarities = [], []
+    for label, numbers in encoders.items():
+        kept = [numbers["kept_without_summary_percent"][way] for way in DIRECTIONS]
+        shares.append([label, *(_kept(of_direction) for of_direction in kept)])
+        means = [numbers["similarity"][edit] for edit in similar]
+        cells = [cell(number["mean"], *number["interval"], form=".3f") for number in means]
+        similarities.append([label, *cells, numbers["first_two_sentences_tokens"]])
+    header = ["mean similarity of image and text", *similar.values(), "tokens of sentences 1 and 2"]
+    result = [
+        Table(["share of R@1 kept without the first sentence, percent", *map(in_words, DIRECTIONS)], shares),
+        Table(header, similarities),
     ]
-    result = [Table(["share of R@1 kept without the first sentence, percent", *map(_words, DIRECTIONS)], rows)]
-    result.append(_similarities_table(report["encoders"]))
-    header = ["captions cut", *(f"{column}, {_words(way)}" for way in DIRECTIONS for column in ("R@1", "drop"))]
-    for label, numbers in report["encoders"].items():
+    header = ["captions cut", *(f"{column}, {in_words(way)}" for way in DIRECTIONS for column in ("R@1", "drop"))]
+    for label, numbers in encoders.items():
         result.append(Table([label, *header], [_row(numbers, name) for name in EDITS]))
     # Without those from image to text, which are in the JSON: twice as many lines would hide the important ones.
-    shown = [line for line in report["compared"] if line["score"].endswith(_words(DIRECTIONS[0]))]
+    shown = [line for line in report["compared"] if line["score"].endswith(in_words(DIRECTIONS[0]))]
     return result + compared_tables(shown)
-
-
-def _similarities_table(encoders: dict[str, dict]) -> Table:
-    """Whether a whole caption is more similar to its image than its first sentence is; tokens of the first two."""
-    edits = {"first": "first sentence", "keep": "whole caption"}
-    rows = []
-    for label, numbers in encoders.items():
-        of_edits = [numbers["similarity"][edit] for edit in edits]
-        cells = [cell(of_edit["mean"], *of_edit["interval"], form=".3f") for of_edit in of_edits]
-        rows.append([label, *cells, numbers["first_two_sentences_tokens"]])
-    return Table(["mean similarity of image and text", *edits.values(), "tokens of sentences 1 and 2"], rows)
-
-
-def _row(numbers: dict, edit: str) -> list[str | None]:
-    cells = [EDITS[edit].title, f"{numbers['captions_longer_than_context'][edit]:.0f}"]
-    for way in DIRECTIONS:
-        value, ends = (numbers[name][edit][way] for name in ("recall_at_1_percent", "interval_percent"))
-        drop = numbers["drop_points"].get(edit, {}).get(way)
-        cells.append(cell(value, *ends))
-        cells.append(drop and cell(drop["difference"], drop["low"], drop["high"]))
-    return cells
 
 
 def _kept(kept: dict) -> str | None:
@@ -493,11 +383,64 @@ def _kept(kept: dict) -> str | None:
     return cell(*kept.values())
 
 
+def _row(numbers: dict, edit: str) -> list[str | None]:
+    cells = [EDITS[edit].title, f"{numbers['captions_longer_than_context'][edit]:.0f}"]
+    for way in DIRECTIONS:
+        value, interval = (numbers[name][edit][way] for name in ("recall_at_1_percent", "interval_percent"))
+        drop = numbers["drop_points"].get(edit, {}).get(way)
+        cells += [cell(value, *interval), drop and cell(drop["difference"], drop["low"], drop["high"])]
+    return cells
+
+
 def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    return {"robustness.png": plot(report["encoders"])}
+    """R@1 under edits of whole captions, of the first two sentences and behind padding sentences, and the share kept
+    without the first sentence, with 95% intervals: a row for each direction, a colour for each encoder.
+    """
+    encoders, figure = report["encoders"], Figure(figsize=(14, 6.6), layout="constrained", dpi=130)
+    whole = [name for name, edit in EDITS.items() if edit.base == "keep"]
+    behind = [name for name in EDITS if name.startswith("padding")]
+    opening = [name for name in EDITS if name not in (*whole, *behind)]
+    rows = figure.subplots(len(DIRECTIONS), 4, width_ratios=(5, 3, 3, 1.5))
+    for row, direction in zip(rows, DIRECTIONS, strict=True):
+        for axes, edits in zip(row, (whole, opening, ["first2", *behind]), strict=False):
+            groups = {label: _values(numbers, direction, edits) for label, numbers in encoders.items()}
+            if edits[-1] in behind:
+                _draw_curves(axes, groups)
+            else:
+                draw_bars(axes, groups, [EDITS[edit].title for edit in edits])
+                axes.margins(y=0.08)
+        _draw_shares(row[3], [numbers["kept_without_summary_percent"][direction] for numbers in encoders.values()])
+        row[0].set_ylabel(f"{in_words(direction)}\nR@1 (%)")
+    for panels in (rows[:, :3], rows[:, 3:]):  # R@1, and shares: each on one scale
+        highest = max(axes.get_ylim()[1] for axes in panels.flat)
+        for axes in panels.flat:
+            axes.set_ylim(0, highest)
+    titles = ("whole captions", "first two sentences", f"first two behind\n“{PADDING}”")
+    for axes, title in zip(rows[0], (*titles, "share of R@1 kept\nwithout sentence 1"), strict=True):
+        axes.set_title(title, fontsize=10)
+    rows[1, 2].set_xlabel("padding sentences")
+    figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return {"robustness.png": figure}
 
 
-def settings_for(everything: AllConfig) -> RobustnessConfig:
-    """Its settings in `evaluate all`."""
-    return everything.settings(RobustnessConfig)
+def _values(numbers: dict, direction: str, edits: Sequence[str]) -> tuple[list[float], list[list[float]]]:
+    """R@1 under each edit, [E], and its intervals, [E, 2]"""
+    recall, intervals = (numbers[name] for name in ("recall_at_1_percent", "interval_percent"))
+    return [recall[edit][direction] for edit in edits], [intervals[edit][direction] for edit in edits]
+
+
+def _draw_curves(axes: Axes, groups: Mapping[str, tuple[list[float], list[list[float]]]]) -> None:
+    for label, (values, intervals) in groups.items():
+        places, lengths = range(len(values)), error_lengths(values, intervals)
+        axes.errorbar(places, values, yerr=lengths, marker="o", markersize=3, capsize=2, label=label)
+        axes.set_xticks(places)
+
+
+def _draw_shares(axes: Axes, shares: Sequence[dict]) -> None:
+    """Bars of the shares that are known, by encoder."""
+    for index, kept in enumerate(shares):
+        if kept["share"] is not None:
+            error = error_lengths([kept["share"]], [[kept["low"], kept["high"]]])
+            bars = axes.bar([index], [kept["share"]], color=f"C{index}", yerr=error, capsize=3)
+            axes.bar_label(bars, fmt="%.0f%%", fontsize=9, padding=1)
+    axes.set(xticks=[], ylim=(0, max(110, axes.get_ylim()[1])), ylabel="%")

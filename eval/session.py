@@ -1,27 +1,266 @@
-"""What every evaluation has: encoders one after the other, a cache, bad records, and the report."""
+"""What every evaluation has: its data, processes, encoders one after the other, a cache of results, and the report."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from matplotlib.figure import Figure
+from safetensors.torch import load_file
+from torch import Tensor
 
-from debias_diffusion.data.bad_records import BadRecord
-from debias_diffusion.devices import pick_device
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.data.sources import data_digest, open_data, read_captions
+from debias_diffusion.devices import end_group_at_exit, pick_device
 from debias_diffusion.encoders import EncoderSpec
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest, write_json
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.weight_files import save_tensors
 
-from .cache import ResultCache
 from .registry import EVALUATIONS
-from .report import show, versions
+from .report import versions, write_png
+
+CACHE = "cache"  # in an evaluation's output folder
+AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
+# The other processes wait while the main one reads all of the data, which may take longer than the default ten minutes.
+# A failure ends the wait: launchers stop the rest once one process has failed.
+_PATIENCE = timedelta(days=1)
 
 Result = TypeVar("Result")
+Content = TypeVar("Content", dict, dict[str, Tensor])
+
+
+# ---- data
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Captions and their images.
+
+    Attributes:
+        records: the images, each with its first caption, [N].
+        images: opens them; None if only captions were read.
+        captions: all captions, at least one, [M].
+        image_of: the position in `records` of each caption's image, [M].
+        bad: the bad records of all the data.
+        digest: of all the data; of a benchmark, of the images and captions in use.
+    """
+
+    records: Sequence[Record]
+    images: ImageSource | None
+    captions: list[str]
+    image_of: list[int]
+    bad: list[BadRecord]
+    digest: str
+
+
+def read_source(config: Any, only_captions: bool = False) -> Pairs:
+    """The first `limit` images, with their captions, of the data or the benchmark that settings name.
+
+    A limit of "auto" is 1,000 pairs of data and all of a benchmark. Bad records are also named on the console.
+
+    Args:
+        config: has `data`, `limit`, `max_bad`; `images`, unless `only_captions`; it may have `dataset` and `root`, and
+            `held_out` with `specs`, for pairs that none of these encoders was trained on.
+        only_captions: images of data need not be there.
+
+    Raises:
+        UserError: the data cannot be used, or more of it than the share `max_bad`.
+    """
+    auto = config.limit == "auto"
+    if dataset := getattr(config, "dataset", None):
+        [name] = [dataset] if isinstance(dataset, str) else dataset
+        return _read_benchmark(name, config.root, None if auto else config.limit, config.max_bad)
+    captions, source = (read_captions(config.data), None) if only_captions else open_data(config.data, config.images)
+    print_left_out(captions.bad)
+    check_share(captions.bad, len(captions.records) + len(captions.bad), config.max_bad)
+    records, digest = captions.records, data_digest(config.data, captions)
+    if getattr(config, "held_out", False):
+        counts = _held_out(config.specs, digest)
+        if not counts:
+            raise UserError(f"None of the encoders was trained on the data {config.data!r}. Leave out --held-out.")
+        records = records[: min(counts.values())]
+    records = records[: AUTO_LIMIT if auto else config.limit]
+    texts = [record.caption for record in records]
+    return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest)
+
+
+def _read_benchmark(name: str, root: str, limit: int | None, max_bad: float) -> Pairs:
+    benchmark = read_retrieval_set(name, root)
+    print_left_out(benchmark.bad)
+    check_share(benchmark.bad, len(benchmark.captions) + len(benchmark.bad), max_bad)
+    used = benchmark.first(limit)
+    first = dict(zip(reversed(used.image_of), reversed(used.captions), strict=True))  # the earliest is set last
+    records = [Record(image, image, first[position]) for position, image in enumerate(used.images)]
+    return Pairs(records, used.source, used.captions, used.image_of, used.bad, used.digest())
+
+
+def _held_out(encoders: Sequence[EncoderSpec], digest: str) -> dict[EncoderSpec, int]:
+    """By training run on the data with this digest, how many pairs, the first of the data, it was not trained on."""
+    counts = {}
+    for spec in encoders:
+        model = Path(spec.place)
+        for folder in (model, model.parent):  # of a run, and of its model
+            job = Job.read(folder)
+            if job.inputs.get("data") == digest:
+                counts[spec] = job.settings["validation"] + job.settings.get("keep_best", 0)
+    return counts
+
+
+def trained_on(encoders: Mapping[str, EncoderSpec], pairs: Pairs) -> tuple[dict[str, int], list[str]]:
+    """By label of an encoder, how many of the pairs it was trained on, as far as its run says; and that in words."""
+    held_out, used = _held_out(list(encoders.values()), pairs.digest), len(pairs.records)
+    counts = {label: max(0, used - held_out[spec]) for label, spec in encoders.items() if spec in held_out}
+    return counts, [
+        f"{label} was trained on {count} of these {used} pairs. --held-out evaluates on the others."
+        for label, count in counts.items()
+        if count
+    ]
+
+
+# ---- processes
+
+
+class Processes:
+    """The processes of this run, one for each GPU as `accelerate launch` starts them, or a single one.
+
+    Every process calls the same methods in the same order.
+
+    Args:
+        device: where to run. None: each process on its own GPU; a single process where `pick_device` says.
+
+    Attributes:
+        count: number of processes.
+        index: of this process, from 0.
+        is_main: whether this process is the one that reads, scores and writes.
+        device: where this process runs.
+
+    Raises:
+        UserError: there is no such device, or several processes cannot share it.
+    """
+
+    def __init__(self, device: str | None = None):
+        # Without a GPU, accelerate takes each of several processes for a single one unless it is set to use the CPU.
+        cpu = device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+        state = PartialState(cpu=cpu, timeout=_PATIENCE)
+        end_group_at_exit()
+        self.count, self.index, self.is_main = state.num_processes, state.process_index, state.is_main_process
+        if self.count == 1:
+            self.device = pick_device(device)
+        elif device in (None, state.device.type):
+            self.device = state.device
+        else:
+            raise UserError(
+                f"device is {device!r}, but {self.count} processes run, each on a device of its own "
+                f"({state.device.type}). Leave the device out, or start one process."
+            )
+
+    def from_main(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, which runs in the main process only; it must be picklable."""
+        outcome = [work() if self.is_main else None]
+        if self.count > 1:
+            broadcast_object_list(outcome)
+        return outcome[0]
+
+    def gathered(self, values: list) -> list:
+        """The values of all processes, once all have come here; they must be picklable."""
+        return gather_object(values) if self.count > 1 else values
+
+    @contextmanager
+    def only_main_prints(self) -> Iterator[None]:
+        """Discards what the other processes print inside the context."""
+        if self.is_main:
+            yield
+            return
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+            yield
+
+
+# ---- cache
+
+
+class ResultCache:
+    """On-disk cache of results, keyed by every input that affects them: settings, digests, library versions.
+
+    So a killed evaluation resumes at the first unfinished result, changed settings find nothing, and evaluations of the
+    same encoders on the same data share results, also at once. A damaged result is computed again.
+
+    Args:
+        output: of the evaluation; becomes a shared job with the first result.
+
+    Attributes:
+        folder: where results are kept.
+        seconds: how long the results requested so far took to compute, in whichever run that was.
+    """
+
+    def __init__(self, output: str | os.PathLike):
+        self.output, self.folder, self.seconds = Path(output), Path(output, CACHE), 0.0
+
+    def result(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
+        """The result of `compute`, in JSON values, from the cache if it is there.
+
+        Args:
+            kind: of result, for its file.
+            depends: JSON values: everything that affects the result.
+        """
+        name = f"{CACHE}/{self._key(kind, depends)}.json"
+        file = self._file(name, compute, lambda content, path: write_json(path, content))
+        return json.loads(file.read_text(encoding="utf-8"))  # so that a first run and a resumed one get the same
+
+    def tensors(self, kind: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The same for tensors on the CPU."""
+        return load_file(self._file(f"{CACHE}/{self._key(kind, depends)}.safetensors", compute, save_tensors))
+
+    def noted(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
+        """The same for a few values, in the job's list of items instead of a file."""
+        name = self._key(kind, depends)
+        if name not in self._job:
+            started = time.monotonic()
+            values = compute()
+            self._job.note(name, values=values, seconds=time.monotonic() - started)
+        notes = self._job.notes(name)
+        self.seconds += notes["seconds"]
+        return notes["values"]
+
+    def has_notes(self, kind: str) -> bool:
+        """Whether there are values of a kind, in this run or an earlier one."""
+        return bool(Job.read(self.output).names(f"{kind}-"))
+
+    @cached_property
+    def _job(self) -> Job:
+        with Job.open(self.output, "evaluate", shared=True) as job:
+            return job  # shared, so it holds nothing
+
+    @staticmethod
+    def _key(kind: str, depends: dict) -> str:
+        return Job.key(kind, depends | {"versions": versions()})
+
+    def _file(self, name: str, compute: Callable[[], Content], save: Callable[[Content, Path], None]) -> Path:
+        if self._job.path(name, damaged="absent") is None:
+            started = time.monotonic()
+            content = compute()
+            with self._job.write(name, seconds=time.monotonic() - started) as temporary:
+                save(content, temporary)
+        self.seconds += self._job.notes(name)["seconds"]
+        return self.output / name
+
+
+# ---- encoders, and the report
 
 
 @dataclass(frozen=True)
@@ -68,7 +307,7 @@ class Session:
         name: in `registry.EVALUATIONS`.
         config: its settings.
         data: digest of the data.
-        bad: the bad records of the data.
+        bad: the data's `BadRecord`s.
         device: where to run; by default as the settings say.
 
     Attributes:
@@ -79,12 +318,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        name: str,
-        config: Any,
-        data: str | None,
-        bad: Sequence[BadRecord] = (),
-        device: torch.device | None = None,
+        self, name: str, config: Any, data: str | None, bad: Sequence = (), device: torch.device | None = None
     ):
         self.name, self.config, self.device = name, config, device or pick_device(config.device)
         self.encoders: dict[str, EncoderSpec] = config.labelled
@@ -92,7 +326,7 @@ class Session:
         self.digests: dict[str, Any] = {"data": data, "encoders": {}}
         self.left_out = list(bad)
 
-    def of_each(
+    def by_encoder(
         self,
         evaluate: Callable[[Any], Result],
         load: Callable[[EncoderSpec, str, torch.device], Any] = TwoTower.load,
@@ -106,12 +340,13 @@ class Session:
             UserError: an encoder cannot be loaded.
         """
 
-        def of_one(label: str, spec: EncoderSpec) -> Result:
+        results = {}
+        for label, spec in self.encoders.items():
             encoder = load(spec, label, self.device)
             self.digests["encoders"][label] = encoder.digest if isinstance(encoder, TwoTower) else spec.digest
-            return evaluate(encoder)
-
-        return {label: of_one(label, spec) for label, spec in self.encoders.items()}
+            results[label] = evaluate(encoder)
+            del encoder  # before the next one is loaded
+        return results
 
     def report(
         self,
@@ -144,7 +379,12 @@ class Session:
         }
         write_json(Path(self.config.output) / f"{self.name}.json", report)
         module = EVALUATIONS[self.name].load()
-        show(report, module.tables(report), module.figures(report) | (saved or {}))
+        for table in module.tables(report):
+            print(f"\n{table}")
+        for note in report["notes"]:
+            print(f"Note: {note}")
+        for name, figure in (module.figures(report) | (saved or {})).items():
+            write_png(Path(self.config.output) / name, figure)
         return report
 
 

@@ -31,23 +31,18 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
     if not toy:
         return None
     folder = toy[-1]
-    generated, short = reports[folder, "generation"], reports.get((folder / SHORT_FOLDER, "generation"))
-    labels = list(generated["encoders"])
-    names, data = names_of(labels), generated["settings"]["data"]
-    pictures = {names[label]: folder / FOLDER / name for label, name in folder_names(labels).items()}
-    of_data = [
-        report
-        for name in ("retrieval", "robustness", "generation")
-        if (report := reports.get((folder, name))) and report["settings"]["data"] == data
-    ]
-    drawn = {names[label]: entry["scores"] for label, entry in generated["encoders"].items()}
+    generated, short = (reports.get((place, "generation")) for place in (folder, folder / SHORT_FOLDER))
+    labels, data, count = list(generated["encoders"]), generated["settings"]["data"], generated["images"]
+    names, scores = names_of(labels), _scores_by_name(generated)
+    images = {names[label]: folder / FOLDER / name for label, name in folder_names(labels).items()}
+    of_folder = (reports.get((folder, name)) for name in ("retrieval", "robustness", "generation"))
     return {
-        "sentences": _sentences(drawn, generated["images"]),
-        "scores": _scores(drawn, _named(short), generated["images"]),
+        "sentences": _sentences(scores, count),
+        "scores": _table(scores, _scores_by_name(short) if short else {}, count),
         "shipped": [names[label] for label in labels if label.startswith(SCENES)],
-        "examples": examples(data.removeprefix(SCENES), generated["images"], pictures),
+        "examples": examples(data.removeprefix(SCENES), count, images),
         "most_examples": EXAMPLES,
-        "claims": claims(of_data),
+        "claims": claims([report for report in of_folder if report and report["settings"]["data"] == data]),
     }
 
 
@@ -63,10 +58,10 @@ def names_of(labels: Sequence[str]) -> dict[str, str]:
     return {label: name if names.count(name) == 1 else label for label, name in zip(labels, names, strict=True)}
 
 
-def _named(report: dict | None) -> dict[str, dict]:
-    """The scores of a report of images by name."""
-    encoders = report["encoders"] if report else {}
-    return {name: encoders[label]["scores"] for label, name in names_of(list(encoders)).items()}
+def _scores_by_name(report: dict) -> dict[str, dict]:
+    """The scores of a report of images by the encoder's name."""
+    names = names_of(list(report["encoders"]))
+    return {names[label]: entry["scores"] for label, entry in report["encoders"].items()}
 
 
 # ---- sentences and scores
@@ -79,9 +74,9 @@ def _right(scores: Mapping, first: int = 1, last: float = float("inf")) -> float
     return sum(line["objects"] * line["value"] for line in lines) / objects if objects else None
 
 
-def _sentences(drawn: dict[str, dict], prompts: int) -> list[str]:
+def _sentences(by_encoder: dict[str, dict], prompts: int) -> list[str]:
     """At most three: of SDXL's own encoder, of trained ones, and of what reading the whole prompt costs."""
-    right = {name: f"{scores['objects_right']['value']:.0f}%" for name, scores in drawn.items()}
+    right = {name: f"{scores['objects_right']['value']:.0f}%" for name, scores in by_encoder.items()}
     sentences = []
     if {OWN_CUT, OWN_WHOLE} <= right.keys():
         sentences.append(
@@ -93,7 +88,7 @@ def _sentences(drawn: dict[str, dict], prompts: int) -> list[str]:
             f"Trained encoders that read 248 tokens at once, in its place: DeBias-CLIP drew {right[DEBIAS]} right, "
             f"DeBias-CLIP for SDXL {right[SDXL]}."
         )
-    early = {name: _right(scores, 1, LATE) for name, scores in drawn.items()}
+    early = {name: _right(scores, 1, LATE) for name, scores in by_encoder.items()}
     if None not in (cut := early.get(OWN_CUT), whole := early.get(OWN_WHOLE)):
         sentences.append(
             f"{'The cost: of' if whole < cut else 'Of'} the objects first mentioned in sentences 1 to {LATE}, "
@@ -102,7 +97,7 @@ def _sentences(drawn: dict[str, dict], prompts: int) -> list[str]:
     return sentences
 
 
-def _scores(drawn: dict[str, dict], short: dict[str, dict], prompts: int) -> Table:
+def _table(by_encoder: dict[str, dict], short: dict[str, dict], prompts: int) -> Table:
     header = [
         f"{prompts} long prompts",
         "objects right, % (95% interval)",
@@ -112,10 +107,9 @@ def _scores(drawn: dict[str, dict], short: dict[str, dict], prompts: int) -> Tab
         "short prompts: objects right, %",
     ]
     rows = []
-    for name, scores in drawn.items():
-        of_short = short.get(name, {}).get("objects_right", {})
-        values = [scores.get("empty_filled", {}).get("value"), of_short.get("value")]
-        values = [_right(scores, 1, LATE), _right(scores, LATE + 1), *values]
+    for name, scores in by_encoder.items():
+        values = [_right(scores, 1, LATE), _right(scores, LATE + 1), scores.get("empty_filled", {}).get("value")]
+        values.append(short.get(name, {}).get("objects_right", {}).get("value"))
         rows.append([name, cell(**scores["objects_right"]), *map(cell, values)])
     return Table(header, rows)
 
@@ -168,19 +162,20 @@ def claims(reports: Sequence[dict]) -> list[dict]:
     for report in reports:
         names = names_of(list(report["encoders"]))
         lines |= {(names[line["a"]], names[line["b"]], line["score"]): line for line in report["compared"]}
-    return [
-        _decided(claim, line) for claim in CLAIMS if (line := lines.get((claim.a, claim.b, claim.score))) is not None
-    ]
+    compared = {claim: lines.get((claim.a, claim.b, claim.score)) for claim in CLAIMS}
+    return [_decided(claim, line) for claim, line in compared.items() if line is not None]
 
 
 def _decided(claim: Claim, line: dict) -> dict:
-    difference, *ends = (claim.sign * line[name] for name in ("difference", "low", "high"))
-    low, high = sorted(ends)
-    ahead = low > 0 if claim.surely else difference >= 0
-    holds = True if ahead else False if high < 0 else None
+    difference, low, high = (line[name] for name in ("difference", "low", "high"))
+    interval, holds = "no interval: too few prompts", None
+    if low is not None:
+        least, most = sorted((claim.sign * low, claim.sign * high))
+        ahead = least > 0 if claim.surely else claim.sign * difference >= 0
+        interval, holds = f"95% interval {low:+.1f} to {high:+.1f}", True if ahead else False if most < 0 else None
     score = claim.score.removeprefix("R@1 ")
     return {
         "claim": claim.text.format(a=claim.a, b=claim.b, score=score),
-        "result": f"{line['difference']:+.1f} points (95% interval {line['low']:+.1f} to {line['high']:+.1f})",
+        "result": f"{difference:+.1f} points ({interval})",
         "holds": holds,
     }

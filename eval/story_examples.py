@@ -1,6 +1,5 @@
 """Examples of the toy world's story: each prompt with its images, place by place what is right, wrong or extra."""
 
-import io
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,7 +12,7 @@ from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene, Thing
 
 from .images.networks import open_picture
-from .report import png_url
+from .report import image_url
 
 EXAMPLES = 8  # the first of each family of scenes, not the best ones
 _WIDTH = 240  # pixels that smaller images are enlarged to, smoothly and the same in every browser
@@ -50,9 +49,16 @@ def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
     return {
         "sentences": [sentence.text for sentence in prompt.sentences],
         "reference": _image(render(asked, size), "Reference image", reference),
-        "drawn": [
+        "generated": [
             _image(image, name, f"{name}: {_in_words(seen[name])}")
-            | {"score": _score(seen[name]), "marks": _marks(seen[name])}
+            | {
+                "score": _score(seen[name]),
+                "marks": [
+                    # in the grid of three by three, from 0
+                    {"verdict": verdict, "column": PLACES[place][0], "row": PLACES[place][1]}
+                    for place, verdict in _verdicts(seen[name]).items()
+                ],
+            }
             for name, image in images.items()
         ],
         "rows": _rows(asked, prompt.first_mentions(), [(seen[name], readings[name].objects) for name in images]),
@@ -69,14 +75,6 @@ def _verdicts(seen: Comparison) -> dict[str, str]:
     """{place: RIGHT, WRONG or EXTRA}, for each place that the scene or the image fills."""
     verdicts = {place: RIGHT if right else WRONG for place, right in seen.correct.items()}
     return verdicts | dict.fromkeys(seen.invented, EXTRA)
-
-
-def _marks(seen: Comparison) -> list[dict]:
-    """Of each marked place: its "verdict", and its "column" and "row", from 0, in the grid of three by three."""
-    return [
-        {"verdict": verdict, "column": PLACES[place][0], "row": PLACES[place][1]}
-        for place, verdict in _verdicts(seen).items()
-    ]
 
 
 def _in_words(seen: Comparison) -> str:
@@ -134,6 +132,5 @@ def _image(image: Image.Image, name: str, alt: str) -> dict:
     image = image.convert("RGB")
     if image.width < _WIDTH:
         image = image.resize((_WIDTH, _WIDTH * image.height // image.width), Image.Resampling.BICUBIC)
-    file = io.BytesIO()
-    image.save(file, format="PNG", optimize=True)
-    return {"name": name, "alt": alt, "source": png_url(file.getvalue()), "width": image.width, "height": image.height}
+    source = image_url(image, optimize=True)
+    return {"name": name, "alt": alt, "source": source, "width": image.width, "height": image.height}

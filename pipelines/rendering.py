@@ -497,7 +497,7 @@ def render_into(
         job: with the renderer's settings and inputs. Images are its items, `NAME.png`.
         tasks: all images, finished or not; a finished one must be of the same prompt.
         left_out: gets, by its place, why an image was not rendered.
-        processes: that share the work, see `eval.processes`; all make this call, each with a job of its own.
+        processes: that share the work, see `eval.session`; all make this call, each with a job of its own.
 
     Raises:
         UserError: an image is of another prompt or was not made by this job, or no prompt can be read.

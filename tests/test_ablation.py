@@ -23,7 +23,7 @@ from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.inputs import read_source
+from debias_diffusion.eval.session import read_source
 from debias_diffusion.head_search import genetic
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.genetic import Generation, evolve, first_masks, next_masks

@@ -28,7 +28,7 @@ from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.session import Processes
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline

@@ -25,9 +25,9 @@ from debias_diffusion.eval.attention import (
     plot_prompt,
     split_words,
 )
-from debias_diffusion.eval.inputs import read_source
 from debias_diffusion.eval.intervals import mean_interval
 from debias_diffusion.eval.robustness import edit_caption
+from debias_diffusion.eval.session import read_source
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.jobs import JOB

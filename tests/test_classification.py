@@ -24,9 +24,10 @@ from debias_diffusion.eval.classification import (
     class_features,
     classify,
     evaluate_classification,
+    figures,
     imagenet_wnids,
-    plot,
-    read_by_wnid,
+    read_cifar,
+    read_imagenet,
     top1,
     wilson_interval,
 )
@@ -77,7 +78,9 @@ def make_cifar_100(root: Path, labels: list[tuple[int, int]]) -> Path:
 def run(model: str | list[str], dataset: str, data: Path, output: Path, **options) -> dict:
     models = [model] if isinstance(model, str) else model
     return evaluate_classification(
-        ClassificationConfig(models, str(output), dataset, str(data), device="cpu", **options)
+        ClassificationConfig(
+            encoders=models, output=str(output), dataset=dataset, data=str(data), device="cpu", **options
+        )
     )
 
 
@@ -131,7 +134,7 @@ def test_templates_are_the_published_ones():
 def test_imagenet_1k_layout(tmp_path):
     wnids = imagenet_wnids()
     root = image_folders(tmp_path / "val", wnids[::-1], drawn=3)  # made in reverse order: the last three classes
-    data = BENCHMARKS["imagenet-1k"].read(str(root))
+    data = read_imagenet(str(root), "imagenet-1k")
     assert data.labels == [997, 998, 999]
     assert [record.caption for record in data.records] == list(open_clip.IMAGENET_CLASSNAMES[-3:])
     assert data.classes == list(open_clip.IMAGENET_CLASSNAMES)
@@ -139,13 +142,13 @@ def test_imagenet_1k_layout(tmp_path):
 
 def test_imagenet_v2_folders_are_numbers_not_text(tmp_path):
     root = image_folders(tmp_path / "v2", [str(index) for index in range(1000)], drawn=12, suffix="jpeg")
-    data = BENCHMARKS["imagenet-v2"].read(str(root))
+    data = read_imagenet(str(root), "imagenet-v2")
     assert data.labels == list(range(12))
     assert [record.image.split("/")[0] for record in data.records] == [str(index) for index in range(12)]
     assert [record.caption for record in data.records] == list(open_clip.IMAGENET_CLASSNAMES[:12])
     (root / "517").rmdir()
-    with pytest.raises(UserError, match="lacks 1 of imagenet-v2's 1000 class folders, such as 517"):
-        BENCHMARKS["imagenet-v2"].read(str(root))
+    with pytest.raises(UserError, match="holds 999 class folders, and imagenet-v2 has 1000, and lacks 517"):
+        read_imagenet(str(root), "imagenet-v2")
 
 
 @pytest.mark.parametrize("dataset", ["imagenet-a", "imagenet-o"])
@@ -259,11 +262,13 @@ def test_unusable_settings_are_told(options, message, model, tmp_path):
     with pytest.raises(UserError, match=message):
         run(models, "cifar-10", tmp_path, tmp_path / "out", **options)
     with pytest.raises(UserError, match="There is no output"):
-        evaluate_classification(ClassificationConfig([model], "", "cifar-10", str(tmp_path)))
+        evaluate_classification(
+            ClassificationConfig(encoders=[model], output="", dataset="cifar-10", data=str(tmp_path))
+        )
 
 
 def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
-    data = BENCHMARKS["cifar-100"].read(str(make_cifar_100(tmp_path / "cifar", [(3, 99), (19, 0)])))
+    data = read_cifar(str(make_cifar_100(tmp_path / "cifar", [(3, 99), (19, 0)])), "cifar-100")
     assert data.labels == [99, 0]
     assert [record.caption for record in data.records] == ["class 99", "class 0"]  # spaces for underscores
     for index, record in enumerate(data.records):
@@ -296,32 +301,32 @@ def test_a_wrong_folder_is_told(spoil, message, tmp_path):
     root = image_folders(tmp_path / "data", imagenet_wnids()[:200], drawn=0)
     spoil(root)
     with pytest.raises(UserError, match=message):
-        read_by_wnid(str(root), "imagenet-o", 200)
+        read_imagenet(str(root), "imagenet-o")
 
 
 def test_no_folder_is_told(tmp_path):
     with pytest.raises(UserError, match="is no folder"):
-        read_by_wnid(str(tmp_path / "none"), "imagenet-1k", 1000)
+        read_imagenet(str(tmp_path / "none"), "imagenet-1k")
     with pytest.raises(UserError, match="holds no folders"):
-        read_by_wnid(str(tmp_path), "imagenet-1k", 1000)
+        read_imagenet(str(tmp_path), "imagenet-1k")
 
 
 def test_cifar_pickles_are_not_opened(tmp_path):
     (tmp_path / "test_batch").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     (tmp_path / "batches.meta").write_bytes(b"x")
     with pytest.raises(UserError, match="no test_batch.bin.*cifar-10-binary.tar.gz.*pickle can run code"):
-        BENCHMARKS["cifar-10"].read(str(tmp_path))
+        read_cifar(str(tmp_path), "cifar-10")
 
 
 def test_a_cifar_file_cut_short_or_of_the_other_cifar_is_told(tmp_path):
     root = make_cifar_10(tmp_path / "cifar", [1, 2])
     (root / "test_batch.bin").write_bytes((root / "test_batch.bin").read_bytes()[:-1])
     with pytest.raises(UserError, match="6145 bytes"):
-        BENCHMARKS["cifar-10"].read(str(root))
+        read_cifar(str(root), "cifar-10")
     root = make_cifar_100(tmp_path / "cifar-100", [(1, 2)])
     (root / "fine_label_names.txt").write_text("apple\n")
     with pytest.raises(UserError, match="names 1 classes, and cifar-100 has 100"):
-        BENCHMARKS["cifar-100"].read(str(root))
+        read_cifar(str(root), "cifar-100")
 
 
 def test_class_features_are_means_of_normalised_features(model):
@@ -368,7 +373,9 @@ def test_classify_and_top1_in_a_closed_form():
         ("c", 1, 100.0),
         ("d", 1, 100.0),
     ]
-    lines = plot({"mine": numbers, "other": top1([3], [3], ["a", "b", "c", "d"])}, "imagenet-a").axes[0].lines
+    encoders = {"mine": numbers, "other": top1([3], [3], ["a", "b", "c", "d"])}
+    report = {"encoders": encoders, "settings": {"dataset": "imagenet-a"}}
+    lines = figures(report)["classification.png"].axes[0].lines
     assert [list(line.get_ydata()) for line in lines] == [[50, 100, 100], [75, 75], [100], [100, 100]]
     assert len({line.get_color() for line in lines}) == 2
 

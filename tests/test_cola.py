@@ -164,7 +164,7 @@ def settings(tmp_path) -> dict:
 
 def test_items_are_evaluated_and_compared(clips, settings, tmp_path, capsys):
     data = write(tmp_path / "multi.json", ITEMS)
-    report = evaluate_cola(ColaConfig(clips, data=data, **settings))
+    report = evaluate_cola(ColaConfig(encoders=clips, data=data, **settings))
     assert report == json.loads((tmp_path / "out" / "cola.json").read_text())
     assert (report["part"], report["measure"], report["items"], report["images"]) == (MULTI, "accuracy", 3, 5)
     for numbers in report["encoders"].values():
@@ -181,7 +181,7 @@ def test_items_are_evaluated_and_compared(clips, settings, tmp_path, capsys):
 
 def test_classes_are_evaluated_without_those_that_no_hard_image_shows(clips, settings, tmp_path):
     data = write(tmp_path / "single.json", {"labels": CLASSES, "data": ENTRIES})
-    report = evaluate_cola(ColaConfig(clips[:1], data=data, **settings))
+    report = evaluate_cola(ColaConfig(encoders=clips[:1], data=data, **settings))
     (numbers,) = report["encoders"].values()
     assert (report["part"], report["measure"], report["classes"]) == (SINGLE, "mAP", 2)
     assert set(numbers["scores_percent"]) == {"red square", "blue square"}
@@ -191,11 +191,11 @@ def test_classes_are_evaluated_without_those_that_no_hard_image_shows(clips, set
 def test_an_unreadable_image_takes_its_items_along(clips, settings, tmp_path):
     data = write(tmp_path / "multi.json", ITEMS)
     (tmp_path / "images" / "white.jpg").unlink()
-    report = evaluate_cola(ColaConfig(clips[:1], data=data, **settings))
+    report = evaluate_cola(ColaConfig(encoders=clips[:1], data=data, **settings))
     assert (report["items"], report["images"]) == (2, 4)
     assert [bad["kind"] for bad in report["left_out"]] == ["missing image"]
     (tmp_path / "images" / "red.jpg").unlink()
     with pytest.raises(UserError, match=r"2 of 5 records.*--max-bad"):
-        evaluate_cola(ColaConfig(clips[:1], data=data, **settings))
+        evaluate_cola(ColaConfig(encoders=clips[:1], data=data, **settings))
     with pytest.raises(UserError, match="leaves nothing to score"):
-        evaluate_cola(ColaConfig(clips[:1], data=data, **settings, max_bad=1))
+        evaluate_cola(ColaConfig(encoders=clips[:1], data=data, **settings, max_bad=1))

@@ -15,9 +15,9 @@ from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features
-from debias_diffusion.eval.image_features import Encoded, ImageFeatures
+from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.options import RetrievalConfig
-from debias_diffusion.eval.session import Session, TwoTower, how_used
+from debias_diffusion.eval.session import Pairs, TwoTower, how_used
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images
 
@@ -52,14 +52,14 @@ def draw(folder: Path, index: int, seed: int | None = None) -> None:
 RECORDS = [Record(f"id-{index}", f"{index}.png", "") for index in range(10)]
 
 
-def images_of(folder: Path, images: type[ImageFolder] = ImageFolder) -> ImageFeatures:
+def session_of(folder: Path, images: type[ImageFolder] = ImageFolder) -> ImageSession:
     options = {"data": "toy/test", "batch_size": 3, "max_bad": 1, "device": "cpu"}
-    session = Session("retrieval", RetrievalConfig(["toy/clip"], str(folder.parent), **options), None)
-    return ImageFeatures(session, RECORDS, images(folder))
+    data = Pairs(RECORDS, images(folder), [], [], [], "")
+    return ImageSession("retrieval", RetrievalConfig(["toy/clip"], str(folder.parent), **options), data)
 
 
-def encode(folder: Path, encoder: TwoTower) -> Encoded:
-    return images_of(folder).encode(encoder)
+def encode(folder: Path, encoder: TwoTower) -> tuple[torch.Tensor, list[int]]:
+    return session_of(folder).encode(encoder)
 
 
 def kept(folder: Path) -> dict[str, int]:
@@ -68,49 +68,39 @@ def kept(folder: Path) -> dict[str, int]:
 
 def test_pieces_equal_what_is_encoded_at_once(folder, encoder):
     features, good, bad = encode_images(encoder.backbone, RECORDS, ImageFolder(folder), 10, "cpu")
-    got = encode(folder, encoder)
-    assert got.good == good == [0, 1, 3, 8, 9]
-    assert got.bad == bad and [record.where for record in got.bad] == ["2.png", "4.png", "5.png", "6.png", "7.png"]
-    torch.testing.assert_close(got.features, features, rtol=0, atol=1e-6)
+    session = session_of(folder)
+    got, readable = session.encode(encoder)
+    assert readable == good == [0, 1, 3, 8, 9]
+    assert session.left_out == bad
+    assert [record.where for record in bad] == ["2.png", "4.png", "5.png", "6.png", "7.png"]
+    torch.testing.assert_close(got, features, rtol=0, atol=1e-6)
     assert len(features.unique(dim=0)) == 5
+    session.encode(encoder)
+    assert session.left_out == bad  # named once
 
 
-def test_a_finished_piece_is_read_from_the_disk(folder, encoder):
-    first = encode(folder, encoder)
+def test_a_finished_piece_is_read_from_the_disk_and_a_damaged_one_made_anew(folder, encoder):
+    first, good = encode(folder, encoder)
     before = kept(folder)
     assert len(before) == 3
-    again = encode(folder, encoder)
-    assert kept(folder) == before and again.good == first.good and again.bad == first.bad
-    assert torch.equal(again.features, first.features)
-    for name in list(before)[:2]:
-        (folder.parent / "cache" / name).unlink()
-    mended = encode(folder, encoder)
-    assert torch.equal(mended.features, first.features) and kept(folder).keys() == before.keys()
-
-
-@pytest.mark.parametrize("share", [0, 0.5, 0.9])
-def test_what_is_kept_and_cut_short_is_made_anew(folder, encoder, share):
-    first = encode(folder, encoder)
-    for file in (folder.parent / "cache").iterdir():
-        file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
-    again = encode(folder, encoder)
-    assert torch.equal(again.features, first.features) and again.good == first.good
-
-
-def test_a_kept_piece_of_other_tensors_is_made_anew(folder, encoder):
-    first = encode(folder, encoder)
-    file, *_, other = sorted((folder.parent / "cache").glob("*.safetensors"))
-    file.write_bytes(other.read_bytes())
-    assert torch.equal(encode(folder, encoder).features, first.features)
+    again = session_of(folder)
+    features, readable = again.encode(encoder)
+    assert kept(folder) == before and readable == good and len(again.left_out) == 5
+    assert torch.equal(features, first)
+    removed, cut, *_ = (folder.parent / "cache" / name for name in before)
+    removed.unlink()
+    cut.write_bytes(cut.read_bytes()[:-1])
+    mended, _ = encode(folder, encoder)
+    assert torch.equal(mended, first) and kept(folder).keys() == before.keys()
 
 
 def test_encoders_see_the_same_images(folder, encoder):
     draw(folder, 2)
-    images = images_of(folder)
-    images.encode(encoder)
+    session = session_of(folder)
+    session.encode(encoder)
     (folder / "2.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"'2.png' and perhaps other images could be read for one encoder and not"):
-        images.encode(two_tower(1))
+        session.encode(two_tower(1))
 
 
 def test_another_tokenizer_is_told_from_the_first(encoder):
@@ -125,23 +115,19 @@ def test_another_tokenizer_is_told_from_the_first(encoder):
 
 
 def test_other_weights_configuration_or_images_are_other_pieces(folder, encoder):
-    first = encode(folder, encoder)
-    assert not torch.equal(encode(folder, two_tower(1)).features, first.features)
+    first, _ = encode(folder, encoder)
+    assert not torch.equal(encode(folder, two_tower(1))[0], first)
     assert len(kept(folder)) == 6
     other = tiny_clip(0)
     other.config = other.config | {"preprocess_cfg": {"mean": [0.1, 0.1, 0.1]}}
     encode(folder, replace(encoder, backbone=other.eval()))
     assert len(kept(folder)) == 9
     draw(folder, 1, seed=77)
-    changed = encode(folder, encoder).features
+    changed, _ = encode(folder, encoder)
     assert len(kept(folder)) == 12
-    assert (changed == first.features).all(dim=1).tolist() == [True, False, True, True, True]
-
-
-def test_an_image_that_was_unreadable_is_read_once_it_is_mended(folder, encoder):
-    assert 2 not in encode(folder, encoder).good
-    draw(folder, 2)
-    assert 2 in encode(folder, encoder).good
+    assert (changed == first).all(dim=1).tolist() == [True, False, True, True, True]
+    draw(folder, 2)  # an image that was unreadable is read once it is mended
+    assert 2 in encode(folder, encoder)[1]
 
 
 class OnceUnreadable(ImageFolder):
@@ -157,11 +143,11 @@ class OnceUnreadable(ImageFolder):
 
 
 def test_an_image_that_fails_once_and_then_opens_is_named(folder, encoder):
-    encoded = images_of(folder, OnceUnreadable).encode(encoder)
-    assert encoded.good == [0, 3, 8, 9]
-    assert [bad.where for bad in encoded.bad[:2]] == ["1.png", "2.png"]
-    assert {bad.kind for bad in encoded.bad} == {"unreadable image"}
-    assert "could not be read when it was encoded" in encoded.bad[0].detail
+    session = session_of(folder, OnceUnreadable)
+    assert session.encode(encoder)[1] == [0, 3, 8, 9]
+    assert [bad.where for bad in session.left_out[:2]] == ["1.png", "2.png"]
+    assert {bad.kind for bad in session.left_out} == {"unreadable image"}
+    assert "could not be read when it was encoded" in session.left_out[0].detail
 
 
 def test_no_readable_image_is_told(folder, encoder):

@@ -304,7 +304,8 @@ def test_all_scores_of_pictures(networks, folders, whole):
     third = [value for value in found.pictures["clip_score_3"] if value is not None]
     assert len(third) == found.numbers["clip_score_3"]["pictures"] == 2 and values["clip_score_3"] == np.mean(third)
     assert found.numbers["clip_score_1"]["pictures"] == 9 and "pictures" not in found.numbers["clip_score"]
-    assert all(number["low"] <= number["value"] <= number["high"] for number in found.numbers.values())
+    known = [number for number in found.numbers.values() if number["low"] is not None]  # not of a single image
+    assert len(known) > 8 and all(number["low"] <= number["value"] <= number["high"] for number in known)
     assert all(number["low"] < number["high"] for score, number in found.numbers.items() if "pictures" not in number)
     assert found.notes == ["1 of 9 captions exceed CLIPScore's context length of 77 tokens and were cut."]
 

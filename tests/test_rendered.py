@@ -18,7 +18,7 @@ from PIL import Image
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.session import Processes
 from debias_diffusion.pipelines import rendering
 from debias_diffusion.pipelines.png import read_settings
 

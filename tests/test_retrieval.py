@@ -21,7 +21,7 @@ from debias_diffusion.encoders import EncoderSpec, labels
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features, retrieval
 from debias_diffusion.eval.options import check_output
-from debias_diffusion.eval.report import Table, table
+from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
 from debias_diffusion.files import path_digest
 from debias_diffusion.models.backbone import Backbone
@@ -514,4 +514,4 @@ def test_a_table_in_markdown_holds_its_cells():
 
 
 def test_table_is_aligned():
-    assert table(["", "R@1"], [["a", 5.0], ["bc", None]]).split("\n") == ["     R@1", "a   5.00", "bc     -"]
+    assert str(Table(["", "R@1"], [["a", 5.0], ["bc", None]])).split("\n") == ["     R@1", "a   5.00", "bc     -"]

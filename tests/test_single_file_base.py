@@ -19,7 +19,7 @@ from debias_diffusion.encoders import ORIGINAL
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.session import Processes
 from debias_diffusion.pipelines.checkpoints import (
     Checkpoint,
     load_pipeline,

@@ -166,7 +166,7 @@ def test_an_example_marks_every_place_that_is_right_wrong_or_extra(tmp_path):
         (tmp_path / name).mkdir()
         render(shown).save(tmp_path / name / "000000.png")
     (example,) = examples("test", 3, {"Worse": tmp_path / "worse", "Same": tmp_path / "same"})
-    worse, same = example["drawn"]
+    worse, same = example["generated"]
     right = 1 + len(others)
     assert worse["score"] == f"{right} of {right + 2} right, 2 that nobody asked for"
     assert worse["alt"].endswith(
@@ -191,7 +191,7 @@ def test_examples_of_captions_that_refer_back_show_these(tmp_path):
     render(scene("test", 0)).save(tmp_path / "000000.png")
     (example,) = examples("referring-test", 1, {"Same": tmp_path})
     assert example["sentences"] == [sentence.text for sentence in caption("test", 0, "referring").sentences]
-    assert example["drawn"][0]["score"].endswith("right, no extras")
+    assert example["generated"][0]["score"].endswith("right, no extras")
 
 
 def test_what_is_not_clear_is_named_so(tmp_path):
@@ -199,7 +199,7 @@ def test_what_is_not_clear_is_named_so(tmp_path):
     Image.fromarray(noise).save(tmp_path / "000000.png")
     (example,) = examples("test", 1, {"Noise": tmp_path})
     assert {cell["text"] for row in example["rows"][:-1] for cell in row["cells"]} == {"something unclear"}
-    assert len(example["drawn"][0]["marks"]) == len(PLACES)
+    assert len(example["generated"][0]["marks"]) == len(PLACES)
 
 
 def test_markup_stays_text(tmp_path):

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.eval.report import table as text_table
-from debias_diffusion.eval.report import versions
+from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.jobs import Job
 from debias_diffusion.training.plan import duration
@@ -169,7 +168,7 @@ class _Reproduction:
         page = self.output / "claims.md"
         write_text(page, evidence_page(content, RESULTS))
         verdicts = [[entry["claim"], entry["verdict"]] for group in content["claims"].values() for entry in group]
-        print("\n" + text_table(["claim", "verdict"], verdicts))
+        print(f"\n{Table(['claim', 'verdict'], verdicts)}")
         return [*files, page]
 
     def _claims_content(self) -> dict:

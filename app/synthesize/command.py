@@ -18,9 +18,13 @@ from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.shards import FINISHED
 from debias_diffusion.data.sources import data_digest, is_shards, open_data
 from debias_diffusion.devices import pick_precision
-from debias_diffusion.eval.processes import Processes
 from debias_diffusion.eval.report import versions
-from debias_diffusion.files import atomic_file, bytes_digest, write_json
+from debias_diffusion.eval.session import Processes
+from debias_diffusion.files import (
+    atomic_file,
+    bytes_digest,
+    write_json,
+)
 from debias_diffusion.jobs import Job
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer

@@ -14,8 +14,8 @@ from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, sha256
 
-from ..cache import ResultCache
 from ..options import DpgBenchConfig
+from ..session import ResultCache
 from .dpg_questions import DpgBench
 
 GRID = 2  # images on a side of a published file

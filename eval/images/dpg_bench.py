@@ -18,11 +18,9 @@ from debias_diffusion.files import bytes_digest, path_digest, sha256
 from debias_diffusion.pipelines.rendering import ImageTask
 from debias_diffusion.tokens import clip_tokenizer
 
-from ..cache import ResultCache
 from ..options import AllConfig, DpgBenchConfig
-from ..processes import Processes
 from ..report import Table, cell, compared_tables, draw_bars
-from ..session import Session
+from ..session import Processes, ResultCache, Session
 from .dpg_answers import Ask, VqaModel, answer, answers_of, find_pictures
 from .dpg_questions import band, read_dpg_bench, token_position
 from .dpg_scores import compare_outcomes, outcomes, score

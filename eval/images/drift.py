@@ -24,11 +24,10 @@ from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.reading import encode_texts
 from debias_diffusion.tokens import clean
 
-from ..inputs import Pairs, read_source
 from ..intervals import mean_interval, paired_difference
 from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig
 from ..report import Table, cell, compared_tables, draw_by_position
-from ..session import Session, compare
+from ..session import Pairs, Session, compare, read_source
 
 PADS = 24  # after EOT, whose states are compared
 PARTS = {"text": "text", "sot": "SOT", "eot": "EOT", "pads": f"{PADS} pads"}
@@ -211,7 +210,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 
-    results = session.of_each(evaluate, lambda spec, label, device: (label, Reader.load(spec, device)))
+    results = session.by_encoder(evaluate, lambda spec, label, device: (label, Reader.load(spec, device)))
     session.digests["base"] = base.digest
     groups = np.unique(image_of, return_inverse=True)[1]
     return session.report(

@@ -23,12 +23,10 @@ from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
-from ..inputs import read_pairs, trained_on
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
-from ..processes import Processes
 from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
-from ..session import Session
+from ..session import Processes, Session, read_source, trained_on
 from .figures import plot, plot_examples
 from .objects import (
     BY_SENTENCE,
@@ -97,10 +95,7 @@ class _Generation:
         config = self.config
         self.is_toy = is_toy_scenes(config.data)
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
-        self.pairs = read_pairs(
-            *(config.data, config.images, config.limit, config.max_bad),
-            unseen_by=config.specs if config.held_out else (),
-        )
+        self.pairs = read_source(config)
         records, images = self.pairs.records, self.pairs.images
         good, self.unreadable = _with_readable_reference(records, images)
         print_left_out(self.unreadable)

@@ -27,7 +27,7 @@ from debias_diffusion.pipelines.rendering import (
     render_into,
 )
 
-from ..processes import Processes
+from ..session import Processes
 
 FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and dpg-bench

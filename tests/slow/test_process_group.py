@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from debias_diffusion.app import cli
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.session import Processes
 
 
 @dataclass
@@ -67,7 +67,7 @@ import torch
 
 atexit.register(lambda: print(f"group at exit: {torch.distributed.is_initialized()}"))  # after all registered later
 
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.session import Processes
 
 processes = Processes()
 for number in range(20):

@@ -1,0 +1,360 @@
+"""What every evaluation has: its report, a cache of what is finished, a place on the page and in `evaluate all`."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import skimage
+import torch
+from helpers.html_page import Page
+from helpers.modules import ROOT
+from helpers.reports import check_report
+from helpers.tiny_clip import save_tiny_clip
+from PIL import Image
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import all as everything
+from debias_diffusion.eval import image_features, retrieval, session
+from debias_diffusion.eval.all import AllConfig, evaluate_all
+from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results, section
+from debias_diffusion.eval.registry import EVALUATIONS
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.session import ResultCache
+from debias_diffusion.jobs import JOB
+from debias_diffusion.models.backbone import Backbone
+
+pytestmark = pytest.mark.usefixtures("coarse_results")
+PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+DATA = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir}
+
+
+# ---- all of them
+
+
+def results(output: Path) -> dict[str, dict]:
+    return {file.stem: json.loads(file.read_text()) for file in output.glob("*.json") if file.name != JOB}
+
+
+def check_all(config: AllConfig, monkeypatch) -> dict[str, dict]:
+    """The reports of all evaluations, whose numbers a second run has from the cache."""
+    assert evaluate_all(config) == Path(config.output) / "report.html"
+    reports = results(Path(config.output))
+    for report in reports.values():
+        check_report(report)
+    with monkeypatch.context() as patch:
+        for name in ("encode_image", "encode_text"):
+            patch.setattr(Backbone, name, lambda *_, **__: pytest.fail("encoded again"))
+        evaluate_all(config)
+    for name, report in results(Path(config.output)).items():
+        assert (report["encoders"], report["compared"]) == (reports[name]["encoders"], reports[name]["compared"]), name
+    return reports
+
+
+def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
+    toys = ["cut:toy/clip", "toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl"]
+    assert AllConfig().encoders == toys
+    config = AllConfig([*toys[:2], toys[3]], str(tmp_path), limit=4, drawn=2)
+    reports = check_all(config, monkeypatch)
+    printed = capsys.readouterr().out
+    assert [f"[{n}/5]" in printed for n in (1, 5)] == [True, True] and "5 results in 5 sections" in printed
+    labels = {name: list(report["encoders"]) for name, report in reports.items()}
+    assert labels.pop("drift") == ["toy/debias-clip"]  # toy/clip is the base's own
+    assert labels.pop("generation") == [
+        "SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks", "toy/debias-clip"
+    ]  # fmt: skip
+    assert labels == {key: ["toy/clip", "toy/debias-clip"] for key in ("robustness", "retrieval", "attention")}
+    generated = reports["generation"]
+    compared = {(line["a"], line["b"]) for line in generated["compared"]}
+    assert len(compared) == 3 and ("toy/debias-clip", "SDXL's own, overlapping chunks") in compared
+    assert (reports["retrieval"]["images"], generated["images"]) == (4, 2)
+    recall = reports["retrieval"]["encoders"]["toy/clip"]["recall_percent"]["text_to_image"]["R@1"]
+    assert reports["robustness"]["encoders"]["toy/clip"]["recall_at_1_percent"]["keep"]["text_to_image"] == recall
+    # toy networks stand in, and every table says so
+    assert all(generated["settings"][name] == "toy/features" for name in ("dino", "own_features"))
+    page = (tmp_path / "report.html").read_text()
+    assert "FID (toy/features)" in page and "DINO score (toy/features)" in page
+    assert "Does it read to the end?" in page  # the story of the toy world
+
+
+def test_other_data_are_evaluated_without_a_base_and_benchmarks_where_given(tmp_path, monkeypatch):
+    entries = json.loads(PHOTOGRAPHS.read_text())
+    cifar = np.random.default_rng(0).integers(0, 10, (4, 3073), dtype=np.uint8)
+    cifar.tofile(tmp_path / "test_batch.bin")
+    (tmp_path / "batches.meta.txt").write_text("\n".join("abcdefghij"))
+    first, second = (entry["image"] for entry in entries[:2])
+    (tmp_path / "cola.json").write_text(json.dumps([[first, "a cat", second, "a dog"]]))
+    (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "x.png"}]))  # with a bad record
+    given = {"classification": "cifar-10", "classification_data": str(tmp_path), "images": skimage.data_dir}
+    given |= {"cola": str(tmp_path / "cola.json"), "cola_images": skimage.data_dir, "data": str(tmp_path / "data.json")}
+    clip = save_tiny_clip(tmp_path / "clip")
+    reports = check_all(AllConfig([clip], str(tmp_path / "out"), limit=4, max_bad=0.2, **given), monkeypatch)
+    assert set(reports) == {"retrieval", "robustness", "attention", "classification", "cola"}
+    # Of one pair no interval can be known.
+    assert "(no interval: too few)" in str(EVALUATIONS["cola"].load().tables(reports["cola"])[0])
+
+
+def test_dpg_bench_takes_part_with_its_data_and_a_base(tmp_path):
+    given = {"dpg_bench": "bench", "vqa": "vilt"}
+    settings = everything.settings_of_all(AllConfig(["toy/clip"], str(tmp_path), **given))
+    assert (settings["dpg_bench"].data, settings["dpg_bench"].encoders) == ("bench", ["original"])
+    assert list(settings) == ["robustness", "retrieval", "attention", "generation", "dpg_bench"]  # as on the page
+    with pytest.raises(UserError, match="dpg_bench needs --base"):
+        AllConfig(["toy/clip"], str(tmp_path), data=str(PHOTOGRAPHS), **given)
+
+
+def test_sdxl_s_encoder_is_for_images_alone_which_are_as_many_as_in_table_s7(tmp_path, sdxl_folder):
+    clip, toy = save_tiny_clip(tmp_path / "clip"), {"output": str(tmp_path)}
+    real = toy | DATA | {"base": str(sdxl_folder), "own_features": "toy/features"}
+    real["encoders"] = ["cut:original", "original", f"separate:{clip}"]
+    settings = everything.settings_of_all(AllConfig(**real))
+    assert settings["generation"].encoders == real["encoders"]
+    assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
+
+    def limit(**settings):
+        return everything.settings_of_all(AllConfig(**settings))["generation"].limit
+
+    assert (limit(**toy), limit(**toy, drawn=3), limit(**toy, limit=5)) == (200, 3, 5)
+    assert (limit(**real), limit(**real, limit=None), limit(**real, drawn=3)) == (1000, 1000, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"classification": "cifar-10"}, "classification_data None"),
+        ({"classification_data": "cifar"}, "Give both"),
+        ({"encoders": ["toy/clap"]}, "Did you mean"),
+        ({"encoders": ["cut:original", "original"]}, "has none for texts: 'original' is for images only"),
+        ({"output": ""}, "There is no output"),
+        ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
+        ({"dino": "no/such/folder"}, "no/such/folder"),
+        ({"inception_weights": "x.pth"}, "x.pth"),
+        ({"data": "nowhere.json"}, "nowhere.json"),
+    ],
+)
+def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, change, message, monkeypatch):
+    if "data" not in change and "encoders" not in change:
+        module = EVALUATIONS["robustness"].load()
+        monkeypatch.setattr(module, "evaluate_robustness", lambda config: pytest.fail("it evaluates"))
+    with pytest.raises(UserError, match=message):
+        evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
+
+
+def test_several_processes_are_sent_to_generate_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="evaluate generation` with the same output first"):
+        evaluate_all(AllConfig(output=str(tmp_path)))
+
+
+def test_the_docs_list_the_evaluations():
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", (ROOT / "docs" / "evaluation.md").read_text(), re.MULTILINE)
+    texts = {name: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for name, text in rows}
+    commands = {name.replace("_", "-"): evaluation for name, evaluation in EVALUATIONS.items()}
+    assert [name for name in texts if name in commands] == list(commands)
+    assert all(texts[name].startswith(evaluation.summary) for name, evaluation in commands.items())
+
+
+# ---- the cache
+
+
+@pytest.fixture
+def compute():
+    """A function to cache, which appends its argument to `compute.calls`."""
+
+    def compute(number=1.5):
+        compute.calls.append(number)
+        return {"number": number, "list": [1, 2, 3]}
+
+    compute.calls = []
+    return compute
+
+
+def test_a_result_is_computed_once_for_each_key_and_again_where_damaged(tmp_path, compute):
+    for depends, number in (({"a": 1}, 1.5), ({"a": 1}, 2.5), ({"a": 2}, 3.5)):
+        result = ResultCache(tmp_path).result("part", depends, lambda number=number: compute(number))
+        assert result == {"number": 3.5 if depends["a"] == 2 else 1.5, "list": [1, 2, 3]}
+    assert compute.calls == [1.5, 3.5]
+    file = next(file for file in (tmp_path / "cache").iterdir() if "1.5" in file.read_text())
+    whole = file.read_bytes()
+    for damaged in (b"", b"[]", whole[:-1], whole.replace(b"1.5", b"1.6"), None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        assert ResultCache(tmp_path).result("part", {"a": 1}, compute)["number"] == 1.5
+    assert len(compute.calls) == 7
+
+
+def test_tensors_and_notes_are_kept_too_with_the_seconds_that_they_took(tmp_path, compute):
+    caches = [ResultCache(tmp_path) for _ in range(2)]
+    for kept in caches:
+        assert kept.tensors("images", {"a": 1}, lambda: {"x": torch.full((2, 3), compute()["number"])})["x"].sum() == 9
+        assert kept.noted("answers", {"a": 1}, compute) == {"number": 1.5, "list": [1, 2, 3]}
+        assert kept.has_notes("answers") and not kept.has_notes("answer")
+    assert len(compute.calls) == 2 and caches[0].seconds == caches[1].seconds > 0
+
+
+def test_another_version_of_a_library_is_another_key(tmp_path, compute, monkeypatch):
+    def result(number: float, **libraries: str) -> float:
+        monkeypatch.setattr(session, "versions", lambda: libraries)
+        return ResultCache(tmp_path).result("part", {"a": 1}, lambda: compute(number))["number"]
+
+    assert [result(1, torch="2.11.0"), result(2, torch="2.12.0"), result(3, torch="2.11.0")] == [1, 2, 1]
+    assert result(4, torch="2.11.0", diffusers="0.36.0") == 4 and compute.calls == [1, 2, 4]
+
+
+# ---- one page of several runs
+
+
+def retrieve(output: Path, *encoders: str, **changes) -> dict:
+    return evaluate_retrieval(RetrievalConfig(list(encoders), str(output), **(DATA | {"limit": 6} | changes)))
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> list[str]:
+    """Three tiny two-towers: "one", "<b>two|", and another of the name "one"."""
+    folder = tmp_path_factory.mktemp("clips")
+    return [save_tiny_clip(folder / name, seed=seed) for seed, name in enumerate(("a/one", "a/<b>two|", "b/one"))]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, clips, coarse_results) -> Path:
+    """Four results, of three runs on the same data and one on other data."""
+    folder = tmp_path_factory.mktemp("results")
+    retrieve(folder / "first", *clips[:2])
+    retrieve(folder / "deep" / "second", clips[2])
+    retrieve(folder / "third", clips[0], limit=5)
+    shutil.copytree(folder / "first", folder / "again")
+    return folder
+
+
+@pytest.fixture
+def report(runs) -> dict:
+    return json.loads((runs / "first" / "retrieval.json").read_text())
+
+
+def save(report: dict, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "retrieval.json").write_text(json.dumps(report))
+
+
+def test_results_on_the_same_data_stand_in_one_table(runs, report, tmp_path, capsys):
+    page_file = evaluate_report(ReportConfig(str(runs), str(tmp_path / "page")))
+    assert "4 results in 2 sections" in capsys.readouterr().out
+    page = Page(page_file.read_text())
+    page.check_is_self_contained()
+    second = json.loads((runs / "deep" / "second" / "retrieval.json").read_text())
+    numbers = report["encoders"] | {"one (second)": second["encoders"]["one"]}
+    for direction in ("text_to_image", "image_to_text"):
+        start = next(n for n, row in enumerate(page.rows) if row[0].endswith(direction.replace("_", " ")))
+        for row, label in zip(page.rows[start + 1 :], ("one", "<b>two|", "one (second)"), strict=False):
+            recalls = numbers[label]["recall_percent"][direction].values()
+            assert [row[0], *(text.split(" (")[0] for text in row[2:])] == [label, *(f"{r:.1f}" for r in recalls)]
+    markdown = (tmp_path / "page" / "report.md").read_text()
+    assert r"| \<b\>two\| |" in markdown and markdown.count("\n## ") == 2
+    figures = sorted((tmp_path / "page" / "report").iterdir())
+    assert [path.name for path in figures] == ["1-retrieval.png", "2-retrieval.png"]
+    assert all(f"(report/{path.name})" in markdown for path in figures)
+    assert Image.open(figures[0]).format == "PNG"
+    assert len(page.all("img")) == 2 and not page.all("b")
+    assert len(page.all("details")) == 1 and "Encoders compared, pairwise" in page.text  # one run has two encoders
+    assert "Evaluation" in page.text and "toy world" not in page.text
+
+
+def test_merging_keeps_comparisons_and_the_latest_run(runs):
+    groups = grouped(read_results(runs)[0])
+    assert [len(group) for group in groups] == [3, 1]
+    together = merged(groups[0])
+    assert list(together["encoders"]) == ["one", "<b>two|", "one (second)"]
+    assert [(line["a"], line["b"]) for line in together["compared"]] == [("<b>two|", "one")] * 2
+    assert len(section(groups[0]).about) == 4  # three runs and the data
+
+
+def test_what_stands_in_one_table_and_what_apart(report, tmp_path):
+    for index, name in enumerate("abc"):  # other weights of one name
+        report["digests"]["encoders"]["one"] = f"{index}"
+        save(report, tmp_path / "weights" / name / "scores")
+    (group,) = grouped(read_results(tmp_path / "weights")[0])
+    labels = [label for label in merged(group)["encoders"] if label.startswith("one")]
+    assert labels == ["one", "one (scores)", f"one ({tmp_path / 'weights' / 'c' / 'scores'})"]
+    for images in (6, 5):
+        save(report | {"images": images}, tmp_path / "fewer" / f"{images}")
+    assert [len(group) for group in grouped(read_results(tmp_path / "fewer")[0])] == [1, 1]
+    digests = report["digests"] | {"base": "ab", "dino": "cd"}
+    for number, base in enumerate(("sdxl", "/models/sdxl")):  # one checkpoint under two names
+        settings = report["settings"] | {"base": base, "dino": f"{base}/dino"}
+        save(report | {"settings": settings, "digests": digests}, tmp_path / "names" / f"{number}")
+    assert [len(group) for group in grouped(read_results(tmp_path / "names")[0])] == [2]
+
+
+def test_what_is_no_result_is_named_and_left_out(runs, report, tmp_path, capsys):
+    shutil.copytree(runs / "third", tmp_path / "good")
+    for name in ("bad", "fifo"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bad" / "retrieval.json").write_text("{")
+    os.mkfifo(tmp_path / "fifo" / "retrieval.json")  # to read it would last forever
+    del report["encoders"]
+    save(report, tmp_path / "old")
+    evaluate_report(ReportConfig(str(tmp_path)))
+    printed = capsys.readouterr().out
+    assert all(f"Left out: {name}/retrieval.json" in printed for name in ("bad", "old", "fifo"))
+    assert "1 results in 1 sections" in printed and (tmp_path / "report.html").is_file()
+
+
+def test_a_folder_without_results_is_refused(tmp_path):
+    with pytest.raises(UserError, match="There is no folder"):
+        evaluate_report(ReportConfig(str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="holds no results.*retrieval.json"):
+        evaluate_report(ReportConfig(str(tmp_path)))
+    (tmp_path / "retrieval.json").write_text("[]")
+    with pytest.raises(UserError, match="first that cannot be used: retrieval.json"):
+        evaluate_report(ReportConfig(str(tmp_path)))
+
+
+# ---- an output folder
+
+
+def test_nothing_is_written_through_a_link(clips, tmp_path):
+    (tmp_path / "out" / "report").mkdir(parents=True)
+    names = ["retrieval.json", "retrieval.png", "report.html", "report.md", "report/1-retrieval.png"]
+    for name in names:
+        (tmp_path / "kept").write_text("kept")
+        (tmp_path / "out" / name).symlink_to(tmp_path / "kept")
+    retrieve(tmp_path / "out", clips[0], limit=3)
+    evaluate_report(ReportConfig(str(tmp_path / "out")))
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert not any((tmp_path / "out" / name).is_symlink() for name in names)
+
+
+def test_a_killed_evaluation_goes_on_where_it_stopped(clips, tmp_path, monkeypatch):
+    encoded, encode_texts = [], retrieval.encode_texts
+    for name in ("encode_image", "encode_text"):
+        original = getattr(Backbone, name)
+
+        def counted(self, batch, name=name, original=original):
+            encoded.append(name)
+            return original(self, batch)
+
+        monkeypatch.setattr(Backbone, name, counted)
+
+    def killed_at_the_second_encoder(*arguments):
+        if "encode_text" in encoded:
+            raise KeyboardInterrupt
+        return encode_texts(*arguments)
+
+    monkeypatch.setattr(image_features, "PIECE", 4)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(retrieval, "encode_texts", killed_at_the_second_encoder)
+        retrieve(tmp_path / "out", *clips[:2], batch_size=3)
+    # Six images in pieces of 4 and 2, in batches of 3 and 1, and 2.
+    assert encoded == ["encode_image"] * 3 + ["encode_text"] * 2 + ["encode_image"] * 3
+    encoded.clear()
+    resumed = retrieve(tmp_path / "out", *clips[:2], batch_size=3)
+    assert encoded == ["encode_text"] * 2
+    encoded.clear()
+    again = retrieve(tmp_path / "out", *clips[:2], batch_size=5)
+    assert not encoded and again["encoders"] == resumed["encoders"] and again["seconds"] == resumed["seconds"] > 0
+    whole = retrieve(tmp_path / "other", *clips[:2], batch_size=3)
+    assert whole["encoders"] == resumed["encoders"] and whole["compared"] == resumed["compared"]
+    encoded.clear()
+    assert retrieve(tmp_path / "out", *clips[:2], limit=3)["images"] == 3 and encoded
