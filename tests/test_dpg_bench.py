@@ -29,8 +29,14 @@ from transformers import (
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_bench
-from debias_diffusion.eval.images.dpg_answers import VqaModel, find_pictures, open_picture
-from debias_diffusion.eval.images.dpg_bench import DpgBenchConfig, evaluate_dpg_bench, tables
+from debias_diffusion.eval.images.dpg_bench import (
+    DpgBenchConfig,
+    VqaModel,
+    evaluate_dpg_bench,
+    find_images,
+    load_image,
+    tables,
+)
 from debias_diffusion.eval.images.dpg_questions import (
     COLUMNS,
     Proposition,
@@ -118,9 +124,9 @@ def word_tokenizer() -> BertTokenizer:
     return BertTokenizer(vocab={word: index for index, word in enumerate(WORDS)}, model_max_length=40)
 
 
-def chain(*parents: tuple[int, ...], item: str = "p", category: str = "entity") -> list[Proposition]:
+def chain(*parents: tuple[int, ...], category: str = "entity") -> list[Proposition]:
     """Propositions 1, 2, ... with these parents."""
-    return [Proposition(item, n, above, category, "whole", f"{n}?", ()) for n, above in enumerate(parents, 1)]
+    return [Proposition(n, above, category, "whole", f"{n}?", ()) for n, above in enumerate(parents, 1)]
 
 
 # The published layout ------------------------------------------------------------------------------------------------
@@ -180,19 +186,19 @@ def test_keywords_name_a_proposition_unless_they_are_the_whole_prompts():
 
 def test_pictures_in_folders_and_in_grids(tmp_path):
     root = write_pictures(tmp_path)
-    found = find_pictures(str(root), PROMPTS, 4)
+    found = find_images(str(root), PROMPTS, 4)
     grid = np.asarray(noise(0, 64))
     for index, (top, left) in enumerate([(0, 0), (0, 32), (32, 0), (32, 32)]):
-        quarter = np.asarray(open_picture(found["0"], index, 4))
+        quarter = np.asarray(load_image(found["0"], index, 4))
         assert np.array_equal(quarter, grid[top : top + 32, left : left + 32])
-        assert np.array_equal(np.asarray(open_picture(found["drawtext1"], index, 4)), np.asarray(noise(1 + index)))
-    assert open_picture(find_pictures(str(root), ["0"], 1)["0"], 0, 1).size == (64, 64)  # one picture is no grid
+        assert np.array_equal(np.asarray(load_image(found["drawtext1"], index, 4)), np.asarray(noise(1 + index)))
+    assert load_image(find_images(str(root), ["0"], 1)["0"], 0, 1).size == (64, 64)  # one picture is no grid
     (root / "drawtext1" / "3.png").unlink()
     with pytest.raises(UserError, match="images of 2 prompts: the folder drawtext1 holds 3 files.*grid of 2 x 2"):
-        find_pictures(str(root), [*PROMPTS, "7"], 4)
+        find_images(str(root), [*PROMPTS, "7"], 4)
     noise(0, 63).save(root / "0.png")
     with pytest.raises(UserError, match="63 x 63 pixels are no grid"):
-        open_picture(found["0"], 0, 4)
+        load_image(found["0"], 0, 4)
 
 
 # Positions -----------------------------------------------------------------------------------------------------------
@@ -232,8 +238,8 @@ def scored(bench, yes, pictures, bands) -> dict:
 
 def test_scores_in_a_closed_form():
     bench = {
-        "p": [*chain((), (1,)), Proposition("p", 3, (), "global", "style", "?", ())],
-        "q": chain((), item="q"),
+        "p": [*chain((), (1,)), Proposition(3, (), "global", "style", "?", ())],
+        "q": chain(()),
     }
     yes = {("p", 0, 1): False, ("p", 0, 2): True, ("p", 0, 3): True}  # 1 of 3: the second's parent is missing
     yes |= {("p", 1, 1): True, ("p", 1, 2): True, ("p", 1, 3): False}  # 2 of 3
@@ -264,7 +270,7 @@ def answered(draw):
         parents = [
             tuple(draw(st.sets(st.integers(1, n - 1), max_size=2))) if n > 1 else () for n in range(1, count + 1)
         ]
-        bench[item] = chain(*parents, item=item, category=draw(st.sampled_from(["entity", "other"])))
+        bench[item] = chain(*parents, category=draw(st.sampled_from(["entity", "other"])))
         yes |= {(item, picture, n): draw(st.booleans()) for picture in range(2) for n in range(1, count + 1)}
     return bench, yes
 
@@ -330,11 +336,11 @@ def test_a_run_equals_one_made_by_hand_and_says_whose_answers_they_are(vilt, tmp
     write_bench(tmp_path / "bench"), write_pictures(tmp_path / "pictures")
     report = run(tmp_path, vilt, batch_size=3)
     bench, ask = read_dpg_bench(str(tmp_path / "bench")), VqaModel(vilt, CPU)
-    files = find_pictures(str(tmp_path / "pictures"), PROMPTS, 4)
+    files = find_images(str(tmp_path / "pictures"), PROMPTS, 4)
     shares = []
     for item, own in bench.propositions.items():
         for picture in range(4):
-            image = open_picture(files[item], picture, 4)
+            image = load_image(files[item], picture, 4)
             yes = {proposition.number: ask(image, [proposition.question]) == ["yes"] for proposition in own}
             shares.append((item, sum(holds(own, yes).values()) / len(own)))
     means = [np.mean([share for of, share in shares if of == item]) for item in PROMPTS]
@@ -482,7 +488,7 @@ def test_what_cannot_be_drawn_is_told_first(vilt, base, tmp_path, changes, messa
 
 
 def test_encoders_are_compared_prompt_by_prompt():
-    bench = {item: chain((), (), item=item) for item in "pqrs"}
+    bench = {item: chain((), ()) for item in "pqrs"}
     bands = {(item, number): ("1-19", "76-111")[number - 1] for item in bench for number in (1, 2)}
     keys = [(item, 0, number) for item in bench for number in (1, 2)]
     found = {}

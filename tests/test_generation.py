@@ -23,7 +23,7 @@ from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_g
 from debias_diffusion.eval.images.networks import ClsFeatures
 from debias_diffusion.eval.images.objects import SCORES, compare_images
 from debias_diffusion.eval.images.rendered import folder_names
-from debias_diffusion.eval.images.scores import ImageScores, dino_score
+from debias_diffusion.eval.images.scores import ImageScores, cosines
 from debias_diffusion.toyworld.scenes import PLACES
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_what_a_whole_evaluation_leaves(finished, encoder, dino, capsys):
     originals = [Path(skimage.data_dir) / entry["image"] for entry in json.loads(PHOTOGRAPHS.read_text())[:3]]
     for label in report["encoders"]:
         drawn = [output / "images" / folder_names([label])[label] / name for name in names]
-        scores[label] = dino_score(network(drawn, 3), network(originals, 3))
+        scores[label] = np.mean(cosines(network(drawn, 3), network(originals, 3)))
         number = report["encoders"][label]["scores"]["dino_score"]
         assert number["value"] == pytest.approx(scores[label]) and number["low"] <= number["value"] <= number["high"]
     (difference,) = [line["difference"] for line in report["compared"] if line["score"] == "dino_score"]
@@ -279,8 +279,8 @@ def test_captions_that_refer_back_are_scored_by_how_objects_are_told(tmp_path):
     assert "toy/debias-clip - toy/clip, separate chunks, objects right, by reference across a cut, %" in compared
     # Text before the prompt moves the cuts.
     captions = [toy_scene(record)[1] for record in read_toy_scenes("toy/referring-test")[0].records[:4]]
-    prefixed = generation._Generation(replace(config, prefix="a photo of many things, " * 6))
-    assert generation.ceilings(prefixed._readings(captions))[0]["truncated"] < every["truncated"]
+    prefixed = generation._Generation(replace(config, prefix="a photo of many things, " * 6), None)
+    assert generation.ceilings(prefixed.readings(captions))[0]["truncated"] < every["truncated"]
 
 
 def test_examples_show_toy_pictures_with_their_pixels(toy, tmp_path):

@@ -26,7 +26,7 @@ from debias_diffusion.eval.images.scores import (
     ImageScores,
     clip_scores,
     compare,
-    dino_score,
+    cosines,
     fast_fid,
     fid,
     halves,
@@ -125,10 +125,10 @@ def test_precision_and_recall_by_brute_force():
 
 def test_cosines_of_pairs():
     a, b = features(6, 4), features(6, 4, seed=1)
-    cosines = [float(x @ y / (x.norm() * y.norm())) for x, y in zip(a, b, strict=True)]
-    assert min(cosines) < 0 < max(cosines)
-    assert dino_score(a, b) == pytest.approx(np.mean(cosines)) and dino_score(a, 3 * a) == pytest.approx(1)
-    assert clip_scores(a, b) == pytest.approx([100 * max(cosine, 0) for cosine in cosines])
+    expected = [float(x @ y / (x.norm() * y.norm())) for x, y in zip(a, b, strict=True)]
+    assert min(expected) < 0 < max(expected)
+    assert cosines(a, b) == pytest.approx(expected) and cosines(a, 3 * a) == pytest.approx([1] * 6)
+    assert clip_scores(a, b) == pytest.approx([100 * max(cosine, 0) for cosine in expected])
 
 
 # ---- torch-fidelity
@@ -278,7 +278,7 @@ def networks(tmp_path_factory) -> dict[str, str]:
 def whole(networks, folders) -> tuple[ImageScores, ImageNumbers]:
     scores = ImageScores(**networks, batch_size=4, device=CPU)
     generated, originals = (sorted(folder.iterdir()) for folder in folders)
-    return scores, scores(generated, scores.of_references(originals), CAPTIONS)
+    return scores, scores(generated, scores.of_references(originals, CAPTIONS))
 
 
 def test_all_scores_of_pictures(networks, folders, whole):
@@ -295,8 +295,10 @@ def test_all_scores_of_pictures(networks, folders, whole):
     assert values["fid_own"] == pytest.approx(fid(ours, theirs), rel=1e-5)
     assert values["kid_own"] == pytest.approx(kid(ours, theirs), rel=1e-4)
     assert (values["precision_own"], values["recall_own"]) == precision_and_recall(ours, theirs)
-    assert values["dino_score"] == pytest.approx(dino_score(ours, theirs), rel=1e-5) and values["dino_score"] < 0.999
-    images = clip.of_pictures(generated, 9)
+    assert (
+        values["dino_score"] == pytest.approx(np.mean(cosines(ours, theirs)), rel=1e-5) and values["dino_score"] < 0.999
+    )
+    images = clip.of_images(generated, 9)
     assert found.pictures["clip_score"] == pytest.approx(clip_scores(images, clip.of_texts(CAPTIONS, 9)), abs=1e-3)
     second = clip_scores(images[[2]], clip.of_texts(["They are white."], 1))
     assert found.pictures["clip_score_2"][1:3] == [None, pytest.approx(second[0], abs=1e-3)]
@@ -334,7 +336,6 @@ def test_it_says_what_it_is_of(networks, whole):
     assert "32 x 32" in scores.resize["own_features"] and "CenterCrop(size=(32, 32))" in scores.resize["clip_score"]
     assert any("FID with Inception was skipped" in note for note in scores.notes)
     assert any("compare with nothing published" in note for note in scores.notes)
-    assert scores.titles["fid_own"] == "FID (dino)" and scores.titles["clip_score"] == "CLIPScore (clip)"
 
 
 def test_numbers_go_through_json_and_are_compared(whole, folders):
@@ -343,10 +344,10 @@ def test_numbers_go_through_json_and_are_compared(whole, folders):
     assert again == found
     originals = sorted(folders[1].iterdir())
     # in a place of its own each original is the best there is
-    best = scores(originals, scores.of_references(originals), CAPTIONS)
+    best = scores(originals, scores.of_references(originals, CAPTIONS))
     assert best.numbers["fid_own"]["value"] == pytest.approx(0, abs=1e-3 * found.numbers["fid_own"]["value"])
     assert best.numbers["dino_score"]["value"] == pytest.approx(1)
-    other = scores(originals, scores.of_references(originals), CAPTIONS[1:] + CAPTIONS[:1])
+    other = scores(originals, scores.of_references(originals, CAPTIONS[1:] + CAPTIONS[:1]))
     assert other.pictures["clip_score"] != best.pictures["clip_score"]
     compared = compare(again, best)
     assert list(compared) == list(found.numbers)
@@ -361,7 +362,7 @@ def test_few_pictures(networks, folders):
     generated, originals = (sorted(folder.iterdir()) for folder in folders)
 
     def of(count: int) -> ImageNumbers:
-        return scores(generated[:count], scores.of_references(originals[:count]), CAPTIONS[:count])
+        return scores(generated[:count], scores.of_references(originals[:count], CAPTIONS[:count]))
 
     four, three = of(4), of(3)
     assert list(four.numbers) == ["fid_own", "kid_own", "precision_own", "recall_own"]
@@ -370,11 +371,13 @@ def test_few_pictures(networks, folders):
     assert compare(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
     with pytest.raises(UserError, match="at least 2 images on each side, got 1 generated.*own_features to null"):
         of(1)
-    with pytest.raises(ValueError, match="4 images, 4 reference images and 5 captions"):
-        scores(generated[:4], scores.of_references(originals[:4]), CAPTIONS[:5])
+    with pytest.raises(ValueError, match="3 images and 4 reference images"):
+        scores(generated[:3], scores.of_references(originals[:4], CAPTIONS[:4]))
 
 
 def test_titles_name_the_networks():
+    titles = score_titles(own_features=str(Path(__file__).parent))
+    assert titles["fid_own"] == "FID (tests)"
     titles = score_titles(own_features="toy/features", dino="toy/features", clip_score="toy/clip")
     assert titles["fid_own"] == "FID (toy/features)" and titles["recall_own"] == "recall (toy/features)"
     assert titles["dino_score"] == "DINO score (toy/features)" and titles["clip_score"] == "CLIPScore (toy/clip)"

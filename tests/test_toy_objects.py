@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion.eval.images.objects import (
+    KIND_SCORES,
     LATE,
     SCORES,
-    TELLINGS,
     compare_images,
     compare_objects,
     objects_numbers,
@@ -75,7 +75,7 @@ def test_objects_count_where_they_are_told():
     found = compare_objects(comparisons, worse, [MENTIONS] * 2, [first, second])
     assert found["objects_right_alone"]["difference"] == pytest.approx(200 / 3)
     assert found["objects_right_within_chunk"]["difference"] == pytest.approx(100 / 3)
-    assert found.keys() - set(SCORES) == set(list(TELLINGS.values())[:2])
+    assert found.keys() - set(SCORES) == set(list(KIND_SCORES.values())[:2])
 
 
 def test_counts_of_images_are_pooled():

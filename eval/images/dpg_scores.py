@@ -7,10 +7,9 @@ import numpy as np
 
 from ..intervals import mean_interval, paired_difference
 from ..session import compare
-from .dpg_answers import Key
 from .dpg_questions import BAND_NAMES, Proposition
 
-GROUPS = ("by_category", "by_detail", "by_position")
+Key = tuple[str, int, int]  # prompt's id, image from 0, proposition's number
 
 
 def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[int, bool]:
@@ -57,11 +56,11 @@ def outcomes(
     images_per_prompt: int,
     bands: Mapping[tuple[str, int], str],
 ) -> tuple[Outcomes, dict[str, list[str]]]:
-    """The outcome of every proposition on every image, and, by `GROUPS`, the name of each one's group.
+    """The outcome of every proposition on every image, and the name of each one's group, by how they are grouped.
 
     `propositions` are by the prompt's id, `bands` by (prompt's id, proposition's number).
     """
-    rows, groups = [], {group: [] for group in GROUPS}
+    rows, groups = [], {"by_category": [], "by_detail": [], "by_position": []}
     for place, (item, of_prompt) in enumerate(propositions.items()):
         for image in range(images_per_prompt):
             answered = {proposition.number: yes[item, image, proposition.number] for proposition in of_prompt}

@@ -10,7 +10,7 @@ from PIL import Image
 
 from debias_diffusion.data.bad_records import printable
 
-from .networks import open_picture
+from .networks import load_image
 from .objects import BY_SENTENCE
 
 _COLUMNS = 4
@@ -105,7 +105,7 @@ def plot_examples(
 ) -> Figure:
     """A row for each prompt: the prompt, its reference image, and the image of each encoder; small ones as pixels."""
     columns = {"reference image": references}
-    columns |= {label: [open_picture(file) for file in files] for label, files in generated.items()}
+    columns |= {label: [load_image(file) for file in files] for label, files in generated.items()}
     figure = Figure(figsize=(3.4 + 2.2 * len(columns), 2.35 * len(captions)), layout="constrained", dpi=110)
     grid = figure.add_gridspec(len(captions), 1 + len(columns), width_ratios=[1.5, *[1] * len(columns)])
     for row, caption in enumerate(captions):

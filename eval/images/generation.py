@@ -28,16 +28,7 @@ from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
 from ..session import Session
 from .figures import plot, plot_examples
-from .objects import (
-    BY_SENTENCE,
-    BY_TELLING,
-    TELLING_TITLES,
-    Mentions,
-    Ways,
-    compare_images,
-    compare_objects,
-    objects_numbers,
-)
+from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
 from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
 from .rendered import Rendered, image_task, render_all, rendering_settings
@@ -58,13 +49,17 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     Returns:
         The content of `generation.json`: settings, versions, digests; by encoder its scores with 95% intervals, how
         many prompts were cut, the digest of its images, seconds of generating; the encoders compared; of toy captions
-        that refer back, "ceilings", see `reading.ceilings`; notes, the resizes, the bad records, seconds. In processes
-        other than the main one, {}.
+        that refer back, "ceilings", see `references.ceilings`; notes, the resizes, the bad records, seconds. In
+        processes other than the main one, {}.
 
     Raises:
         UserError: the data or a model cannot be used; all are checked before the first image is generated.
     """
-    return _Generation(config).run()
+    evaluation = _Generation(config, Processes(config.device))
+    processes = evaluation.processes
+    with processes.only_main_prints():
+        rendered, digests = render_all(config, processes, processes.from_main(evaluation.read))
+        return evaluation.report(rendered, digests) if processes.is_main else {}
 
 
 def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores | None:
@@ -80,28 +75,20 @@ def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores
 
 
 class _Generation:
-    """One evaluation. Only the main process reads and scores."""
+    """One evaluation. Only the main process reads and reports."""
 
-    def __init__(self, config: GenerationConfig):
-        self.config, self.processes = config, Processes(config.device)
+    def __init__(self, config: GenerationConfig, processes: Processes):
+        self.config, self.processes, self.is_toy = config, processes, is_toy_scenes(config.data)
 
-    def run(self) -> dict:
-        with self.processes.only_main_prints():
-            rendered, digests = render_all(self.config, self.processes, self.processes.from_main(self._read))
-            return self._report(rendered, digests) if self.processes.is_main else {}
-
-    def _read(self) -> list[ImageTask]:
+    def read(self) -> list[ImageTask]:
         """The images to generate."""
         config = self.config
-        self.is_toy = is_toy_scenes(config.data)
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
-        self.pairs = read_pairs(
-            *(config.data, config.images, config.limit, config.max_bad),
-            unseen_by=config.specs if config.held_out else (),
-        )
+        unseen_by = config.specs if config.held_out else ()
+        self.pairs = read_pairs(config.data, config.images, config.limit, config.max_bad, unseen_by=unseen_by)
         records, images = self.pairs.records, self.pairs.images
-        good, self.unreadable = _with_readable_reference(records, images)
-        print_left_out(self.unreadable)
+        good, unreadable = _with_readable_reference(records, images)
+        print_left_out(unreadable)
         needs_fid = config.inception_weights is not None or config.own_features is not None
         if len(good) < (2 if needs_fid else 1):
             raise UserError(
@@ -109,92 +96,107 @@ class _Generation:
                 "needs at least 2, other scores 1. Give the folder that the data file's image paths start from, or "
                 "raise the limit."
             )
-        check_share(self.unreadable, len(records), config.max_bad)
+        check_share(unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
-        bad = self.pairs.bad + self.unreadable
-        self.session = Session(NAME, config, self.pairs.digest, bad, self.processes.device)
+        self.captions = [record.caption for record in self.records]
+        self.session = Session(NAME, config, self.pairs.digest, self.pairs.bad + unreadable, self.processes.device)
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
-    @cached_property
-    def _references(self) -> References:
-        return self.scores.of_references([partial(_reference, record, self.pairs.images) for record in self.records])
-
-    @cached_property
-    def _shown(self) -> str:
-        """Digest of the captions, and of what shows that the files of the reference images have changed."""
-        stamp = self.pairs.images.stamp
-        captions = ((record, record.caption.encode("utf-8", "surrogatepass")) for record in self.records)
-        return bytes_digest(stamp(record.image) + caption + b"\0" for record, caption in captions)
-
-    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
-        """The scores of one encoder's images."""
-        if self.scores is None:
-            return ImageNumbers({}, {}, {}, len(files))
-        captions = [record.caption for record in self.records]
-        depends = {"pictures": digest, "originals": self._shown, **self.scores.depends}
-        numbers = self.session.cache.result(
-            "scores", depends, lambda: asdict(self.scores(files, self._references, captions))
+    def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
+        self.networks, session = load_networks(self.config, self.processes.device), self.session
+        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
+        readings = self.readings(captions)
+        mentions, kinds = [caption.first_mentions() for caption in captions], [r.mention_kinds for r in readings]
+        scores, objects, encoders = {}, {}, {}
+        for label, images in rendered.items():
+            digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
+            scores[label] = self._score(images.files, digest)
+            numbers = dict(scores[label].numbers)
+            if self.is_toy:
+                objects[label] = self._objects(images.files, digest)
+                numbers |= objects_numbers(objects[label], mentions, kinds)
+            encoders[label] = {"scores": numbers, **images.reading, "pictures": digest}
+        compared = []
+        for b, a in combinations(rendered, 2):
+            differences = compare(scores[a], scores[b])
+            if self.is_toy:
+                differences |= compare_objects(objects[a], objects[b], mentions, kinds)
+            compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
+        seen, notes = trained_on(session.encoders, self.pairs)
+        notes += self.networks.notes if self.networks else ()
+        for label, images in rendered.items():
+            if images.cut_at is not None:
+                notes.append(
+                    f"{label} read the first {images.cut_at} tokens of a prompt, as in stock SDXL: "
+                    f"{images.prompts_cut} of {len(self.records)} were cut."
+                )
+        notes += [note for label in rendered for note in scores[label].notes]
+        session.digests |= (self.networks.digests if self.networks else dict.fromkeys(NETWORKS)) | digests
+        return session.report(
+            encoders,
+            compared,
+            list(dict.fromkeys(notes)),
+            saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
+            seconds=session.cache.seconds + sum(images.seconds for images in rendered.values()),
+            drawing=rendering_settings(self.config),
+            images=len(self.records),
+            resize=self.networks.resize if self.networks else {},
+            ceilings=ceilings(readings),
+            trained_on=seen,
         )
-        return ImageNumbers(**numbers)
 
-    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
-        """What one encoder's images show of the toy world's scenes."""
-        scenes = [toy_scene(record)[0] for record in self.records]
-        depends = {"pictures": digest, "originals": self._shown}
-        cached = self.session.cache.result(
-            "objects", depends, lambda: {"images": [*map(asdict, compare_images(files, scenes))]}
-        )
-        return [Comparison(**image) for image in cached["images"]]
-
-    def _readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
-        """How the prompts tell their objects; empty unless any of them refers back."""
+    def readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
+        """How the prompts mention their objects; empty unless any of them refers back."""
         if not any(map(refers_back, captions)):
             return []
-        tokenizer, prefix = Checkpoint.parse(self.config.base).tokenizer(), self.config.prefix
+        tokenizer = Checkpoint.parse(self.config.base).tokenizer()
 
         @cache  # sentences repeat
         def count_tokens(text: str) -> int:
             return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        return [read_caption(_with_prefix(caption, prefix), count_tokens) for caption in captions]
+        def prefixed(caption: Caption) -> Caption:
+            first, *further = caption.sentences
+            return Caption((replace(first, text=self.config.prefix + first.text), *further))
 
-    def _report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
-        self.scores, session = load_networks(self.config, self.processes.device), self.session
-        scores, comparisons, encoders = {}, {}, {}
-        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
-        mentions, readings = [caption.first_mentions() for caption in captions], self._readings(captions)
-        ways = [reading.ways for reading in readings]
-        for label, images in rendered.items():
-            digest = _files_digest(images.files)
-            scores[label] = self._score(images.files, digest)
-            numbers = dict(scores[label].numbers)
-            if self.is_toy:
-                comparisons[label] = self._objects(images.files, digest)
-                numbers |= objects_numbers(comparisons[label], mentions, ways)
-            encoders[label] = {"scores": numbers, **images.reading, "pictures": digest}
-        seen, of_seen = trained_on(session.encoders, self.pairs)
-        notes = [*of_seen, *(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
-        notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
-        networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
-        session.digests |= networks | digests
-        return session.report(
-            encoders,
-            _compared(scores, comparisons, mentions, ways),
-            list(dict.fromkeys(notes)),
-            saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
-            seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
-            drawing=rendering_settings(self.config),
-            images=len(self.records),
-            resize=self.scores.resize if self.scores else {},
-            ceilings=ceilings(readings),
-            trained_on=seen,
+        return [read_caption(prefixed(caption), count_tokens) for caption in captions]
+
+    @cached_property
+    def _references(self) -> References:
+        images = [partial(_reference, record, self.pairs.images) for record in self.records]
+        return self.networks.of_references(images, self.captions)
+
+    @cached_property
+    def _depends(self) -> str:
+        """Digest of the captions, and of what shows that the files of the reference images have changed."""
+        return bytes_digest(
+            self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
+            for record in self.records
         )
+
+    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
+        """The scores of one encoder's images."""
+        if self.networks is None:
+            return ImageNumbers({}, {}, {}, len(files))
+        depends = {"pictures": digest, "originals": self._depends, **self.networks.depends}
+        result = self.session.cache.result("scores", depends, lambda: asdict(self.networks(files, self._references)))
+        return ImageNumbers(**result)
+
+    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
+        """What one encoder's images show of the toy world's scenes."""
+        scenes = [toy_scene(record)[0] for record in self.records]
+        result = self.session.cache.result(
+            "objects",
+            {"pictures": digest, "originals": self._depends},
+            lambda: {"images": [*map(asdict, compare_images(files, scenes))]},
+        )
+        return [Comparison(**image) for image in result["images"]]
 
     def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
         step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
         shown = range(0, len(self.records), step)[:EXAMPLES]
         return plot_examples(
-            [self.records[index].caption for index in shown],
+            [self.captions[index] for index in shown],
             [_reference(self.records[index], self.pairs.images) for index in shown],
             {label: [images.files[index] for index in shown] for label, images in rendered.items()},
         )
@@ -223,42 +225,11 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
     return image
 
 
-def _with_prefix(caption: Caption, prefix: str) -> Caption:
-    first, *further = caption.sentences
-    return Caption((replace(first, text=prefix + first.text), *further))
-
-
-def _files_digest(files: Sequence[Path]) -> str:
-    return bytes_digest(["\n".join(map(sha256, files)).encode()])
-
-
-def _compared(
-    scores: Mapping[str, ImageNumbers], comparisons: Mapping[str, list[Comparison]], mentions: Mentions, ways: Ways
-) -> list[dict]:
-    """Every two encoders compared, the later with the earlier, by every score."""
-    compared = []
-    for b, a in combinations(scores, 2):
-        differences = compare(scores[a], scores[b])
-        if comparisons:
-            differences |= compare_objects(comparisons[a], comparisons[b], mentions, ways)
-        compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
-    return compared
-
-
-def _reading_notes(encoders: Mapping[str, dict], count: int) -> list[str]:
-    return [
-        f"{label} read the first {numbers['cut_at']} tokens of a prompt, as in stock SDXL: {numbers['prompts_cut']} of "
-        f"{count} were cut."
-        for label, numbers in encoders.items()
-        if numbers["cut_at"] is not None
-    ]
-
-
 def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
     settings = report["settings"]
     known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"})
-    known |= OBJECTS | TELLING_TITLES
+    known |= OBJECTS | KIND_TITLES
     for numbers in report["encoders"].values():
         for score in numbers["scores"]:
             if score.startswith("clip_score_"):
@@ -267,7 +238,7 @@ def titles(report: dict) -> dict[str, str]:
 
 
 def tables(report: dict) -> list[Table]:
-    """A report's scores with their 95% intervals, and the encoders compared."""
+    """A report's scores with their 95% intervals, objects by sentence and by mention, and the encoders compared."""
     names, encoders = titles(report), report["encoders"]
     every = [score for numbers in encoders.values() for score in numbers["scores"].items()]
     single = dict.fromkeys(score for score, number in every if isinstance(number, dict))  # one number, not a list
@@ -278,45 +249,42 @@ def tables(report: dict) -> list[Table]:
     # Without those of single sentences, which are in the JSON: they would hide the others.
     shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
     compared = compared_tables(shown, names, form=".3g")  # some scores are in thousandths
-    return [scores, *_by_sentence(encoders), *_by_telling(report), *compared]
-
-
-def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
-    """The table of objects by the sentence that first mentions them; none of images of other worlds."""
-    lines = [numbers["scores"].get(BY_SENTENCE) for numbers in encoders.values()]
-    if None in lines:
-        return []
-    header = ["objects right / precision / F1, %, by the sentence that first mentions them", "objects", *encoders]
-    return [
-        Table(header, [[row[0]["sentence"], row[0]["objects"], *map(_shares, row)] for row in zip(*lines, strict=True)])
-    ]
-
-
-def _by_telling(report: dict) -> list[Table]:
-    """The table of objects by the way they are told, beside what a symbolic reader can know at most."""
-    encoders, rows = report["encoders"].values(), []
-    for line in report["ceilings"]:
-        if line["told"] == ALL:
-            numbers = [entry["scores"]["objects_right"] for entry in encoders]
-        else:
-            numbers = [_of_way(entry["scores"], line["told"]) for entry in encoders]
-        shares = (f"{line[reader]:.1f}" for reader in READERS)
-        rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
-    titles = (f"symbolic reader, {title}" for title in READERS.values())
-    header = ["objects right, %, by how they are told", "objects", *titles, *report["encoders"]]
-    return [Table(header, rows)] if rows else []
-
-
-def _of_way(scores: dict, way: str) -> dict:
-    return next(line for line in scores[BY_TELLING] if line["told"] == way)
-
-
-def _shares(line: dict) -> str:
-    return " / ".join(f"{number['value']:.1f}" if number else "-" for number in (line, line["precision"], line["f1"]))
+    return [scores, *_by_sentence(encoders), *_by_kind(report), *compared]
 
 
 def _cell(number: dict | None) -> str | None:
     return number and cell(number["value"], number["low"], number["high"], form=".3g")
+
+
+def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
+    """The table of objects by the sentence that first mentions them; none of images of other worlds."""
+    lists = [numbers["scores"].get(BY_SENTENCE) for numbers in encoders.values()]
+    if None in lists:
+        return []
+
+    def shares(line: dict) -> str:
+        return " / ".join(
+            f"{number['value']:.1f}" if number else "-" for number in (line, line["precision"], line["f1"])
+        )
+
+    header = ["objects right / precision / F1, %, by the sentence that first mentions them", "objects", *encoders]
+    lines = zip(*lists, strict=True)
+    return [Table(header, [[line[0]["sentence"], line[0]["objects"], *map(shares, line)] for line in lines])]
+
+
+def _by_kind(report: dict) -> list[Table]:
+    """The table of objects by how they are mentioned, beside what a symbolic reader can know at most."""
+    scores, rows = [numbers["scores"] for numbers in report["encoders"].values()], []
+    for line in report["ceilings"]:
+        numbers = [of_encoder["objects_right"] for of_encoder in scores]
+        if line["told"] != ALL:
+            lists = [of_encoder[BY_KIND] for of_encoder in scores]
+            numbers = [next(number for number in of_kind if number["told"] == line["told"]) for of_kind in lists]
+        shares = (f"{line[reader]:.1f}" for reader in READERS)
+        rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
+    readers = (f"symbolic reader, {title}" for title in READERS.values())
+    header = ["objects right, %, by how they are told", "objects", *readers, *report["encoders"]]
+    return [Table(header, rows)] if rows else []
 
 
 def figures(report: dict) -> dict[str, Figure]:
