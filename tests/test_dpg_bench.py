@@ -381,14 +381,6 @@ def test_a_killed_run_asks_only_about_what_has_no_answers_and_ends_the_same(vilt
     run(tmp_path, vilt)
 
 
-def test_a_long_chain_of_dependencies_is_followed():
-    propositions = chain((), *((number,) for number in range(1, 5000)))
-    answers = dict.fromkeys(range(1, 5001), True)
-    assert all(holds(reversed(propositions), answers).values())
-    found = holds(propositions, answers | {3000: False})
-    assert [number for number in found if not found[number]] == list(range(3000, 5001))
-
-
 def test_no_warning_of_prompts_that_only_positions_are_looked_for_in(caplog):
     logger = logging.getLogger("transformers")
     caplog.set_level(logging.WARNING, "transformers")  # where another test has silenced it

@@ -19,8 +19,7 @@ from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_bench
 from debias_diffusion.eval.images import networks as feature_networks
-from debias_diffusion.eval.images.figures import plot_examples
-from debias_diffusion.eval.images.generation import _reference, _with_readable_reference
+from debias_diffusion.eval.images.generation import _reference, _with_readable_reference, plot_examples
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer

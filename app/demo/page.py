@@ -11,7 +11,7 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
-from debias_diffusion.encoders import Reading
+from debias_diffusion.encoders import READINGS, Reading
 from debias_diffusion.errors import UserError
 
 from ..prompts import parse_seed
@@ -27,11 +27,6 @@ KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
 # Who reads a token. The colours differ in lightness too, and the sentences below the tokens say it in words.
 READ_BY = {"all": "read by every encoder", "some": "read by some encoders", "none": "read by no encoder"}
 COLOURS = dict(zip(READ_BY.values(), ("#5eead4", "#fcd34d", "#fb7185"), strict=True))
-READINGS = [
-    ("overlap: chunks, each read with the end of the text before it", "overlap"),
-    ("separate: chunks, each read by itself", "separate"),
-    ("cut: the first 77 tokens alone", "cut"),
-]
 EXPLANATION = """### What does each encoder read?
 How much the end token, where CLIP takes a prompt's embedding, attends to each word; and how far the embedding moves
 when a sentence is removed. A sentence that moves nothing was not read."""
@@ -105,7 +100,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     scheduler = gr.Dropdown(models.schedulers, value=defaults.scheduler, label="Scheduler")
                     weighting = gr.Checkbox(False, label="Read weights: (word:1.3), [word], BREAK")
                     hint = "An encoder whose name says how it reads always reads so."
-                    reading = gr.Radio(READINGS, value="overlap", label="Reading of long prompts", info=hint)
+                    choices = [(title.capitalize(), name) for name, title in READINGS.items()]
+                    reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
                 png = gr.UploadButton("Restore settings from a PNG", file_types=[".png"], size="sm")
             with gr.Column(scale=6, min_width=320):
                 looks = {"columns": 3, "height": "auto", "show_label": False, "buttons": ["download", "fullscreen"]}

@@ -35,7 +35,6 @@ class RenderedImage:
 
     Attributes:
         label: the encoder.
-        number: of the image among those of the encoder, from 1.
         seed: of the noise.
         image: the image.
         text: chunks of its PNG, with its settings, also in the format of A1111's interface.
@@ -43,7 +42,6 @@ class RenderedImage:
     """
 
     label: str
-    number: int
     seed: int
     image: Image.Image
     text: dict[str, str]
@@ -165,4 +163,4 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
             raise UserError(f"The image by {label}, seed {seed}, was not rendered: {image}. Try other settings.")
         settings = to_settings(models, request, label, number, layout)
         text = settings_text(settings, type(pipe.scheduler).__name__)
-        report(RenderedImage(label, number, seed, image, text, read_prompt(models, label, request).in_words()))
+        report(RenderedImage(label, seed, image, text, read_prompt(models, label, request).in_words()))

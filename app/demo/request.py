@@ -1,19 +1,16 @@
 """A request to the demo: every setting that decides its images, its limits, and its way into a PNG and back."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from debias_diffusion.encoders import ORIGINAL, Reading
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.limits import Checked, Side, between
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import PromptLayout, parse_weights
-from debias_diffusion.pipelines.png import SETTINGS_KEY
+from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import runtime_settings
 
 from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
@@ -23,7 +20,6 @@ from .toy import MOST_SCENES, random_scene
 MOST_STEPS = 100
 MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
-_HINT = "Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged."
 
 
 @dataclass(frozen=True)
@@ -156,21 +152,18 @@ def from_png(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:
         the request, checked; in words, what had to change because this demo has other models
 
     Raises:
-        UserError: the file is no PNG, contains no settings, or its settings cannot be used.
+        UserError: the file is no PNG with settings, or these cannot be used.
     """
     try:
-        with Image.open(path, formats=("PNG",)) as image:
-            text = image.info.get(SETTINGS_KEY)
-    except Exception as error:  # a hostile file can make an image reader raise anything
-        raise UserError(f"The file cannot be read as a PNG ({reason(error)}). {_HINT}") from None
-    if text is None:
-        raise UserError(f"The PNG contains no settings; programs that share images often remove them. {_HINT}")
-    try:
-        return _restored(json.loads(text), models)
+        settings = read_settings(Path(path))
+        if settings is not None:
+            return _restored(settings, models)
+        problem = "The file is no PNG with settings; programs that share images often remove them"
     except UserError:
         raise
-    except Exception as error:  # nor is there an end to what a hostile text can say
-        raise UserError(f"The PNG's settings cannot be used ({reason(error)}). {_HINT}") from None
+    except Exception as error:  # there is no end to what a hostile file can say
+        problem = f"The PNG's settings cannot be used ({reason(error)})"
+    raise UserError(f"{problem}. Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged.")
 
 
 def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, list[str]]:

@@ -6,7 +6,7 @@ only if all propositions it depends on hold too: a truck that is missing is not 
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from ..processes import Processes
 from ..report import Table, cell, compared_tables, draw_bars
 from ..session import Session
 from .dpg_questions import DpgBench, band, read_dpg_bench, token_position
-from .dpg_scores import Key, compare_outcomes, outcomes, score
+from .dpg_scores import compare_outcomes, outcomes, score
 from .rendered import image_task, render_all, rendering_settings
 
 NAME = "dpg_bench"
@@ -60,21 +60,22 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         UserError: the data or a model cannot be used, an image is missing or broken, or the images in the output
             folder have other settings.
     """
-    started, processes, answers = time.monotonic(), Processes(config.device), ResultCache(config.output)
+    started, processes, kept = time.monotonic(), Processes(config.device), ResultCache(config.output)
     vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+    kind, per_prompt = f"answers-{bytes_digest([vqa.encode()])[:12]}", config.images_per_prompt
 
     def read() -> tuple[DpgBench, list[ImageTask]]:
         """The benchmark, and the images to generate."""
         bench = read_dpg_bench(config.data)
         print_left_out(bench.bad)
         if config.images is not None:
-            find_images(config.images, bench.prompts, config.images_per_prompt)
-        elif not answers.has_notes(_answers_of(vqa)):
+            find_images(config.images, bench.prompts, per_prompt)
+        elif not kept.has_notes(kind):
             VqaModel(config.vqa, torch.device("cpu"))  # what cannot be loaded should fail before hours of generating
         return bench, [
             image_task(config, f"{item}/{number}", prompt, number)
             for item, prompt in bench.prompts.items()
-            for number in range(config.images_per_prompt)
+            for number in range(per_prompt)
         ]
 
     with processes.only_main_prints():
@@ -87,20 +88,37 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
             folders = {Path(os.path.realpath(config.images)).name: Path(config.images)}
     if not processes.is_main:
         return {}
+    model = cache(lambda: VqaModel(config.vqa, processes.device))
+
+    def answers(files: Sequence[Path], index: int, questions: Sequence[str]) -> list[str]:
+        """From an earlier run, or else by the VQA model, which is loaded for the first of these."""
+
+        def ask() -> dict:
+            image, texts = load_image(files, index, per_prompt), []
+            for start in range(0, len(questions), config.batch_size):
+                texts += model()(image, questions[start : start + config.batch_size])
+            return {"answers": texts}
+
+        depends = {"vqa": vqa, "image": sha256(_file(files, index)), "index": index, "count": per_prompt}
+        return kept.noted(kind, depends | {"questions": questions}, ask)["answers"]
+
     tokenizer = clip_tokenizer(77)
     bands = {
         (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
         for item, propositions in bench.propositions.items()
         for proposition in propositions
     }
-    load = cache(lambda: VqaModel(config.vqa, processes.device))
     results, encoders, groups = {}, {}, {}
     for label, folder in folders.items():
-        files = find_images(str(folder), bench.prompts, config.images_per_prompt)
-        yes = _ask_all(answers, bench, files, config, vqa, load, label)
-        results[label], groups = outcomes(bench.propositions, yes, config.images_per_prompt, bands)
+        files, yes = find_images(str(folder), bench.prompts, per_prompt), {}
+        for item, propositions in tqdm(bench.propositions.items(), desc=f"ask, {label}"):
+            questions = [proposition.question for proposition in propositions]
+            for index in range(per_prompt):
+                for proposition, text in zip(propositions, answers(files[item], index, questions), strict=True):
+                    yes[item, index, proposition.number] = text == "yes"
+        results[label], groups = outcomes(bench.propositions, yes, per_prompt, bands)
         reading = rendered[label].reading if rendered else {}
-        encoders[label] = score(results[label], groups, config.images_per_prompt) | reading
+        encoders[label] = score(results[label], groups, per_prompt) | reading
         encoders[label]["pictures"] = _digest_by_prompt(files)
     session = Session(NAME, config, bench.digest, bench.bad, processes.device)
     of_images = {label: numbers["pictures"] for label, numbers in encoders.items()}
@@ -242,40 +260,6 @@ class VqaModel:
             return [self.model.config.id2label[index] for index in best]
         ids = self.model.generate(**inputs, max_new_tokens=10, do_sample=False, num_beams=1)
         return self.processor.batch_decode(ids, skip_special_tokens=True)
-
-
-def _ask_all(
-    kept: ResultCache,
-    bench: DpgBench,
-    files: Mapping[str, list[Path]],
-    config: DpgBenchConfig,
-    vqa: str,
-    load: Callable[[], VqaModel],
-    title: str,
-) -> dict[Key, bool]:
-    """Whether each answer is yes. `load` is called once an image has no answers yet; `vqa` is the model's digest."""
-    yes, count = {}, config.images_per_prompt
-    images = [(item, index) for item in bench.propositions for index in range(count)]
-    for item, index in tqdm(images, desc=f"ask, {title}"):
-        questions = [proposition.question for proposition in bench.propositions[item]]
-
-        def ask(item: str = item, index: int = index, questions: Sequence[str] = questions) -> dict:
-            model, image, answers = load(), load_image(files[item], index, count), []
-            for start in range(0, len(questions), config.batch_size):
-                answers += model(image, questions[start : start + config.batch_size])
-            return {"answers": answers}
-
-        image = sha256(_file(files[item], index))
-        depends = {"vqa": vqa, "image": image, "index": index, "count": count, "questions": questions}
-        answers = kept.noted(_answers_of(vqa), depends, ask)["answers"]
-        for proposition, text in zip(bench.propositions[item], answers, strict=True):
-            yes[item, index, proposition.number] = text == "yes"
-    return yes
-
-
-def _answers_of(vqa: str) -> str:
-    """The kind of result of the answers of one VQA model."""
-    return f"answers-{bytes_digest([vqa.encode()])[:12]}"
 
 
 # ---- for people

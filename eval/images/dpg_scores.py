@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -19,18 +20,13 @@ def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[
         propositions: of one prompt, in any order, with all that they depend on, without circles.
         yes: by number.
     """
-    by_number = {proposition.number: proposition for proposition in propositions}
-    result: dict[int, bool] = {}
-    stack = list(by_number)  # no recursion: a chain of dependencies may be too long for it
-    while stack:
-        parents = by_number[stack[-1]].parents
-        unknown = [parent for parent in parents if parent not in result]
-        if unknown:
-            stack += unknown
-        else:
-            number = stack.pop()
-            result[number] = bool(yes[number]) and all(result[parent] for parent in parents)
-    return {number: result[number] for number in by_number}
+    parents = {proposition.number: proposition.parents for proposition in propositions}
+
+    @cache
+    def holds_too(number: int) -> bool:
+        return yes[number] and all(map(holds_too, parents[number]))
+
+    return {number: holds_too(number) for number in parents}
 
 
 @dataclass(frozen=True)

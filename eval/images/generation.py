@@ -1,5 +1,6 @@
 """Images generated from captions with several text encoders, and their scores (Table S7)."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
@@ -7,12 +8,13 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
-from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
+from debias_diffusion.data.bad_records import check_share, print_left_out, printable, read_or_bad
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.checkpoints import Checkpoint
@@ -27,7 +29,7 @@ from ..processes import Processes
 from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
 from ..session import Session
-from .figures import plot, plot_examples
+from .networks import ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
 from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
@@ -35,8 +37,12 @@ from .rendered import Rendered, image_task, render_all, rendering_settings
 from .scores import ImageNumbers, ImageScores, References, compare, score_titles
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
-EXAMPLES = 6  # prompts
 NAME = "generation"
+EXAMPLES = 6  # prompts
+OF_SENTENCE = "clip_score_"  # begins the names of scores of one sentence each, before its number
+_COLUMNS = 4  # of the figure
+_SHOWN = 300  # pixels of an example's longer side
+_MOST_CHARACTERS = 520  # of a prompt beside its images
 
 
 def evaluate_generation(config: GenerationConfig) -> dict:
@@ -229,27 +235,32 @@ def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
     settings = report["settings"]
     known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"})
-    known |= OBJECTS | KIND_TITLES
-    for numbers in report["encoders"].values():
-        for score in numbers["scores"]:
-            if score.startswith("clip_score_"):
-                known[score] = f"{known['clip_score']}, sentence {score.rpartition('_')[2]}"
-    return known
+    for score in _single(report):
+        if score.startswith(OF_SENTENCE):
+            known[score] = f"{known['clip_score']}, sentence {score.removeprefix(OF_SENTENCE)}"
+    return known | OBJECTS | KIND_TITLES
 
 
 def tables(report: dict) -> list[Table]:
     """A report's scores with their 95% intervals, objects by sentence and by mention, and the encoders compared."""
     names, encoders = titles(report), report["encoders"]
-    every = [score for numbers in encoders.values() for score in numbers["scores"].items()]
-    single = dict.fromkeys(score for score, number in every if isinstance(number, dict))  # one number, not a list
-    rows = [[names[score], *(_cell(numbers["scores"].get(score)) for numbers in encoders.values())] for score in single]
+    rows = [
+        [names[score], *(_cell(numbers["scores"].get(score)) for numbers in encoders.values())]
+        for score in _single(report)
+    ]
     rows.append(["prompts cut", *(numbers["prompts_cut"] for numbers in encoders.values())])
     rows.append(["seconds of generating", *(f"{numbers['seconds']:.0f}" for numbers in encoders.values())])
     scores = Table([f"{report['images']} images, with 95% intervals", *encoders], rows)
     # Without those of single sentences, which are in the JSON: they would hide the others.
-    shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
+    shown = [line for line in report["compared"] if not line["score"].startswith(OF_SENTENCE)]
     compared = compared_tables(shown, names, form=".3g")  # some scores are in thousandths
     return [scores, *_by_sentence(encoders), *_by_kind(report), *compared]
+
+
+def _single(report: dict) -> list[str]:
+    """The scores of one number, not a list."""
+    every = [score for numbers in report["encoders"].values() for score in numbers["scores"].items()]
+    return list(dict.fromkeys(name for name, number in every if isinstance(number, dict)))
 
 
 def _cell(number: dict | None) -> str | None:
@@ -288,8 +299,98 @@ def _by_kind(report: dict) -> list[Table]:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    return {f"{NAME}.png": plot(report["encoders"], titles(report))}
+    """By file name: every score with its 95% interval, a row for each encoder; below, scores by sentence."""
+    scores = {label: numbers["scores"] for label, numbers in report["encoders"].items()}
+    names, labels = titles(report), list(scores)
+    single = [name for name in _single(report) if not name.startswith(OF_SENTENCE)]
+    series = _series(scores, names)
+    rows, row_height, columns = -(-len(single) // _COLUMNS), 0.9 + 0.28 * len(labels), 2 * _COLUMNS
+    heights = [row_height] * rows + [3.0] * bool(series)
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained", dpi=150)
+    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    for place, name in enumerate(single):
+        row, column = divmod(place, _COLUMNS)
+        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
+        _draw_score(axes, {label: numbers.get(name) for label, numbers in scores.items()}, is_first=not column)
+        axes.set_title(names[name], fontsize="medium")
+    width = columns // max(len(series), 1)
+    for place, (title, lines) in enumerate(series.items()):
+        axes = figure.add_subplot(grid[rows, place * width : (place + 1) * width])
+        _draw_by_sentence(axes, lines)
+        axes.set_title(title, fontsize="medium")
+    return {f"{NAME}.png": figure}
+
+
+def _draw_score(axes: Axes, numbers: Mapping[str, dict | None], is_first: bool) -> None:
+    for row, number in enumerate(numbers.values()):
+        if number:
+            axes.plot([number["low"], number["high"]], [row, row], color=f"C{row}", linewidth=2)
+            axes.plot([number["value"]], [row], "o", color=f"C{row}")
+            text = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+            axes.annotate(f"{number['value']:.3g}", (number["value"], row), (0, 5), **text)
+    axes.set_yticks(range(len(numbers)), numbers if is_first else [""] * len(numbers))
+    axes.set_ylim(len(numbers) - 0.5, -0.75)
+    axes.margins(x=0.15)
+    axes.locator_params(axis="x", nbins=5)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _series(scores: Mapping[str, dict], names: Mapping[str, str]) -> dict[str, dict[str, dict[int, dict]]]:
+    """{title: {label: {sentence: number}}} of the scores by sentence."""
+    objects = {label: {line["sentence"]: line for line in of.get(BY_SENTENCE, ())} for label, of in scores.items()}
+    precision = {
+        label: {sentence: line["precision"] for sentence, line in lines.items() if line["precision"]}
+        for label, lines in objects.items()
+    }
+    clip = {
+        label: {int(name.removeprefix(OF_SENTENCE)): of[name] for name in of if name.startswith(OF_SENTENCE)}
+        for label, of in scores.items()
+    }
+    series = {
+        "objects right, %, by the sentence that first mentions them": objects,
+        "precision of objects, %, in the places of each sentence": precision,
+        f"{names['clip_score']}, by sentence": clip,
+    }
+    return {title: lines for title, lines in series.items() if any(lines.values())}
+
+
+def _draw_by_sentence(axes: Axes, lines: Mapping[str, Mapping[int, dict]]) -> None:
+    for row, (label, numbers) in enumerate(lines.items()):
+        # Shifted a little, so that intervals do not overlap.
+        places = [sentence + 0.12 * (row - (len(lines) - 1) / 2) for sentence in numbers]
+        values = [number["value"] for number in numbers.values()]
+        axes.plot(places, values, "o-", color=f"C{row}", label=label, markersize=4)
+        for place, number in zip(places, numbers.values(), strict=True):
+            axes.plot([place, place], [number["low"], number["high"]], color=f"C{row}", linewidth=1, alpha=0.6)
+    axes.set_xlabel("sentence")
+    axes.set_xticks(sorted({sentence for numbers in lines.values() for sentence in numbers}))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def plot_examples(
+    captions: Sequence[str], references: Sequence[Image.Image], generated: Mapping[str, Sequence[ImageLike]]
+) -> Figure:
+    """A row for each prompt: the prompt, its reference image, and the image of each encoder; small ones as pixels."""
+    columns = {"reference image": references}
+    columns |= {label: [load_image(file) for file in files] for label, files in generated.items()}
+    figure = Figure(figsize=(3.4 + 2.2 * len(columns), 2.35 * len(captions)), layout="constrained", dpi=110)
+    grid = figure.add_gridspec(len(captions), 1 + len(columns), width_ratios=[1.5, *[1] * len(columns)])
+    for row, caption in enumerate(captions):
+        axes = figure.add_subplot(grid[row, 0])
+        axes.axis("off")
+        text = textwrap.shorten(printable(" ".join(caption.split())), _MOST_CHARACTERS, placeholder=" …")
+        # parse_math: a $ is a $
+        axes.text(0, 0.98, textwrap.fill(text, 48), va="top", fontsize=8, parse_math=False, transform=axes.transAxes)
+        for column, (label, images) in enumerate(columns.items(), 1):
+            axes = figure.add_subplot(grid[row, column])
+            axes.axis("off")
+            image = images[row].copy()
+            image.thumbnail((_SHOWN, _SHOWN))  # never enlarges
+            axes.imshow(image, interpolation="nearest" if max(image.size) < _SHOWN else None)
+            if not row:
+                axes.set_title(textwrap.fill(label, 20), fontsize="medium")
+    return figure
 
 
 def settings_for(everything: AllConfig) -> GenerationConfig | None:
