@@ -215,10 +215,11 @@ def evaluate_drift(config: DriftConfig) -> dict:
     session.digests["base"] = base.digest
     encoders = {}
     for label, result in results.items():
-        errors = {}
-        for part, values in result["errors"].items():
-            low, high = mean_interval(values, groups)
-            errors[part] = {"value": float(np.mean(values)), "low": low, "high": high}
+        errors = {
+            part: {"value": float(np.mean(values))}
+            | dict(zip(("low", "high"), mean_interval(values, groups), strict=True))
+            for part, values in result["errors"].items()
+        }
         encoders[label] = {"state_error": errors} | {key: value for key, value in result.items() if key != "errors"}
     notes = ["0 is the base's own state, and 1 as far from it as the mean of all its tokens' states is."]
     if without := len(pairs.captions) - len(captions):

@@ -173,17 +173,16 @@ class ClsFeatures:
 class TwoTowerFeatures:
     """The features of images and texts by the CLIP that `load_two_tower` loads, with its own transform and tokenizer.
 
+    Attributes:
+        resize: how the model reads images, in words.
+
     Raises:
         UserError: there is no such model, or it has no image tower.
     """
 
     def __init__(self, name: str, device: torch.device):
         self.backbone, self.device = load_two_tower(name).to(device), device
-
-    @property
-    def resize(self) -> str:
-        """How the model reads images, in words."""
-        return f"the model's own: {', '.join(str(step) for step in self.backbone.read_pixels.transforms[:-2])}"
+        self.resize = f"the model's own: {', '.join(map(str, self.backbone.read_pixels.transforms[:-2]))}"
 
     @torch.inference_mode()
     def of_images(self, images: Sequence[ImageLike], batch_size: int) -> Tensor:
@@ -197,8 +196,3 @@ class TwoTowerFeatures:
     def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
         """[N, D] features of the texts, cut at the context length, on the CPU."""
         return encode_texts(self.backbone, texts, batch_size, self.device)
-
-    def longer_than_context(self, texts: Sequence[str]) -> int:
-        """How many of the texts exceed the context length."""
-        tokenizer = self.backbone.tokenizer
-        return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)

@@ -41,7 +41,7 @@ from debias_diffusion.sentences import split_sentences
 
 from ..intervals import mean_interval, paired_difference
 from ..session import how_used
-from .networks import RESIZE, ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
+from .networks import FID_FEATURES, RESIZE, ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
 
 HALVES = 200
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # torch-fidelity's
@@ -242,14 +242,15 @@ def score_titles(
     dino: str | None = None, dinov2: str | None = None, own_features: str | None = None, clip_score: str | None = None
 ) -> dict[str, str]:
     """Titles of the scores, for tables. They name the network, which decides what a number can be compared with."""
-    titles = {"fid_2048": "FID (2048)", "fid_64": "FID (64)", "kid_2048": "KID"}
-    titles |= {"precision_2048": "precision", "recall_2048": "recall"}
-    for score in ("FID", "KID", "precision", "recall"):
-        titles[f"{score.lower()}_own"] = f"{score} ({_short(own_features)})"
-    titles["dino_score"] = f"DINO score ({_short(dino)})"
-    titles["dinov2_score"] = f"DINOv2 score ({_short(dinov2)})"
-    titles["clip_score"] = f"CLIPScore ({_short(clip_score)})"
-    return titles
+    plain = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
+    return {
+        **{f"{score}_2048": title for score, title in plain.items()},
+        **{f"{score}_own": f"{title} ({_short(own_features)})" for score, title in plain.items()},
+        **{f"fid_{count}": f"FID ({count})" for count in FID_FEATURES},
+        "dino_score": f"DINO score ({_short(dino)})",
+        "dinov2_score": f"DINOv2 score ({_short(dinov2)})",
+        "clip_score": f"CLIPScore ({_short(clip_score)})",
+    }
 
 
 def _short(name: str | None) -> str | None:
@@ -279,10 +280,7 @@ class ImageScores:
     """The networks that settings name, loaded and checked, and their scores of images.
 
     Args:
-        inception_weights: see `InceptionFeatures`; for FID, KID, precision and recall.
-        dino, dinov2: see `ClsFeatures`; for the DINO and DINOv2 scores.
-        own_features: likewise, for FID, KID, precision and recall on its features.
-        clip_score: see `TwoTowerFeatures`; for CLIPScore, of the whole caption and sentence by sentence.
+        inception_weights, dino, dinov2, own_features, clip_score: as in `GenerationConfig`; None skips their scores.
         batch_size: images, or texts, in a batch.
         device: where the networks run.
 
@@ -322,12 +320,12 @@ class ImageScores:
                 f"None of {', '.join(self.digests)} is given, which leaves no score. Give at least one, such as --dino "
                 "facebook/dino-vits16."
             )
-        configurations = {option: network.model.config.to_dict() for option, network in self.networks.items()}
-        self.depends = {
-            "networks": self.digests,
-            "configurations": {option: config | {"_name_or_path": None} for option, config in configurations.items()},
-            "clip": self.clip and how_used(self.clip.backbone),
+        configurations = {
+            option: network.model.config.to_dict() | {"_name_or_path": None}
+            for option, network in self.networks.items()
         }
+        clip = self.clip and how_used(self.clip.backbone)
+        self.depends = {"networks": self.digests, "configurations": configurations, "clip": clip}
         self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
         skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
         self.notes = [
@@ -355,10 +353,10 @@ class ImageScores:
         different = dict.fromkeys(text for text in chain(*columns.values()) if text is not None)
         row_of = {text: row for row, text in enumerate(different)}
         rows = {score: [row_of.get(text) for text in column] for score, column in columns.items()}
-        notes = []
+        notes, tokenizer = [], self.clip.backbone.tokenizer
         for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
-            if over := self.clip.longer_than_context(group):
-                length = f"CLIPScore's context length of {self.clip.backbone.context_length} tokens"
+            if over := sum(tokenizer.count(text) > tokenizer.context_length for text in group):
+                length = f"CLIPScore's context length of {tokenizer.context_length} tokens"
                 notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
         texts = self.clip.of_texts(list(different), self.batch_size)
         return References(features, texts, rows, notes, len(images))
@@ -415,9 +413,10 @@ def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, 
 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:
     present = [value for value in values if value is not None]
-    low, high = mean_interval(present)
     result.pictures[score] = values
-    result.numbers[score] = {"value": float(np.mean(present)), "low": low, "high": high}
+    result.numbers[score] = {"value": float(np.mean(present))} | dict(
+        zip(("low", "high"), mean_interval(present), strict=True)
+    )
     if len(present) < len(values) or score.startswith("clip_score_"):
         result.numbers[score]["pictures"] = len(present)
 
