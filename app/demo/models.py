@@ -5,15 +5,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 
 import torch
 from diffusers import SchedulerMixin
-from transformers import CLIPTokenizer
 
 from debias_diffusion.encoders import ORIGINAL, READINGS, Kind, Reading, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.checkpoints import Checkpoint, default_dtype, load_pipeline
 from debias_diffusion.pipelines.png import SAMPLERS, sampler
@@ -22,26 +19,6 @@ from debias_diffusion.pipelines.rendering import SCHEDULERS, explain_memory, mak
 TOY = "toy/sdxl"
 MOST_ENCODERS = 5
 _SCHEDULERS = {SAMPLERS[cls]: cls for cls in SCHEDULERS}  # by their names in a request
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """One of the demo's first text encoders.
-
-    Attributes:
-        model: in evaluation mode, on the device of all models.
-        tokenizer: the encoder's tokenizer.
-        reading: how it reads long prompts, if its name says so; else the request decides.
-    """
-
-    model: TextEncoder
-    tokenizer: CLIPTokenizer
-    reading: Reading | None = None
-
-    @property
-    def context_length(self) -> int:
-        """Positions read at once, BOS and EOS included."""
-        return self.model.config.max_position_embeddings
 
 
 class DemoModels:
@@ -60,7 +37,8 @@ class DemoModels:
     Attributes:
         base: short name of the SDXL checkpoint.
         device, dtype: of all models.
-        encoders, labels: in the order given; labels are their names on the page.
+        labels: names of the encoders on the page, in the order given.
+        encoders: by label, a pipeline of the shared models with this encoder.
         is_toy: whether scenes of the toy world can be generated and checked; the size is then fixed.
         size: the checkpoint's native (height, width) in pixels.
         stock_context: context length of the second encoder: positions that stock SDXL reads, BOS and EOS included.
@@ -89,16 +67,18 @@ class DemoModels:
         loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
         short = dict(zip(by_model, labels(list(by_model.values()), readings=False), strict=True))
         short[ORIGINAL] = ORIGINAL  # as requests and images name it
-        self.encoders: dict[str, Encoder] = {}  # by label
+        self.encoders: dict[str, StableDiffusionXLLongPromptPipeline] = {}
+        self._readings: dict[str, Reading] = {}  # by label, where its name says how it reads
         for name, spec in zip(encoders, specs, strict=True):
             model, tokenizer = loaded[spec.name]
-            label, reading = short[spec.name], None
+            label = short[spec.name]
             if name != spec.name:
-                label, reading = f"{label}, {READINGS[spec.reading]}", spec.reading
-            self.encoders[label] = Encoder(model.to(device, self.dtype).eval(), tokenizer, reading)
+                label = f"{label}, {READINGS[spec.reading]}"
+                self._readings[label] = spec.reading
+            self.encoders[label] = replace_encoder(pipe, model.to(device, self.dtype).eval(), tokenizer)
         self.labels = list(self.encoders)
         self.stock_context = pipe.text_encoder_2.config.max_position_embeddings
-        self.longest_context = max(self.stock_context, *(each.context_length for each in self.encoders.values()))
+        self.longest_context = max(self.stock_context, *map(self.context_length, self.labels))
         pipe.register_modules(text_encoder=None, tokenizer=None)  # an encoder that nobody asked for takes no memory
         self._free, native = threading.Lock(), sampler(type(pipe.scheduler).__name__)
         self.schedulers = list(dict.fromkeys([native, *_SCHEDULERS]))
@@ -122,17 +102,17 @@ class DemoModels:
                 if vae.dtype != self.dtype:  # diffusers decodes some images in single precision
                     vae.to(self.dtype)
 
+    def context_length(self, label: str) -> int:
+        """Positions that an encoder reads at once, BOS and EOS included."""
+        return self.encoders[label].text_encoder.config.max_position_embeddings
+
     def reading(self, label: str, chosen: Reading) -> Reading:
         """How this encoder reads a long prompt of a request with this reading."""
-        return self.encoders[label].reading or chosen
+        return self._readings.get(label, chosen)
 
-    def pipeline(
-        self, label: str, chosen: Reading = "overlap", weighting: bool = False
-    ) -> StableDiffusionXLLongPromptPipeline:
-        """A pipeline of the shared models with this encoder. Its scheduler is shared, too: give it one of its own."""
-        encoder = self.encoders[label]
-        pipe = replace_encoder(self._shared, encoder.model, encoder.tokenizer)
-        return pipe.set_long_prompt(weighting=weighting, reading=self.reading(label, chosen))
+    def pipeline(self, label: str, chosen: Reading, weighting: bool) -> StableDiffusionXLLongPromptPipeline:
+        """The pipeline of an encoder that reads as a request says; for the caller alone, like the scheduler in it."""
+        return self.encoders[label].set_long_prompt(weighting=weighting, reading=self.reading(label, chosen))
 
     def make_scheduler(self, name: str) -> SchedulerMixin:
         """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""

@@ -58,10 +58,10 @@ def read_prompt(
     models: DemoModels, label: str, request: Request, tokenizer: CLIPTokenizer | None = None
 ) -> PromptReading:
     """How an encoder reads the prompt of a request, by its tokenizer or another one of its vocabulary."""
-    encoder, pipe = models.encoders[label], SDXLLongPromptMixin().set_long_prompt(weighting=request.weighting)
-    text = cleaned(request.prompt, request.weighting)
-    tokens: Tokens = pipe._tokens([text], tokenizer or encoder.tokenizer)[0]
-    reading, slots, kept = models.reading(label, request.reading), encoder.context_length - 2, tokens
+    reader, text = SDXLLongPromptMixin(), cleaned(request.prompt, request.weighting)
+    reader.set_long_prompt(weighting=request.weighting)
+    tokens: Tokens = reader._tokens([text], tokenizer or models.encoders[label].tokenizer)[0]
+    reading, slots, kept = models.reading(label, request.reading), models.context_length(label) - 2, tokens
     if reading == "cut":
         kept = tokens.first(min(slots, models.stock_context - 2))
     return PromptReading(tokens.ids, split_text(kept, slots, overlap=reading != "separate"))
@@ -80,7 +80,7 @@ def count_tokens(
         cleaned prompt; the number of sentences; how each encoder reads the tokens, by label
 
     Raises:
-        UserError: the prompt is too long, a weight is infinite, or there is no such encoder.
+        UserError: the prompt is too long, a weight is infinite, or no encoder is chosen.
     """
     check_text_settings(request, models)
     text = cleaned(without_weights(request.prompt, request.weighting), weighting=False)
@@ -110,17 +110,17 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         `eot` and `words` of `look_at_tokens`, with positions in the prompt.
 
     Raises:
-        UserError: the prompt is empty or too long, or there is no such encoder.
+        UserError: the prompt is empty or too long, or no encoder is chosen.
     """
     check_text_settings(request, models)
     check_prompt(request.prompt)
     shares = {}
     for label in request.encoders:
-        encoder, reading = models.encoders[label], read_prompt(models, label, request)
+        pipe, reading = models.encoders[label], read_prompt(models, label, request)
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
-        captions = CaptionTokenizer(encoder.tokenizer, encoder.context_length)
-        reader = Reader(encoder.model, captions, encoder.model.device, digest="")
+        captions = CaptionTokenizer(pipe.tokenizer, models.context_length(label))
+        reader = Reader(pipe.text_encoder, captions, models.device, digest="")
         chunks = [
             {"first": chunk.read.start, "end": chunk.read.stop}
             | look_at_tokens(reader, [reading.ids[at] for at in chunk.read], 1 + chunk.read.start)
@@ -146,7 +146,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
         0 if the encoder reads the same tokens before and after. Empty for a prompt of one sentence.
 
     Raises:
-        UserError: the prompt is empty or too long, or there is no such encoder.
+        UserError: the prompt is empty or too long, or no encoder is chosen.
     """
     check_text_settings(request, models)
     check_prompt(request.prompt)
@@ -160,12 +160,12 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
 
     def embedding(label: str, parts: list[str]) -> tuple[list[list[int]], torch.Tensor]:
         """The ids that an encoder reads in each chunk, and the mean of their embeddings."""
-        encoder = models.encoders[label]
+        encoder, tokenizer = models.encoders[label].text_encoder, models.encoders[label].tokenizer
         reading = read_prompt(models, label, replace(request, prompt=join_sentences(parts), weighting=False))
         rows, features = [[reading.ids[at] for at in chunk.read] for chunk in reading.chunks], []
         for ids in rows:
-            row = [encoder.tokenizer.bos_token_id, *ids, encoder.tokenizer.eos_token_id]
-            output = encoder.model(torch.tensor([row], device=encoder.model.device))
+            row = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
+            output = encoder(torch.tensor([row], device=models.device))
             features.append(getattr(output, "text_embeds", getattr(output, "pooler_output", None))[0].cpu().double())
         return rows, torch.stack([feature / feature.norm() for feature in features]).mean(dim=0)
 

@@ -1,12 +1,11 @@
 """A request to the demo: every setting that decides its images, its limits, and its way into a PNG and back."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from debias_diffusion.encoders import ORIGINAL, Reading
-from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import PromptLayout, parse_weights
@@ -73,7 +72,6 @@ def check(request: Request, models: DemoModels) -> Request:
     """
     check_text_settings(request, models)
     check_prompt(request.prompt)
-    _check_one_of("scheduler", request.scheduler, models.schedulers)
     check_last_seed(parse_seed(request.seed), request.images)
     height, width = models.size
     if models.is_toy and (request.height, request.width) != models.size:
@@ -89,16 +87,12 @@ def check(request: Request, models: DemoModels) -> Request:
 
 
 def check_text_settings(request: Request, models: DemoModels) -> None:
-    """Raises UserError for texts (which may be empty) or encoders that cannot be used."""
+    """Raises UserError for texts (which may be empty) that cannot be used, and without an encoder."""
     for name in ("prompt", "negative_prompt"):
         check_text(name.replace("_", " "), getattr(request, name))
         without_weights(getattr(request, name), request.weighting)
     if not request.encoders:
         raise UserError(f"No encoder is chosen. Choose at least one of: {', '.join(models.labels)}.")
-    for label in request.encoders:
-        _check_one_of("encoder", label, models.labels)
-    if len(set(request.encoders)) < len(request.encoders):
-        raise UserError(f"An encoder is named twice in {request.encoders}. Name each once.")
 
 
 def without_weights(text: str, weighting: bool) -> str:
@@ -107,12 +101,6 @@ def without_weights(text: str, weighting: bool) -> str:
         return " ".join("".join(run for run, _ in part) for part in parse_weights(text)) if weighting else text
     except ValueError as error:
         raise UserError(f"The prompt's weights cannot be read: {reason(error)}.") from error
-
-
-def _check_one_of(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        hint = near_matches(value, allowed)
-        raise UserError(f"There is no {name} {value[:80]!r}.{hint} Choose one of: {', '.join(allowed)}.")
 
 
 # ---- in a PNG
