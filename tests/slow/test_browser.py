@@ -111,7 +111,7 @@ def test_tokens_are_counted_while_typing(page):
     expect(page.get_by_text("reads all 93 tokens in 2 overlapping chunks")).to_have_count(1)
     # They follow the chosen encoders and how these read.
     page.get_by_role("button", name="Advanced settings").click()
-    page.get_by_label("Cut at 77 tokens").check()
+    page.get_by_role("radio", name="Cut at 77 tokens").check()
     expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(5)
 
 
