@@ -1,10 +1,11 @@
 """Confidence intervals of means and of ratios of sums, and the paired comparison of two encoders.
 
 Whole groups are resampled, an image with everything that belongs to it, because the queries of one image succeed or
-fail together. Both methods are scipy's, computed in another way, because an evaluation makes hundreds of intervals and
-dozens of tests. The draws of `scipy.stats.bootstrap` depend on the seed and the number of groups alone, so they are
-counted once for all scores. `scipy.stats.permutation_test` draws a permutation for each sign, and takes 1.4 s for 1,000
-pairs where this one takes 0.06 s (13 s and 0.4 s for 5,000).
+fail together. Of a single group no interval can be known and nothing can be tested: both are None. Both methods are
+scipy's, computed in another way, because an evaluation makes hundreds of intervals and dozens of tests. The draws of
+`scipy.stats.bootstrap` depend on the seed and the number of groups alone, so they are counted once for all scores.
+`scipy.stats.permutation_test` draws a permutation for each sign, and takes 1.4 s for 1,000 pairs where this one takes
+0.06 s (13 s and 0.4 s for 5,000).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ def by_group(values: Sequence[float], groups: Sequence[int] | None = None) -> tu
     return np.bincount(groups, values), np.bincount(groups).astype(np.float64)
 
 
-def mean_interval(values: Sequence[float], groups: Sequence[int] | None = None, seed: int = 0) -> list[float]:
+def mean_interval(values: Sequence[float], groups: Sequence[int] | None = None, seed: int = 0) -> list[float | None]:
     """[low, high] of the 95% percentile bootstrap interval of the mean of `values`.
 
     Args:
@@ -47,7 +48,7 @@ def mean_interval(values: Sequence[float], groups: Sequence[int] | None = None, 
 
 def paired_difference(
     a: Sequence[float], b: Sequence[float], groups: Sequence[int] | None = None, seed: int = 0
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """The difference of two means over the same queries, mean(a) - mean(b).
 
     The interval is a percentile bootstrap. p is of Fisher's randomization test: if both were alike, the two values of
@@ -70,17 +71,13 @@ def paired_difference(
     ahead, counts = by_group(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64), groups)
     _check(counts)
     low, high = ends(drawn_ratios(ahead, counts, seed))
-    return {
-        "difference": float(ahead.sum() / counts.sum()),
-        "low": low,
-        "high": high,
-        "p": _randomization_p(ahead[:, None], lambda sums: sums[:, 0], 1e-12 * np.abs(ahead).sum(), seed),
-    }
+    p = _randomization_p(ahead[:, None], lambda sums: sums[:, 0], 1e-12 * np.abs(ahead).sum(), seed)
+    return {"difference": float(ahead.sum() / counts.sum()), "low": low, "high": high, "p": p}
 
 
 def paired_ratio_difference(
     a: tuple[np.ndarray, np.ndarray], b: tuple[np.ndarray, np.ndarray], seed: int = 0
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """The difference of two ratios of sums over the same groups, sum(a[0]) / sum(a[1]) - sum(b[0]) / sum(b[1]).
 
     For ratios whose divisors differ between a and b, such as precision. With equal divisors it is `paired_difference`.
@@ -110,24 +107,22 @@ def paired_ratio_difference(
             return (above + x) / (below + y) - (above - x) / (below - y)
 
     low, high = ends(drawn_ratios(*a, seed) - drawn_ratios(*b, seed))
-    return {
-        "difference": float(difference((a - b).sum(1))),
-        "low": low,
-        "high": high,
-        "p": _randomization_p((a - b).T, difference, 1e-12 * abs(above / below), seed),
-    }
+    p = _randomization_p((a - b).T, difference, 1e-12 * abs(above / below), seed)
+    return {"difference": float(difference((a - b).sum(1))), "low": low, "high": high, "p": p}
 
 
 def drawn_ratios(above: np.ndarray, below: np.ndarray, seed: int = 0) -> np.ndarray:
-    """sum(above) / sum(below) in each of `SAMPLES` bootstrap samples of the groups; nan where the divisor is 0.
+    """sum(above) / sum(below) in each of `SAMPLES` bootstrap samples of the groups.
 
     Args:
         above, below: sums of the groups, [G]: of values and their counts for a mean.
         seed: of the resampling; the same seed draws the same groups, whatever the sums.
 
     Returns:
-        [SAMPLES]
+        [SAMPLES]; nan where the divisor is 0, and everywhere of a single group, whose samples are all alike.
     """
+    if len(above) == 1:
+        return np.full(SAMPLES, np.nan)
     sums = np.stack([above, below], axis=1).astype(np.float64)
     batches = _kept_draws(len(sums), seed) if len(sums) <= _FEW else _draws(len(sums), seed)
     drawn_above, drawn_below = np.concatenate([counts @ sums for counts in batches]).T
@@ -159,8 +154,8 @@ def _check(counts: np.ndarray) -> None:
 
 def _randomization_p(
     ahead: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], rounding: float, seed: int
-) -> float:
-    """The share of random exchanges with a statistic at least as large as the observed one.
+) -> float | None:
+    """The share of random exchanges with a statistic at least as large as the observed one; None of a single group.
 
     Args:
         ahead: by how much a's sums of each group exceed b's, [G, K].
@@ -168,6 +163,8 @@ def _randomization_p(
         rounding: by which a statistic of the same sums in another order may differ.
         seed: of the exchanges.
     """
+    if len(ahead) == 1:
+        return None
     random, total, as_large = np.random.default_rng(seed), ahead.sum(0), 0
     observed = np.abs(statistic(total[None]))
     ahead = ahead[ahead.any(axis=1)]  # exchanging equal values changes nothing
@@ -179,6 +176,6 @@ def _randomization_p(
     return (as_large + 1) / (SAMPLES + 1)
 
 
-def ends(drawn: np.ndarray) -> list[float]:
-    """[low, high] of the 95% interval of bootstrap values, nan ignored."""
-    return [float(end) for end in np.nanpercentile(drawn, LEVEL)]
+def ends(drawn: np.ndarray) -> list[float | None]:
+    """[low, high] of the 95% interval of bootstrap values, nan ignored; None where all are nan."""
+    return [None, None] if np.isnan(drawn).all() else [float(end) for end in np.nanpercentile(drawn, LEVEL)]

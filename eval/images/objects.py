@@ -153,7 +153,8 @@ def compare_objects(
     for score in [score for score in (*SCORES, *KIND_SCORES.values()) if score in sums_a]:
         if sums_a[score][1].any() and sums_b[score][1].any():
             line = paired_ratio_difference(sums_a[score], sums_b[score])
-            compared[score] = {name: value if name == "p" else 100 * value for name, value in line.items()}
+            points = {name: value and 100 * value for name, value in line.items()}  # None of a single image
+            compared[score] = points | {"p": line["p"]}
     return compared
 
 
