@@ -24,8 +24,9 @@ from gradio_client import Client
 from harness import publish, read_options
 from tqdm import tqdm
 
-from debias_diffusion.app.demo.drawing import draw
 from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.rendering import render_request
+from debias_diffusion.app.demo.request import Request
 from debias_diffusion.app.demo.toy import random_scene
 from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.report import Table
@@ -56,12 +57,12 @@ def served():
 def without_server(requests: int, steps: int) -> float:
     """Requests a second."""
     models = DemoModels("toy/sdxl", [ENCODER], pick_device(None))
-    request = replace(models.defaults, prompt=PROMPT, steps=steps)
-    for _ in draw(models, request):  # the first one is slower
+    request = replace(Request.default(models), prompt=PROMPT, steps=steps)
+    for _ in render_request(models, request):  # the first one is slower
         pass
     started = time.perf_counter()
     for seed in tqdm(range(requests), desc="without a server"):
-        for _ in draw(models, replace(request, seed=seed)):
+        for _ in render_request(models, replace(request, seed=seed)):
             pass
     return requests / (time.perf_counter() - started)
 

@@ -14,26 +14,26 @@ import numpy as np
 from harness import RESULTS, publish, read_options
 from tqdm import tqdm
 
-from debias_diffusion.app.demo.drawing import Drawn, draw
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.demo.toy import mark, random_scene
+from debias_diffusion.app.demo.rendering import RenderedImage, render_request
+from debias_diffusion.app.demo.request import Request
+from debias_diffusion.app.demo.toy import random_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import labels
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import read_json_object, write_json
+from debias_diffusion.toyworld.checker import compare
 from debias_diffusion.toyworld.scenes import PLACES
 
 
 def scores(models: DemoModels, number: int, names: list[str]) -> dict[str, list[float]]:
     """By name, in the demo's order, the share of the objects that are right, and of the empty places filled."""
     scene = random_scene(number)
-    drawing = draw(models, replace(models.defaults, prompt=scene.caption))
-    marks = {item.label: mark(scene, item.image) for item in drawing if isinstance(item, Drawn)}
-    empty = len(PLACES) - len(scene.objects)
-    shares = [
-        [len(each.right) / len(scene.objects), len(each.invented) / empty] for each in map(marks.get, models.labels)
-    ]
+    items = render_request(models, replace(Request.default(models), prompt=scene.caption))
+    seen = {item.label: compare(item.image, scene.scene) for item in items if isinstance(item, RenderedImage)}
+    count, empty = len(scene.objects), len(PLACES) - len(scene.objects)
+    shares = [[sum(seen[label].correct.values()) / count, len(seen[label].invented) / empty] for label in models.labels]
     return dict(zip(names, shares, strict=True))
 
 

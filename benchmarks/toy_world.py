@@ -23,7 +23,7 @@ from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.app.quickstart import RESULTS_FOLDER, QuickstartConfig, Setup, quickstart
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.images.objects import BY_TELLING, TELLING_TITLES, TELLINGS
+from debias_diffusion.eval.images.objects import BY_KIND, KIND_SCORES, KIND_TITLES
 from debias_diffusion.eval.images.references import ALL, READERS
 from debias_diffusion.eval.images.rendered import FOLDER
 from debias_diffusion.eval.report import Table, cell
@@ -55,7 +55,7 @@ COLUMNS = {
     "fid_own": ("FID", 1),
     "dino_score": ("DINO", 3),
 }
-COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_score", *TELLINGS.values())
+COMPARED = ("objects_right", "objects_f1", "empty_filled", "fid_own", "dino_score", *KIND_SCORES.values())
 LONG, DEBIAS, SDXL = RECIPES
 ORIGINAL, IN_CHUNKS, OVERLAPPING = "clip", "clip in chunks", "clip in overlapping chunks"
 LIGHT, SDXL_OVERLAPPING = "long-clip, w = 0.1", f"{SDXL}, the second in overlapping chunks"
@@ -194,7 +194,7 @@ def _drawn(report: dict, rows: list[str]) -> dict:
     compared = [line | {"a": names[line["a"]], "b": names[line["b"]]} for line in report["compared"]]
     return {
         "encoders": {
-            names[label]: {score: value for score, value in entry["scores"].items() if score in (*COLUMNS, BY_TELLING)}
+            names[label]: {score: value for score, value in entry["scores"].items() if score in (*COLUMNS, BY_KIND)}
             for label, entry in report["encoders"].items()
         },
         "compared": [line for line in compared if line["score"] in COMPARED and (line["a"], line["b"]) in PAIRS],
@@ -256,7 +256,7 @@ def _telling_table(drawn: dict[int, dict]) -> list[Table]:
 
 
 def _of_way(scores: dict, way: str) -> str:
-    return next(f"{line['value']:.1f}" for line in scores[BY_TELLING] if line["told"] == way)
+    return next(f"{line['value']:.1f}" for line in scores[BY_KIND] if line["told"] == way)
 
 
 def _difference_table(drawn: dict[int, dict]) -> Table:
@@ -273,7 +273,7 @@ def _difference_table(drawn: dict[int, dict]) -> Table:
         for pair in (f"{a} minus {b}" for a, b in PAIRS)
         if any((seed, pair, score) in lines for score in scores)
     ]
-    titles = (COLUMNS[score][0] if score in COLUMNS else TELLING_TITLES[score] for score in scores)
+    titles = (COLUMNS[score][0] if score in COLUMNS else KIND_TITLES[score] for score in scores)
     return Table(["seed", "difference", *titles], rows)
 
 

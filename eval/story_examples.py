@@ -11,7 +11,7 @@ from debias_diffusion.toyworld.checker import Comparison, compare_reading, read_
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene, Thing
 
-from .images.networks import open_picture
+from .images.networks import load_image
 from .report import image_url
 
 EXAMPLES = 8  # the first of each family of scenes, not the best ones
@@ -41,7 +41,7 @@ def examples(split: str, count: int, folders: Mapping[str, Path]) -> list[dict]:
 
 def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
     asked, prompt = scene_and_caption(split, index)
-    images = {name: open_picture(file) for name, file in files.items()}
+    images = {name: load_image(file) for name, file in files.items()}
     readings = {name: read_image(image) for name, image in images.items()}
     seen = {name: compare_reading(reading, asked) for name, reading in readings.items()}
     size = next(iter(images.values())).width

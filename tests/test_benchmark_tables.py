@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from debias_diffusion.eval.images.objects import BY_TELLING
+from debias_diffusion.eval.images.objects import BY_KIND
 from debias_diffusion.eval.images.references import ACROSS, ALL, ALONE, READERS
 
 
@@ -30,7 +30,7 @@ def report():
 
     def scores(right):
         ways = [{"told": told, "value": right + place} for place, told in enumerate((ALONE, ACROSS))]
-        return {"scores": {"objects_right": {"value": right}, "unknown": {"value": 1.0}, BY_TELLING: ways}}
+        return {"scores": {"objects_right": {"value": right}, "unknown": {"value": 1.0}, BY_KIND: ways}}
 
     compared = [line("two", "one", "objects_right", 25), line("three", "two", "fid_own", -7.25)]
     compared += [line("two", "one", "background_right", 3), line("three", "one", "objects_right", 9)]
@@ -43,7 +43,7 @@ def report():
 def test_scores_and_differences_get_the_names_of_their_rows(benchmark, report):
     rows = [benchmark.IN_CHUNKS, benchmark.OVERLAPPING, benchmark.SDXL]
     drawn = benchmark._drawn(report, rows)
-    assert list(drawn["encoders"]) == rows and set(drawn["encoders"][rows[0]]) == {"objects_right", BY_TELLING}
+    assert list(drawn["encoders"]) == rows and set(drawn["encoders"][rows[0]]) == {"objects_right", BY_KIND}
     compared = [(its["a"], its["b"], its["score"], its["difference"]) for its in drawn["compared"]]
     assert compared == [  # without scores that no table shows
         (rows[1], rows[0], "objects_right", 25),

@@ -13,7 +13,6 @@ from helpers.vocabulary import tiny_tokenizer
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import drift
 from debias_diffusion.eval.images.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift
-from debias_diffusion.eval.page import ReportConfig, evaluate_report
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 
@@ -21,8 +20,8 @@ LONG = " ".join(f"House number {n} has {n} red windows." for n in range(1, 20))
 CAPTIONS = [caption(0), LONG, "A cat.", caption(1)]
 
 
-def reader(encoder, window: int = 77) -> Reader:
-    return Reader("tiny", encoder.eval(), tiny_tokenizer(window), "digest")
+def reader(encoder) -> Reader:
+    return Reader("tiny", encoder.eval(), tiny_tokenizer(77), "digest")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def test_one_shift_of_all_states_is_seen_and_undone(base):
     assert result["by_position"][-1] == pytest.approx(expected[1], rel=1e-3)  # the long one alone reaches so far
 
 
-def test_a_longer_window_reads_at_once_what_the_base_reads_in_chunks(base):
+def test_a_longer_context_length_reads_at_once_what_the_base_reads_in_chunks(base):
     encoder, tokenizer = stretch_text_encoder(base.encoder, base.tokenizer)
     result = measure_drift(Reader("long", encoder, tokenizer, ""), base, CAPTIONS, 4, "long")
     assert result["by_position"][0] == pytest.approx(0, abs=1e-9)  # kept positions
@@ -116,13 +115,8 @@ def config(folders, output, **changes) -> DriftConfig:
 def test_the_command_ranks_encoders_and_resumes(folders, tmp_path, monkeypatch, capsys):
     report = evaluate_drift(config(folders, tmp_path))
     shown = capsys.readouterr().out
-    near, far = report["encoders"].values()
-    assert far["state_error"]["text"]["value"] == pytest.approx(16 * near["state_error"]["text"]["value"], rel=1e-3)
-    assert (
-        near["state_error"]["text"]["low"]
-        <= near["state_error"]["text"]["value"]
-        <= near["state_error"]["text"]["high"]
-    )
+    near, far = (numbers["state_error"]["text"] for numbers in report["encoders"].values())
+    assert far["value"] == pytest.approx(16 * near["value"], rel=1e-3) and near["low"] <= near["value"] <= near["high"]
     (line,) = report["compared"]
     assert (line["a"], line["b"], line["difference"] > 0, line["p"] < 0.01) == ("far", "near", True, True)
     assert "near" in shown and "far - near, state error of text" in shown and f"{PADS} pads" in shown
@@ -130,13 +124,22 @@ def test_the_command_ranks_encoders_and_resumes(folders, tmp_path, monkeypatch, 
     assert (tmp_path / "drift.png").stat().st_size > 5000
 
     monkeypatch.setattr(drift, "measure_drift", lambda *_: pytest.fail("computed again"))
-    again = evaluate_drift(config(folders, tmp_path))
-    assert again["encoders"] == report["encoders"]
-    evaluate_report(ReportConfig(str(tmp_path)))
-    assert "What the UNet reads" in (tmp_path / "report.html").read_text()
+    assert evaluate_drift(config(folders, tmp_path))["encoders"] == report["encoders"]
 
 
-def test_what_cannot_be_compared_is_refused(folders, tmp_path, base):
+def test_a_single_caption_has_no_interval_and_no_p(folders, tmp_path):
+    report = evaluate_drift(config(folders, tmp_path, limit=1))
+    (line,), errors = report["compared"], [numbers["state_error"] for numbers in report["encoders"].values()]
+    assert all(
+        error[part]["value"] > 0 and error[part]["low"] is error[part]["high"] is None
+        for error in errors
+        for part in error
+    )
+    assert line["difference"] > 0 and line["low"] is line["high"] is line["p"] is None
+    assert not any(" to " in str(table) for table in drift.tables(report))
+
+
+def test_states_that_cannot_be_compared_are_refused(folders, tmp_path, base):
     wide = tiny_sdxl.text_encoder(width=64)
     write_text_encoder(wide, base.tokenizer, tmp_path / "wide")
     with pytest.raises(UserError, match="64 channels and those of the base .* 32. Give the base"):

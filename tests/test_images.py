@@ -20,10 +20,9 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images import dpg_answers
+from debias_diffusion.eval.images import dpg_bench
 from debias_diffusion.eval.images import networks as feature_networks
-from debias_diffusion.eval.images.figures import plot_examples
-from debias_diffusion.eval.images.generation import _reference, _with_readable_reference
+from debias_diffusion.eval.images.generation import _reference, _with_readable_reference, plot_examples
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.retrieval import encode_images
 from debias_diffusion.tokens import CaptionTokenizer
@@ -80,8 +79,8 @@ def test_no_picture_starts_ghostscript(tmp_path, ghostscript):
         opened(tmp_path, "a.jpg")
     assert not ghostscript.exists()
     for read in (
-        lambda: feature_networks.open_picture(path),
-        lambda: dpg_answers.open_picture([path], 0, 1),
+        lambda: feature_networks.load_image(path),
+        lambda: dpg_bench.load_image([path], 0, 1),
         lambda: plot_examples(["A."], [colours()], {"x": [path]}),
     ):
         with pytest.raises(UserError, match=r"a.jpg' cannot be (read|used): cannot identify it as JPEG"):

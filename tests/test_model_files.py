@@ -17,7 +17,7 @@ from transformers import AutoModel, ViTConfig, ViTModel
 
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images.dpg_answers import VqaModel
+from debias_diffusion.eval.images.dpg_bench import VqaModel
 from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures
 from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.interchange.single_file import write_file

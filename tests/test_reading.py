@@ -15,11 +15,11 @@ from debias_diffusion.eval.images.references import (
     CaptionReading,
     ceilings,
     knowable,
+    mention_kinds,
     read_caption,
     refers_back,
     sentences_by_chunk,
     truncated,
-    ways_told,
 )
 from debias_diffusion.tokens import clean, clip_tokenizer
 from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
@@ -93,7 +93,7 @@ def test_ways_and_ceilings_in_closed_form():
     # One sentence of each but the first chunk is new, after two that are read again.
     assert sentences_by_chunk(TOLD, words, overlap=True) == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
     reading = read_caption(TOLD, words)
-    assert reading.ways == {"top": WITHIN, "left": ACROSS, "right": ALONE}
+    assert reading.mention_kinds == {"top": WITHIN, "left": ACROSS, "right": ALONE}
     assert reading.knowable == {
         "truncated": {"top"},
         "in_chunks": {"top", "right"},
@@ -101,7 +101,7 @@ def test_ways_and_ceilings_in_closed_form():
         "whole": {"top", "left", "right"},
     }
     # Cut between the star and "it", nothing is known of its colour; read together, all is.
-    assert ways_told(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"top": ACROSS, "left": WITHIN, "right": ALONE}
+    assert mention_kinds(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"top": ACROSS, "left": WITHIN, "right": ALONE}
     assert knowable(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"left", "right"}
     assert knowable(TOLD, [range(7)]) == {"top", "left", "right"} and knowable(TOLD, [[]]) == set()
     alone = CaptionReading({"top": ALONE}, {reader: {"top"} for reader in READERS})
@@ -117,13 +117,13 @@ def test_ways_and_ceilings_in_closed_form():
 @given(seed=st.integers(0, 2**40))
 def test_only_what_is_told_across_a_cut_is_lost_in_chunks(seed):
     reading = read_caption(referring(seed), words)
-    lost = {place for place, way in reading.ways.items() if way == ACROSS}
-    assert reading.knowable["whole"] == set(reading.ways)
-    assert reading.knowable["in_chunks"] == set(reading.ways) - lost
+    lost = {place for place, way in reading.mention_kinds.items() if way == ACROSS}
+    assert reading.knowable["whole"] == set(reading.mention_kinds)
+    assert reading.knowable["in_chunks"] == set(reading.mention_kinds) - lost
     assert reading.knowable["truncated"] <= reading.knowable["in_chunks"]
 
 
 def test_plain_captions_refer_to_nothing():
     assert refers_back(TOLD) and refers_back(referring(3))
     plain = referring(3, "plain")
-    assert not refers_back(plain) and set(read_caption(plain, words).ways.values()) == {ALONE}
+    assert not refers_back(plain) and set(read_caption(plain, words).mention_kinds.values()) == {ALONE}

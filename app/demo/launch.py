@@ -36,14 +36,20 @@ def open_app(config: AppConfig):
     Raises:
         UserError: a setting cannot be used.
     """
-    password = _password(config)
+    password = os.environ.get(PASSWORD) if config.user else None  # without a user it may be meant for another run
+    if config.password_file:
+        try:
+            with open(config.password_file, encoding="utf-8") as file:
+                password = file.readline().rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            raise UserError(f"The password file {config.password_file!r} cannot be read ({reason(error)}).") from error
     if bool(config.user) != bool(password):
         raise UserError(
             "A user and a password go together. Give both, or neither; the password by --password-file or the "
             f"environment variable {PASSWORD}."
         )
-    host, is_local = config.host.strip("[]"), config.host.strip("[]") in LOCAL
-    notice = "" if is_local or password else OPEN
+    host = config.host.strip("[]")
+    notice = "" if host in LOCAL or password else OPEN
     if notice:
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
     models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
@@ -55,40 +61,27 @@ def open_app(config: AppConfig):
     from . import page
 
     # A page of another site could otherwise reach a local demo under a name of its own (DNS rebinding).
-    hosts = [*LOCAL, "[::1]"] if is_local else ["*"]
+    hosts = [*LOCAL, "[::1]"] if host in LOCAL else ["*"]
     try:
         blocks = page.build(models, config.budget, MOST_WAITING, notice)
         _, url, _ = blocks.launch(
             server_name=f"[{host}]" if ":" in host else host,
             server_port=config.port,
             auth=(config.user, password) if password else None,
-            share=False,
             quiet=True,
             prevent_thread_lock=True,
             ssr_mode=False,
             enable_monitoring=False,
             run_history=False,
-            strict_cors=True,
             max_file_size=MOST_UPLOAD,
             footer_links=["api"],
             theme=page.theme(),
             css=page.STYLE,
             app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]},
         )
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UserError(
             f"Cannot listen on host {host!r}, port {config.port} ({reason(error)}). Give another --port, from 1 to "
             "65535, or another --host."
         ) from error
     return blocks, url
-
-
-def _password(config: AppConfig) -> str | None:
-    if not config.password_file:
-        # Without a user the variable may be meant for another run.
-        return os.environ.get(PASSWORD) if config.user else None
-    try:
-        with open(config.password_file, encoding="utf-8") as file:
-            return file.readline().rstrip("\r\n")
-    except (OSError, ValueError) as error:
-        raise UserError(f"The password file {config.password_file!r} cannot be read ({reason(error)}).") from error

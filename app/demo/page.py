@@ -3,7 +3,7 @@
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from html import escape
 from math import sqrt
 from typing import Any
@@ -11,27 +11,22 @@ from typing import Any
 import gradio as gr
 from PIL import Image
 
-from debias_diffusion.encoders import Reading
+from debias_diffusion.encoders import READINGS, Reading
 from debias_diffusion.errors import UserError
 
-from .drawing import Drawn, draw
+from ..prompts import parse_seed
 from .examples import examples
 from .models import DemoModels
 from .reading import attention, count_tokens, movement
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request
-from .settings import from_png
-from .toy import MOST_SCENES, mark, random_scene
+from .rendering import RenderedImage, render_request
+from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, from_png
+from .toy import MOST_SCENES, random_scene
 
 TITLE = "See what your encoder reads"
 KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
 # Who reads a token. The colours differ in lightness too, and the sentences below the tokens say it in words.
 READ_BY = {"all": "read by every encoder", "some": "read by some encoders", "none": "read by no encoder"}
 COLOURS = dict(zip(READ_BY.values(), ("#5eead4", "#fcd34d", "#fb7185"), strict=True))
-READINGS = [
-    ("overlap: chunks, each read with the end of the text before it", "overlap"),
-    ("separate: chunks, each read by itself", "separate"),
-    ("cut: the first 77 tokens alone", "cut"),
-]
 EXPLANATION = """### What does each encoder read?
 How much the end token, where CLIP takes a prompt's embedding, attends to each word; and how far the embedding moves
 when a sentence is removed. A sentence that moves nothing was not read."""
@@ -47,7 +42,7 @@ STYLE = """
 """
 TURN = {"concurrency_id": "device", "concurrency_limit": 1}  # one request at a time uses the device
 BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something is generated
-PRIVATE = {"api_visibility": "private"}
+PRIVATE = {"api_visibility": "private"} | BESIDE
 
 
 def theme() -> gr.themes.Base:
@@ -61,8 +56,85 @@ def theme() -> gr.themes.Base:
     )
 
 
+def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") -> gr.Blocks:
+    """The page and its endpoints for these models.
+
+    Args:
+        budget: denoising steps of one request.
+        most_waiting: requests in the queue; further ones are refused.
+        notice: what the page says at its top.
+    """
+    endpoints, defaults = _Endpoints(models, budget), Request.default(models)
+    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=KEPT) as page:
+        scene = gr.State(None)  # number of the toy world's scene that was chosen last, or None
+        analysed = gr.State(None)  # what the analysis on the page is of
+        gr.Markdown(
+            f"# {TITLE}\nOne prompt, one seed, up to five text encoders in {escape(models.base)}: how much of a long "
+            f"prompt each encoder reads, and the image generated from it.{f' **{notice}**' if notice else ''}"
+        )
+        with gr.Row():
+            with gr.Column(scale=5, min_width=320):
+                hint = "A long prompt of several sentences"
+                prompt = gr.Textbox(label="Prompt", lines=6, max_lines=16, placeholder=hint)
+                with gr.Row():
+                    named = examples(models) | ({"Random scene": None} if models.is_toy else {})
+                    chosen = [(gr.Button(name, size="sm", min_width=90), example) for name, example in named.items()]
+                encoders = gr.CheckboxGroup(models.labels, value=models.labels, label="Encoders to compare")
+                with gr.Row():
+                    generate = gr.Button("Generate", variant="primary", scale=3, min_width=120)
+                    stop = gr.Button("Stop", variant="stop", scale=1, min_width=80)
+                status = gr.HTML("", min_height=60)  # no Markdown, in which a hostile PNG could say an image's address
+                tokens = gr.HighlightedText(label="Tokens", color_map=COLOURS, show_legend=True)
+                readings = gr.Markdown()
+                with gr.Accordion("Advanced settings", open=False):
+                    negative = gr.Textbox("", label="Negative prompt", lines=2)
+                    seed = gr.Textbox("0", label="Seed")  # as text: numbers in a browser end at 2^53
+                    new_seed = gr.Button("Random seed", size="sm")
+                    scale = defaults.guidance_scale
+                    steps = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps")
+                    guidance = gr.Slider(0, MOST_GUIDANCE, scale, step=0.5, label="Guidance scale")
+                    with gr.Row(visible=not models.is_toy):
+                        height = gr.Number(defaults.height, label="Height in pixels", precision=0)
+                        width = gr.Number(defaults.width, label="Width in pixels", precision=0)
+                    count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
+                    scheduler = gr.Dropdown(models.schedulers, value=defaults.scheduler, label="Scheduler")
+                    weighting = gr.Checkbox(False, label="Read weights: (word:1.3), [word], BREAK")
+                    hint = "An encoder whose name says how it reads always reads so."
+                    choices = [(title.capitalize(), name) for name, title in READINGS.items()]
+                    reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
+                png = gr.UploadButton("Restore settings from a PNG", file_types=[".png"], size="sm")
+            with gr.Column(scale=6, min_width=320):
+                looks = {"columns": 3, "height": "auto", "show_label": False, "buttons": ["download", "fullscreen"]}
+                images = gr.Gallery(label="Images", format="png", interactive=False, elem_id="images", **looks)
+                gr.Markdown(EXPLANATION)
+                analyse = gr.Button("Analyse this prompt")
+                analysis = [gr.HighlightedText(visible=False) for _ in models.labels]
+                analysis.append(gr.Dataframe(visible=False, interactive=False, wrap=True, elem_id="movement"))
+
+        text = [prompt, encoders, weighting, reading]
+        settings = [negative, seed, steps, guidance, height, width, count, scheduler, weighting, reading]
+        request, on_status = [prompt, encoders, *settings], {"show_progress_on": status, **TURN}
+        changes = [component.change for component in text]
+        counted = {"api_name": "tokens", "trigger_mode": "always_last", **BESIDE}
+        gr.on(changes, endpoints.count, text, [tokens, readings], **counted)
+        outputs = [*analysis, analysed]
+        analysing = analyse.click(endpoints.analyse, text, outputs, api_name="attention", **on_status)
+        for event in (*changes, analysing.then):
+            event(endpoints.hide_stale, [analysed, *text], analysis, **PRIVATE)
+        starts = [generate.click, prompt.submit]
+        rendering = gr.on(starts, endpoints.render, [scene, *request], images, api_name="generate", **on_status)
+        rendering.success(lambda: "Done.", None, status, **PRIVATE)
+        stopped = stop.click(None, cancels=[rendering], api_visibility="private")
+        stopped.then(lambda: "Stopped.", None, status, **PRIVATE)
+        for button, example in chosen:
+            button.click(lambda example=example: choose(example), None, [prompt, scene, images], **PRIVATE)
+        new_seed.click(lambda: str(random.randrange(2**32)), None, seed, **PRIVATE)
+        png.upload(endpoints.restore, png, [status, scene, images, *request], api_name="settings", **BESIDE)
+    return page.queue(max_size=most_waiting, default_concurrency_limit=1, api_open=False)
+
+
 @contextmanager
-def shown_errors() -> Iterator[None]:
+def _shown_errors() -> Iterator[None]:
     """Passes a UserError on to the visitor; escaped, because gradio shows it as HTML."""
     try:
         yield
@@ -70,193 +142,85 @@ def shown_errors() -> Iterator[None]:
         raise gr.Error(escape(str(error), quote=False), duration=None, print_exception=False) from None
 
 
-def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") -> gr.Blocks:
-    """The page and its endpoints for these models.
+class _Endpoints:
+    """What the page asks for. Parameters have the names that programs use, docstrings are those of "Use via API"."""
 
-    Args:
-        models: the demo's models.
-        budget: denoising steps of one request.
-        most_waiting: requests in the queue; further ones are refused.
-        notice: what the page says at its top.
-    """
-    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=KEPT) as page:
-        _Page(models, budget, notice)
-    return page.queue(max_size=most_waiting, default_concurrency_limit=1, api_open=False)
-
-
-class _Page:
-    """The components of the page and their events."""
-
-    def __init__(self, models: DemoModels, budget: int, notice: str):
+    def __init__(self, models: DemoModels, budget: int):
         self.models, self.budget = models, budget
-        self.scene = gr.State(None)  # number of the toy world's scene that was chosen last, or None
-        self.analysed = gr.State(None)  # what the analysis on the page is of
-        gr.Markdown(
-            f"# {TITLE}\nOne prompt, one seed, up to five text encoders in {escape(models.base)}: how much of a long "
-            f"prompt each encoder reads, and the image generated from it.{f' **{notice}**' if notice else ''}"
-        )
-        with gr.Row():
-            with gr.Column(scale=5, min_width=320):
-                self._inputs()
-                self._advanced(models.defaults)
-            with gr.Column(scale=6, min_width=320):
-                looks = {"columns": 3, "height": "auto", "show_label": False, "buttons": ["download", "fullscreen"]}
-                self.images = gr.Gallery(label="Images", format="png", interactive=False, elem_id="images", **looks)
-                gr.Markdown(EXPLANATION)
-                self.analyse = gr.Button("Analyse this prompt")
-                self.analysis = [gr.HighlightedText(visible=False) for _ in models.labels]
-                self.analysis.append(gr.Dataframe(visible=False, interactive=False, wrap=True, elem_id="movement"))
-        self._wire()
 
-    def _inputs(self) -> None:
-        hint = "A long prompt of several sentences"
-        self.prompt = gr.Textbox(label="Prompt", lines=6, max_lines=16, placeholder=hint)
-        with gr.Row():
-            self.examples = {
-                name: gr.Button(name, size="sm", min_width=90) for name in [*examples(self.models), "Random scene"]
-            }
-        self.examples["Random scene"].visible = self.models.is_toy
-        self.encoders = gr.CheckboxGroup(self.models.labels, value=self.models.labels, label="Encoders to compare")
-        with gr.Row():
-            self.generate = gr.Button("Generate", variant="primary", scale=3, min_width=120)
-            self.stop = gr.Button("Stop", variant="stop", scale=1, min_width=80)
-        self.status = gr.HTML("", min_height=60)  # no Markdown, in which a hostile PNG could say an image's address
-        self.tokens = gr.HighlightedText(label="Tokens", color_map=COLOURS, show_legend=True)
-        self.readings = gr.Markdown()
-
-    def _advanced(self, defaults: Request) -> None:
-        with gr.Accordion("Advanced settings", open=False):
-            parts = {"negative_prompt": gr.Textbox("", label="Negative prompt", lines=2)}
-            parts["seed"] = gr.Textbox("0", label="Seed")  # as text: numbers in a browser end at 2^53
-            self.new_seed = gr.Button("Random seed", size="sm")
-            parts["steps"] = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps")
-            parts["guidance_scale"] = gr.Slider(
-                0, MOST_GUIDANCE, defaults.guidance_scale, step=0.5, label="Guidance scale"
-            )
-            with gr.Row(visible=not self.models.is_toy):
-                parts["height"] = gr.Number(defaults.height, label="Height in pixels", precision=0)
-                parts["width"] = gr.Number(defaults.width, label="Width in pixels", precision=0)
-            parts["images"] = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
-            parts["scheduler"] = gr.Dropdown(self.models.schedulers, value=defaults.scheduler, label="Scheduler")
-            parts["weighting"] = gr.Checkbox(False, label="Read weights: (word:1.3), [word], BREAK")
-            hint = "An encoder whose name says how it reads always reads so."
-            parts["reading"] = gr.Radio(READINGS, value="overlap", label="Reading of long prompts", info=hint)
-        self.settings = parts  # by the fields of a request
-        self.png = gr.UploadButton("Restore settings from a PNG", file_types=[".png"], size="sm")
-
-    def _wire(self) -> None:
-        text = [self.prompt, self.encoders, self.settings["weighting"], self.settings["reading"]]
-        request = [self.prompt, self.encoders, *self.settings.values()]
-        on_status = {"show_progress_on": self.status, **TURN}
-        outputs = [*self.analysis, self.analysed]
-        analysing = self.analyse.click(self.look, text, outputs, api_name="attention", **on_status)
-        gr.on(
-            [component.change for component in text],
-            self.count,
-            text,
-            [self.tokens, self.readings],
-            api_name="tokens",
-            trigger_mode="always_last",
-            **BESIDE,
-        )
-        for event in (*(component.change for component in text), analysing.then):
-            event(self._hide_stale, [self.analysed, *text], self.analysis, **BESIDE, **PRIVATE)
-        drawing = gr.on(
-            [self.generate.click, self.prompt.submit],
-            self.draw,
-            [self.scene, *request],
-            self.images,
-            api_name="generate",
-            **on_status,
-        )
-        drawing.success(lambda: "Done.", None, self.status, **BESIDE, **PRIVATE)
-        stopped = self.stop.click(None, cancels=[drawing], **PRIVATE)
-        stopped.then(lambda: "Stopped.", None, self.status, **BESIDE, **PRIVATE)
-        for name, example in {**examples(self.models), "Random scene": None}.items():
-            chosen = [self.prompt, self.scene, self.images]
-            self.examples[name].click(lambda example=example: _choose(example), None, chosen, **BESIDE, **PRIVATE)
-        self.new_seed.click(lambda: str(random.randrange(2**32)), None, self.settings["seed"], **BESIDE, **PRIVATE)
-        restored = [self.status, self.scene, self.images, *request]
-        self.png.upload(self.restore, self.png, restored, api_name="settings", **BESIDE)
-
-    # Endpoints, whose parameters have the names that programs use
-
-    def draw(
+    def render(
         self, scene, prompt, encoders, negative_prompt, seed, steps, guidance_scale, height, width, images, scheduler,
         weighting, reading, progress=gr.Progress(),  # noqa: B008
     ) -> Iterator[list[tuple]]:  # fmt: skip
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
-        request = Request(
-            prompt, tuple(label for label in self.models.labels if label in encoders), negative_prompt, seed, steps,
-            guidance_scale, height, width, images, scheduler, weighting, reading, scene,
-        )  # fmt: skip
-        drawing, shown = draw(self.models, request, self.budget), _reference(scene, prompt)
-        try:
-            with shown_errors(), tempfile.TemporaryDirectory() as folder:
-                for item in drawing:
-                    if isinstance(item, Drawn):
-                        shown.append(
-                            (str(item.save(folder)), _caption(item.label, item.seed, item.read, item.image, request))
-                        )
+        with _shown_errors(), tempfile.TemporaryDirectory() as folder:
+            labels = [label for label in self.models.labels if label in encoders]
+            request = Request(
+                prompt, labels, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
+                scheduler, weighting, reading, scene,
+            )  # fmt: skip
+            shown = _reference(scene, prompt)
+            with closing(render_request(self.models, request, self.budget)) as items:
+                for item in items:
+                    if isinstance(item, RenderedImage):
+                        caption = f"{item.label}, seed {item.seed}: {item.read}"
+                        shown.append((str(item.save(folder)), caption + _marks(item.image, scene, prompt)))
                         yield shown
                     else:
-                        place = f"{item.label}, image {item.number}, step {item.step} of {item.steps}"
-                        progress(item.done_share, place)
+                        progress(*item)
                         yield gr.skip()  # here a stopped request ends
-        finally:
-            drawing.close()
 
     def count(self, prompt: str, encoders: list[str], weighting: bool, reading: Reading) -> tuple:
         """Counts a prompt's tokens with the encoders' tokenizer: each with who reads it, and how each encoder reads."""
-        # Without any encoder, as all read it.
-        request = Request(prompt, tuple(encoders or self.models.labels), weighting=weighting, reading=reading)
-        try:
-            counted = count_tokens(self.models, request)
+        try:  # without any encoder, as all read it
+            request = Request(prompt, encoders or self.models.labels, weighting=weighting, reading=reading)
+            counted, sentences, readings = count_tokens(self.models, request)
         except UserError as error:
             return gr.HighlightedText([(str(error), None)], label="Tokens"), ""
-        tokens = [(token, READ_BY[read_by]) for token, read_by in counted.tokens]
-        title = f"Tokens: {len(tokens):,}, sentences: {counted.sentences:,}"
-        lines = [f"- **{escape(label)}** {each.in_words()}" for label, each in counted.readings.items()]
+        tokens = [(token, READ_BY[read_by]) for token, read_by in counted]
+        title = f"Tokens: {len(tokens):,}, sentences: {sentences:,}"
+        lines = [f"- **{escape(label)}** {each.in_words()}" for label, each in readings.items()]
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 
-    def look(self, prompt: str, encoders: list[str], weighting: bool, reading: Reading) -> list:
+    def analyse(self, prompt: str, encoders: list[str], weighting: bool, reading: Reading) -> list:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
-        request = Request(prompt, tuple(encoders), weighting=weighting, reading=reading)
-        with shown_errors(), self.models.alone():
+        with _shown_errors(), self.models.alone():
+            request = Request(prompt, encoders, weighting=weighting, reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [
             _attention(label, shares[label]) if label in shares else gr.HighlightedText(visible=False)
             for label in self.models.labels
         ]
-        edits = [": ".join(filter(None, (row["edit"], row["text"]))) for row in moved]
         rows = [
-            [edit, *(f"{far:.4f}" for far in row["distance"].values())] for edit, row in zip(edits, moved, strict=True)
+            [": ".join(filter(None, (row["edit"], row["text"]))), *(f"{far:.4f}" for far in row["distance"].values())]
+            for row in moved
         ]
         headers, widths = ["1 - cosine after", *shares], ["190px", *["84px"] * len(shares)]
         table = gr.Dataframe(rows, headers=headers, column_widths=widths, visible=bool(rows))
         return [*shown, table, [prompt, encoders, weighting, reading]]
 
-    def _hide_stale(self, analysed: list | None, *text) -> list:
+    def hide_stale(self, analysed: list | None, *text) -> list:
         """Hides an analysis of another prompt, whether it was shown before or came late."""
-        return [gr.skip() if analysed == [*text] else gr.update(visible=False)] * len(self.analysis)
+        shown = gr.skip() if analysed == [*text] else gr.update(visible=False)
+        return [shown] * (len(self.models.labels) + 1)
 
     def restore(self, png: str) -> list[Any]:
         """Reads the settings in a PNG from this demo or from `debias-diffusion generate`."""
-        with shown_errors():
-            restored = from_png(png, self.models)
-        request, images = restored.request, gr.skip()
-        if request.scene is not None and restored.label:
+        with _shown_errors():
+            request, notes = from_png(png, self.models)
+        images = _reference(request.scene, request.prompt)
+        if images:
             with Image.open(png, formats=("PNG",)) as image:
                 if image.size == (request.width, request.height):
-                    caption = _caption(restored.label, restored.seed, "", image, request)
-                    images = [*_reference(request.scene, request.prompt), (png, caption)]
-        status = escape(" ".join(["All settings are restored.", *restored.notes]))
-        settings = [getattr(request, name) for name in self.settings]
-        return [status, request.scene, images, request.prompt, list(request.encoders), *settings]
+                    images.append((png, f"The PNG{_marks(image, request.scene, request.prompt)}"))
+        status = escape(" ".join(["All settings are restored.", *notes]))
+        # in the order of the components
+        prompt, encoders, negative_prompt, seed, *settings, scene = vars(request).values()
+        return [status, scene, images or gr.skip(), prompt, encoders, negative_prompt, str(seed), *settings]
 
 
-def _choose(example: str | int | None) -> tuple:
+def choose(example: str | int | None) -> tuple:
     """The prompt, the scene and the images of an example: a text, the number of a scene, or None for a random one."""
     if isinstance(example, str):
         return example, None, []
@@ -267,30 +231,25 @@ def _choose(example: str | int | None) -> tuple:
 
 def _reference(number: int | None, prompt: str) -> list[tuple]:
     """The reference image of a scene, if the prompt is its caption."""
-    scene = None if number is None else random_scene(number)
-    if scene is None or scene.caption != prompt:
+    if number is None or (scene := random_scene(number)).caption != prompt:
         return []
     objects = "; ".join(f"{name} (sentence {sentence})" for name, sentence in scene.objects)
     return [(scene.reference, f"Reference image: {objects}")]
 
 
-def _caption(label: str, seed: int, read: str, image: Image.Image, request: Request) -> str:
-    """Of an image: its encoder, its seed, how the prompt was read, and what it shows of the scene."""
-    parts = [": ".join(filter(None, (f"{label}, seed {seed}", read)))]
-    if request.scene is not None and (scene := random_scene(request.scene)).caption == request.prompt:
-        parts.append(mark(scene, image).in_words())
-    return ". ".join(parts)
+def _marks(image: Image.Image, number: int | None, prompt: str) -> str:
+    """What an image shows of a scene, to end its caption with, if the prompt is that of the scene."""
+    known = number is not None and (scene := random_scene(number)).caption == prompt
+    return f". {scene.marks(image)}" if known else ""
 
 
 def _attention(label: str, share: dict) -> gr.HighlightedText:
     """An encoder's words, shaded by the square root of their share of the attention: a few words take most of it."""
-    most = max(word["after_softmax"] for chunk in share["chunks"] for word in chunk["words"]) or 1.0
-    words, title = [], f"{label} {share['reading']}"
-    for number, chunk in enumerate(share["chunks"], 1):
-        place = (
-            f"chunk {number}, tokens {chunk['first'] + 1:,} to {chunk['end']:,}: " if len(share["chunks"]) > 1 else ""
-        )
+    chunks, words = share["chunks"], []
+    most = max(word["after_softmax"] for chunk in chunks for word in chunk["words"]) or 1.0
+    for number, chunk in enumerate(chunks, 1):
+        place = f"chunk {number}, tokens {chunk['first'] + 1:,} to {chunk['end']:,}: " if len(chunks) > 1 else ""
         start, end = (f"{chunk[name]['after_softmax']:.1%}" for name in ("sot", "eot"))
         words.append((f"{place}start token {start}, end token {end} ", None))
         words += [(f"{word['word']} ", round(sqrt(word["after_softmax"] / most), 3)) for word in chunk["words"]]
-    return gr.HighlightedText(words, label=title, visible=True)
+    return gr.HighlightedText(words, label=f"{label} {share['reading']}", visible=True)

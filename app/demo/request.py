@@ -1,18 +1,29 @@
-"""A request to the demo: every setting that decides its images."""
+"""A request to the demo: every setting that decides its images, its limits, and its way into a PNG and back."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-from debias_diffusion.encoders import Reading
+from debias_diffusion.encoders import ORIGINAL, Reading
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.limits import Checked, Side, between
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
+from debias_diffusion.pipelines import PromptLayout, parse_weights
+from debias_diffusion.pipelines.png import read_settings
+from debias_diffusion.pipelines.rendering import runtime_settings
+
+from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
+from .models import DemoModels
+from .toy import MOST_SCENES, random_scene
 
 MOST_STEPS = 100
 MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
-BUDGET = 1000  # denoising steps of one request: 6 images by 5 encoders in 30 steps
 
 
 @dataclass(frozen=True)
-class Request:
-    """Everything that decides the images.
+class Request(Checked):
+    """Everything that decides the images. Raises UserError for a value that its type does not allow.
 
     Attributes:
         prompt: the prompt.
@@ -28,19 +39,143 @@ class Request:
         reading: how long prompts are read: "overlap", in overlapping chunks; "separate", in chunks that do not overlap;
             "cut", the first 77 positions, as stock SDXL does. Encoders whose name says how they read always read so.
         scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
-            image; what an image shows of it is told.
+            image; it is for saying what an image shows.
     """
 
     prompt: str
-    encoders: tuple[str, ...]
+    encoders: list[str]
     negative_prompt: str = ""
     seed: int = 0
-    steps: int = 30
-    guidance_scale: float = 7.0
-    height: int = 1024
-    width: int = 1024
-    images: int = 1
+    steps: between(int, 1, MOST_STEPS) = 30
+    guidance_scale: between(float, 0, MOST_GUIDANCE) = 7.0
+    height: Side = 1024
+    width: Side = 1024
+    images: between(int, 1, MOST_IMAGES) = 1
     scheduler: str = "Euler"
     weighting: bool = False
     reading: Reading = "overlap"
     scene: int | None = None
+
+    @classmethod
+    def default(cls, models: DemoModels) -> "Request":
+        """A request with default settings for these models, without a prompt."""
+        toy = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE} if models.is_toy else {}
+        height, width = models.size
+        return cls("", models.labels, height=height, width=width, scheduler=models.schedulers[0], **toy)
+
+
+def check(request: Request, models: DemoModels) -> Request:
+    """The request, with its scene only if the prompt is its caption.
+
+    Raises:
+        UserError: a value is not allowed with these models.
+    """
+    check_text_settings(request, models)
+    check_prompt(request.prompt)
+    check_last_seed(parse_seed(request.seed), request.images)
+    height, width = models.size
+    if models.is_toy and (request.height, request.width) != models.size:
+        raise UserError(f"Images of {models.base} have {height} x {width} pixels, got another height or width.")
+    if request.height * request.width > (most := 2 * height * width):
+        raise UserError(
+            f"{request.height} x {request.width} pixels are too many: at most {most:,} are allowed, twice the model's "
+            f"native {height} x {width}. Make one side smaller."
+        )
+    known = models.is_toy and request.scene is not None and 0 <= request.scene < MOST_SCENES
+    is_caption = known and random_scene(request.scene).caption == request.prompt
+    return request if is_caption else replace(request, scene=None)
+
+
+def check_text_settings(request: Request, models: DemoModels) -> None:
+    """Raises UserError for texts (which may be empty) that cannot be used, and without an encoder."""
+    for name in ("prompt", "negative_prompt"):
+        check_text(name.replace("_", " "), getattr(request, name))
+        without_weights(getattr(request, name), request.weighting)
+    if not request.encoders:
+        raise UserError(f"No encoder is chosen. Choose at least one of: {', '.join(models.labels)}.")
+
+
+def without_weights(text: str, weighting: bool) -> str:
+    """A prompt as written, without the syntax of weights if they are read. Raises UserError for an infinite weight."""
+    try:
+        return " ".join("".join(run for run, _ in part) for part in parse_weights(text)) if weighting else text
+    except ValueError as error:
+        raise UserError(f"The prompt's weights cannot be read: {reason(error)}.") from error
+
+
+# ---- in a PNG
+
+
+def to_settings(models: DemoModels, request: Request, label: str, number: int, layout: PromptLayout) -> dict:
+    """The settings of an image as `debias-diffusion generate` writes them, and the rest of the request.
+
+    Args:
+        request: checked.
+        label: the encoder.
+        number: of the image among those of the encoder, from 1.
+        layout: how the prompt was encoded.
+    """
+    return asdict(request) | {
+        "negative_prompt": request.negative_prompt or None,
+        "prompt_2": None,
+        "seed": request.seed + number - 1,
+        "image": number,
+        "base": models.base,
+        "encoder": label,
+        "encoder_2": None,
+        "reading": models.reading(label, request.reading),
+        "chosen_reading": request.reading,
+        **runtime_settings(models.device, models.dtype),
+        **layout._asdict(),
+    }
+
+
+def from_png(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:
+    """The request that an image of this demo, or of `debias-diffusion generate`, was generated from.
+
+    Only the text of the PNG is read. Missing encoders are left out; a missing scheduler and the size of a toy are
+    replaced by the demo's own.
+
+    Returns:
+        the request, checked; in words, what had to change because this demo has other models
+
+    Raises:
+        UserError: the file is no PNG with settings, or these cannot be used.
+    """
+    try:
+        settings = read_settings(Path(path))
+        if settings is not None:
+            return _restored(settings, models)
+        problem = "The file is no PNG with settings; programs that share images often remove them"
+    except UserError:
+        raise
+    except Exception as error:  # there is no end to what a hostile file can say
+        problem = f"The PNG's settings cannot be used ({reason(error)})"
+    raise UserError(f"{problem}. Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged.")
+
+
+def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, list[str]]:
+    values = {field.name: settings[field.name] for field in fields(Request) if field.name in settings}
+    values["seed"] = parse_seed(parse_seed(settings.get("seed", 0)) - int(settings.get("image", 1)) + 1)
+    values["reading"] = settings.get("chosen_reading", settings.get("reading", "overlap"))
+    values["negative_prompt"] = settings.get("negative_prompt") or ""
+    notes, base = [], settings.get("base")
+    if base is not None and models.base not in (base, Path(base).name):
+        notes.append(f"It was generated with the SDXL checkpoint {base[:80]!r}; this demo has {models.base}.")
+    # `generate` writes an encoder as it was passed, which may be a path that ends in the label.
+    known = {
+        name: next((end for end in (name, Path(name).name) if end in models.labels), None)
+        for name in settings.get("encoders", [settings.get("encoder") or ORIGINAL])
+    }
+    if missing := ", ".join(name for name, label in known.items() if label is None):
+        notes.append(f"The encoder {missing[:80]!r} is not here and is left out.")
+    values["encoders"] = list(dict.fromkeys(filter(None, known.values()))) or models.labels
+    native = models.schedulers[0]
+    if values.setdefault("scheduler", native) not in models.schedulers:
+        notes.append(f"There is no scheduler {values['scheduler'][:80]!r} here; {native} is used.")
+        values["scheduler"] = native
+    if models.is_toy and (values.get("height"), values.get("width")) not in (models.size, (None, None)):
+        notes.append("Images have another size here.")
+        values["height"], values["width"] = models.size
+    notes += [f"The {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
+    return check(replace(Request.default(models), **values), models), notes

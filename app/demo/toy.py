@@ -18,42 +18,37 @@ class ToyScene:
     """A scene with its caption and its reference image.
 
     Attributes:
+        scene: the scene itself.
         caption: the prompt, 9 to 14 sentences.
         reference: the reference image, 48 x 48 pixels.
         objects: description of each object, and the number of the sentence that first mentions it, from 1.
-        scene: the scene itself.
     """
 
+    scene: Scene
     caption: str
     reference: Image.Image
     objects: list[tuple[str, int]]
-    scene: Scene
 
-
-@dataclass(frozen=True)
-class Marks:
-    """What an image shows of a scene, and beside it; objects by their descriptions.
-
-    Attributes:
-        right: objects whose kind and colour stand in their places; "(is large)" follows where their size
-            is wrong.
-        missed: the scene's other objects.
-        invented: what stands in places that the scene leaves empty.
-        background: the scene's background if the image has another one, else None.
-    """
-
-    right: tuple[str, ...]
-    missed: tuple[str, ...] = ()
-    invented: tuple[str, ...] = ()
-    background: str | None = None
-
-    def in_words(self) -> str:
-        """Such as "3 of 4 objects right. Missed: ..."."""
-        words = f"{len(self.right)} of {len(self.right) + len(self.missed)} objects right."
-        sized = [name for name in self.right if name.endswith(")")]
-        for title, names in (("Missed", self.missed), ("Wrong size", sized), ("Nobody asked for", self.invented)):
-            words += f" {title}: {'; '.join(names)}." if names else ""
-        return words + (f" Wrong background: {self.background} was asked for." if self.background else "")
+    def marks(self, image: Image.Image) -> str:
+        """What an image of any size shows of the scene, such as "3 of 4 objects right. Missed: ..."."""
+        reading = read_image(image)
+        comparison, seen = compare_reading(reading, self.scene), reading.objects
+        right = [thing for thing in self.scene.things if comparison.correct[thing.place]]
+        parts = {
+            "Missed": [thing.description for thing in self.scene.things if thing not in right],
+            "Wrong size": [
+                f"{thing.description} (is {seen[thing.place].size})"
+                for thing in right
+                if not comparison.sizes[thing.place]
+            ],
+            "Nobody asked for": [
+                f"something unclear, {place}" if seen[place] == UNCLEAR else seen[place].description
+                for place in comparison.invented
+            ],
+            "Wrong background": [] if comparison.background else [f"{self.scene.background} was asked for"],
+        }
+        words = [f"{len(right)} of {len(self.scene.things)} objects right."]
+        return " ".join([*words, *(f"{title}: {'; '.join(names)}." for title, names in parts.items() if names)])
 
 
 def random_scene(number: int) -> ToyScene:
@@ -61,24 +56,4 @@ def random_scene(number: int) -> ToyScene:
     toy_scene, text = scene(_SPLIT, number), caption(_SPLIT, number)
     first_mention = text.first_mentions()
     objects = [(thing.description, first_mention[thing.place] + 1) for thing in toy_scene.things]
-    return ToyScene(text.text, render(toy_scene), objects, toy_scene)
-
-
-def mark(toy_scene: ToyScene, image: Image.Image) -> Marks:
-    """What an image of any size shows of a scene, as the checker reads it."""
-    reading = read_image(image)
-    comparison, seen = compare_reading(reading, toy_scene.scene), reading.objects
-    right, missed = [], []
-    for thing in toy_scene.scene.things:
-        if not comparison.correct[thing.place]:
-            missed.append(thing.description)
-        elif comparison.sizes[thing.place]:
-            right.append(thing.description)
-        else:
-            right.append(f"{thing.description} (is {seen[thing.place].size})")
-    invented = [
-        seen[place].description if seen[place] != UNCLEAR else f"something unclear, {place}"
-        for place in comparison.invented
-    ]
-    background = None if comparison.background else toy_scene.scene.background
-    return Marks(tuple(right), tuple(missed), tuple(invented), background)
+    return ToyScene(toy_scene, text.text, render(toy_scene), objects)

@@ -198,7 +198,8 @@ class Images:
 
     @cached_property
     def references(self) -> References:
-        return self.scores.of_references([partial(render_scene, scene(self.split, i)) for i in range(self.count)])
+        images = [partial(render_scene, scene(self.split, index)) for index in range(self.count)]
+        return self.scores.of_references(images, [text.text for text in self.captions])
 
     def files(self, row: str) -> list[Path]:
         return [self.folder / re.sub(r"[^\w]+", "-", row) / f"{index:06}.png" for index in range(self.count)]
@@ -226,7 +227,7 @@ class Images:
     def seen(self, row: str) -> tuple[list[Comparison], ImageNumbers]:
         """What the images of a row show, and their scores by features."""
         files, scenes = self.files(row), [scene(self.split, index) for index in range(self.count)]
-        numbers = self.scores(files, self.references, [text.text for text in self.captions])
+        numbers = self.scores(files, self.references)
         return compare_images(files, scenes), numbers
 
 

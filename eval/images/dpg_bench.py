@@ -6,14 +6,20 @@ only if all propositions it depends on hold too: a truck that is missing is not 
 
 import os
 import time
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
+from tqdm import tqdm
+from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
 from debias_diffusion.data.bad_records import print_left_out
+from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.encoders import may_be_hub_id
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, path_digest, sha256
 from debias_diffusion.pipelines.rendering import ImageTask
 from debias_diffusion.tokens import clip_tokenizer
@@ -21,12 +27,13 @@ from debias_diffusion.tokens import clip_tokenizer
 from ..options import AllConfig, DpgBenchConfig
 from ..report import Table, cell, compared_tables, draw_bars
 from ..session import Processes, ResultCache, Session
-from .dpg_answers import Ask, VqaModel, answer, answers_of, find_pictures
-from .dpg_questions import band, read_dpg_bench, token_position
+from .dpg_bench import VqaModel
+from .dpg_questions import DpgBench, band, read_dpg_bench, token_position
 from .dpg_scores import compare_outcomes, outcomes, score
-from .rendered import Rendered, image_task, render_all, rendering_settings
+from .rendered import image_task, render_all, rendering_settings
 
 NAME = "dpg_bench"
+GRID = 2  # images on a side of a published file
 NOTES = (
     "The published numbers are of mPLUG-large. Another model gives another scale: compare only runs of the same VQA "
     "model.",
@@ -52,83 +59,209 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         UserError: the data or a model cannot be used, an image is missing or broken, or the images in the output
             folder have other settings.
     """
-    return _DpgBench(config).run()
+    started, processes, kept = time.monotonic(), Processes(config.device), ResultCache(config.output)
+    vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+    kind, per_prompt = f"answers-{bytes_digest([vqa.encode()])[:12]}", config.images_per_prompt
 
-
-class _DpgBench:
-    """One evaluation. Only the main process reads and asks."""
-
-    def __init__(self, config: DpgBenchConfig):
-        self.config, self.processes = config, Processes(config.device)
-        self.vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
-        self.cache = ResultCache(config.output)
-
-    def run(self) -> dict:
-        started, config = time.monotonic(), self.config
-        with self.processes.only_main_prints():
-            tasks, rendered = self.processes.from_main(self._read), {}
-            digests = {"base": None, "encoder_2": None}
-            if config.images is not None:
-                folders = {Path(os.path.realpath(config.images)).name: Path(config.images)}
-            else:
-                rendered, digests = render_all(config, self.processes, tasks)
-                folders = {label: images.folder for label, images in rendered.items()}
-            return self._report(folders, rendered, digests, started) if self.processes.is_main else {}
-
-    def _read(self) -> list[ImageTask]:
-        """The images to generate."""
-        config = self.config
-        self.bench = read_dpg_bench(config.data)
-        print_left_out(self.bench.bad)
+    def read() -> tuple[DpgBench, list[ImageTask]]:
+        """The benchmark, and the images to generate."""
+        bench = read_dpg_bench(config.data)
+        print_left_out(bench.bad)
         if config.images is not None:
-            find_pictures(config.images, self.bench.prompts, config.images_per_prompt)
-        elif not self.cache.has_notes(answers_of(self.vqa)):
+            find_images(config.images, bench.prompts, per_prompt)
+        elif not kept.has_notes(kind):
             VqaModel(config.vqa, torch.device("cpu"))  # what cannot be loaded should fail before hours of generating
-        return [
+        return bench, [
             image_task(config, f"{item}/{number}", prompt, number)
-            for item, prompt in self.bench.prompts.items()
-            for number in range(config.images_per_prompt)
+            for item, prompt in bench.prompts.items()
+            for number in range(per_prompt)
         ]
 
-    @cached_property
-    def _ask(self) -> Ask:
-        return VqaModel(self.config.vqa, self.processes.device)
+    with processes.only_main_prints():
+        bench, tasks = processes.from_main(read)
+        if config.images is None:
+            rendered, digests = render_all(config, processes, tasks)
+            folders = {label: images.folder for label, images in rendered.items()}
+        else:
+            rendered, digests = {}, {"base": None, "encoder_2": None}
+            folders = {Path(os.path.realpath(config.images)).name: Path(config.images)}
+    if not processes.is_main:
+        return {}
+    model = cache(lambda: VqaModel(config.vqa, processes.device))
 
-    def _report(
-        self, folders: Mapping[str, Path], rendered: Mapping[str, Rendered], digests: dict, started: float
-    ) -> dict:
-        config, bench = self.config, self.bench
-        tokenizer = clip_tokenizer(77)
-        bands = {
-            (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
-            for item, propositions in bench.propositions.items()
-            for proposition in propositions
-        }
-        results, encoders, groups = {}, {}, {}
-        for label, folder in folders.items():
-            files = find_pictures(str(folder), bench.prompts, config.images_per_prompt)
-            yes = answer(self.cache, bench, files, config, self.vqa, lambda: self._ask, label)
-            results[label], groups = outcomes(bench.propositions, yes, config.images_per_prompt, bands)
-            reading = rendered[label].reading if label in rendered else {}
-            encoders[label] = score(results[label], groups, config.images_per_prompt) | reading
-            encoders[label]["pictures"] = _digest_by_prompt(files)
-        session = Session(NAME, config, bench.digest, bench.bad, self.processes.device)
-        of_images = {label: numbers["pictures"] for label, numbers in encoders.items()}
-        session.digests |= {"vqa": self.vqa, "encoders": of_images} | digests
-        return session.report(
-            encoders,
-            compare_outcomes(results, groups),
-            [*NOTES, f"Answers are by {Path(config.vqa).name}."],
-            seconds=time.monotonic() - started,
-            drawing=rendering_settings(config) if rendered else None,
-            prompts=len(bench.prompts),
-            propositions=sum(map(len, bench.propositions.values())),
+    def answers(files: Sequence[Path], index: int, questions: Sequence[str]) -> list[str]:
+        """From an earlier run, or else by the VQA model, which is loaded for the first of these."""
+
+        def ask() -> dict:
+            image, texts = load_image(files, index, per_prompt), []
+            for start in range(0, len(questions), config.batch_size):
+                texts += model()(image, questions[start : start + config.batch_size])
+            return {"answers": texts}
+
+        depends = {"vqa": vqa, "image": sha256(_file(files, index)), "index": index, "count": per_prompt}
+        return kept.noted(kind, depends | {"questions": questions}, ask)["answers"]
+
+    tokenizer = clip_tokenizer(77)
+    bands = {
+        (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
+        for item, propositions in bench.propositions.items()
+        for proposition in propositions
+    }
+    results, encoders, groups = {}, {}, {}
+    for label, folder in folders.items():
+        files, yes = find_images(str(folder), bench.prompts, per_prompt), {}
+        for item, propositions in tqdm(bench.propositions.items(), desc=f"ask, {label}"):
+            questions = [proposition.question for proposition in propositions]
+            for index in range(per_prompt):
+                for proposition, text in zip(propositions, answers(files[item], index, questions), strict=True):
+                    yes[item, index, proposition.number] = text == "yes"
+        results[label], groups = outcomes(bench.propositions, yes, per_prompt, bands)
+        reading = rendered[label].reading if rendered else {}
+        encoders[label] = score(results[label], groups, per_prompt) | reading
+        encoders[label]["pictures"] = _digest_by_prompt(files)
+    session = Session(NAME, config, bench.digest, bench.bad, processes.device)
+    of_images = {label: numbers["pictures"] for label, numbers in encoders.items()}
+    session.digests |= {"vqa": vqa, "encoders": of_images} | digests
+    return session.report(
+        encoders,
+        compare_outcomes(results, groups),
+        [*NOTES, f"Answers are by {Path(config.vqa).name}."],
+        seconds=time.monotonic() - started,
+        drawing=rendering_settings(config) if rendered else None,
+        prompts=len(bench.prompts),
+        propositions=sum(map(len, bench.propositions.values())),
+    )
+
+
+# ---- images
+
+
+def find_images(folder: str, items: Iterable[str], images_per_prompt: int) -> dict[str, list[Path]]:
+    """The files of each prompt's images: one for each in a folder named as the prompt, or one for all.
+
+    Raises:
+        UserError: a prompt has no images, or another number of them.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"The folder of images {folder!r} is not there.")
+    singles: dict[str, Path] = {}
+    for path in sorted(root.iterdir()):
+        if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") and not path.name.startswith("."):
+            singles.setdefault(path.stem, path)
+    by_item, faults = {}, []
+    for item in items:
+        if (root / item).is_dir():
+            files = sorted(path for path in (root / item).iterdir() if not path.name.startswith("."))
+            if len(files) != images_per_prompt:
+                faults.append(f"the folder {item} holds {len(files)} files")
+        elif item in singles and images_per_prompt in (1, GRID**2):
+            files = [singles[item]]
+        else:
+            faults.append(f"there is neither a folder {item} nor a file {item}.png")
+            continue
+        by_item[item] = files
+    if faults:
+        raise UserError(
+            f"{folder!r} does not hold the images of {len(faults)} prompts: {faults[0]}. Each prompt needs "
+            f"images_per_prompt={images_per_prompt} images: a file for each in a folder named as the prompt, or (for "
+            "4) one file with a grid of 2 x 2."
         )
+    return by_item
+
+
+def load_image(files: Sequence[Path], index: int, images_per_prompt: int) -> Image.Image:
+    """One image as RGB: a file, or a quarter of a grid, in the published script's order, row by row.
+
+    Raises:
+        UserError: the file cannot be read, or a grid's sides are odd.
+    """
+    path = _file(files, index)
+    try:
+        image = open_image(path)
+        if len(files) == images_per_prompt:
+            return image
+        if image.width % GRID or image.height % GRID:
+            raise UnreadableImage(f"{image.width} x {image.height} pixels are no grid of {GRID} x {GRID} images")
+    except UnreadableImage as error:
+        raise UserError(
+            f"The image {str(path)!r} cannot be used: {reason(error)}. Generate it again; the answers so far are kept."
+        ) from error
+    width, height = image.width // GRID, image.height // GRID
+    row, column = divmod(index, GRID)
+    return image.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
+
+
+def _file(files: Sequence[Path], index: int) -> Path:
+    return files[0] if len(files) == 1 else files[index]
 
 
 def _digest_by_prompt(files: Mapping[str, list[Path]]) -> str:
     lines = (f"{item}\0{' '.join(map(sha256, of_prompt))}\n" for item, of_prompt in sorted(files.items()))
     return bytes_digest(line.encode() for line in lines)
+
+
+# ---- answers
+
+
+class VqaModel:
+    """A ViLT or a BLIP of transformers, by its folder or hub id, that answers questions about an image.
+
+    Raises:
+        UserError: the model cannot be loaded, lacks weights, or is neither ViLT nor BLIP.
+    """
+
+    def __init__(self, model: str, device: torch.device):
+        try:
+            if not os.path.isdir(model) and not may_be_hub_id(model):
+                raise ValueError("it is not there")
+            self.processor = AutoProcessor.from_pretrained(model)
+            # Files other than safetensors are read with weights_only=True.
+            loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(
+                model, dtype=torch.float32, output_loading_info=True
+            )
+            if info["missing_keys"]:
+                missing = sorted(info["missing_keys"])
+                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            kind = loaded.config.model_type
+            if kind not in ("vilt", "blip"):
+                raise ValueError(f"it is a {kind}, which is asked in another way")
+        except Exception as error:  # whatever a wrong folder or a failed download raises
+            raise UserError(
+                f"The VQA model {model!r} could not be loaded: {reason(error)}. Give --vqa a folder or hub id of a "
+                "ViLT or BLIP for visual question answering, such as dandelin/vilt-b32-finetuned-vqa or "
+                "Salesforce/blip-vqa-base, with its processor's files."
+            ) from error
+        self.model, self.device = loaded.to(device).eval(), device
+
+    def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[str]:
+        """The answer to each question, in lower case, without a full stop, independent of the others."""
+        # Grouped by length, because transformers' BLIP reads padding as part of the question.
+        groups: dict[int, list[int]] = {}
+        for index, question in enumerate(questions):
+            groups.setdefault(len(self.processor.tokenizer(question)["input_ids"]), []).append(index)
+        answers = [""] * len(questions)
+        for group in groups.values():
+            for index, answer in zip(group, self._answer(image, [questions[i] for i in group]), strict=True):
+                answers[index] = answer.strip().lower().rstrip(".")
+        return answers
+
+    @torch.inference_mode()
+    def _answer(self, image: Image.Image, questions: list[str]) -> list[str]:
+        """The answers to questions of one length."""
+        images = [image] * len(questions)
+        inputs = self.processor(images=images, text=questions, truncation=True, return_tensors="pt").to(self.device)
+        if self.model.config.model_type == "vilt":
+            # It reads its patches in a random order, which changes the rounding.
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                best = self.model(**inputs).logits.argmax(dim=-1).tolist()
+            return [self.model.config.id2label[index] for index in best]
+        ids = self.model.generate(**inputs, max_new_tokens=10, do_sample=False, num_beams=1)
+        return self.processor.batch_decode(ids, skip_special_tokens=True)
+
+
+# ---- for people
 
 
 def tables(report: dict) -> list[Table]:
@@ -150,13 +283,8 @@ def tables(report: dict) -> list[Table]:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    return {f"{NAME}.png": plot(report["encoders"])}
-
-
-def plot(encoders: dict[str, dict]) -> Figure:
-    """The share that holds with 95% intervals, by category and by position: a colour for each encoder."""
-    # Without pyplot, which would keep the figure and may open a window.
+    """The figure of a report, by file name: the share that holds, with 95% intervals, by category and by position."""
+    encoders = report["encoders"]
     figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     titles = {"by_category": "by category", "by_position": "by position in the prompt (CLIP tokens)"}
     for axes, (group, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
@@ -170,7 +298,7 @@ def plot(encoders: dict[str, dict]) -> Figure:
     figure.axes[0].set_ylabel("propositions that hold (%), 95% intervals")
     if len(encoders) > 1:
         figure.axes[1].legend(fontsize="small", loc="upper right")
-    return figure
+    return {f"{NAME}.png": figure}
 
 
 def settings_for(everything: AllConfig) -> DpgBenchConfig | None:

@@ -17,15 +17,8 @@ from debias_diffusion.files import bytes_digest, open_regular, sha256
 from debias_diffusion.tokens import clean
 
 COLUMNS = (
-    "item_id",
-    "text",
-    "keywords",
-    "proposition_id",
-    "dependency",
-    "category_broad",
-    "category_detailed",
-    "tuple",
-    "question_natural_language",
+    *("item_id", "text", "keywords", "proposition_id", "dependency"),
+    *("category_broad", "category_detailed", "tuple", "question_natural_language"),
 )
 # Where the bands of positions start. SOT is at 0; 20 is the first position that stretching moves; with a context length
 # of 77 EOT is at 76, so text from there on is cut.
@@ -40,15 +33,13 @@ class Proposition:
     """One statement of a prompt.
 
     Attributes:
-        item: the prompt's id, the name of its file.
-        number: unique within the prompt.
+        number: unique within its prompt.
         parents: the numbers of the propositions it depends on.
         category, detail: as published, such as attribute and color.
         question: for the VQA model.
         words: that name it; see `proposition_words`.
     """
 
-    item: str
     number: int
     parents: tuple[int, ...]
     category: str
@@ -82,38 +73,34 @@ def read_dpg_bench(data: str) -> DpgBench:
     Raises:
         UserError: a file is missing or has other columns, or no row can be used.
     """
-    root = Path(data)
-    file, folder = root / "dpg_bench.csv", root / "prompts"
-    if not (file.is_file() and folder.is_dir()):
-        missing = folder if file.is_file() else file
-        raise UserError(f"{str(missing)!r} is not there. Give the folder dpg_bench of ELLA's repository.")
-    texts = {path.stem: path for path in sorted(folder.glob("*.txt"))}
-    prompts, bad = {}, []
-    for item, path in list(texts.items()):
+    file, folder = Path(data, "dpg_bench.csv"), Path(data, "prompts")
+    for path, is_there in ((file, file.is_file()), (folder, folder.is_dir())):
+        if not is_there:
+            raise UserError(f"{str(path)!r} is not there. Give the folder dpg_bench of ELLA's repository.")
+    prompts, bad, digests = {}, [], [sha256(file)]
+    for path in sorted(folder.glob("*.txt")):
         try:
-            with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as lines:
-                text = lines.read().strip()
+            with open_regular(path) as opened:
+                content = opened.read()
         except OSError as error:
             bad.append(BadRecord(f"prompts/{path.name}", "unreadable prompt", reason(error)))
-            del texts[item]
             continue
+        digests.append(f"{path.stem}\0{bytes_digest([content])}\n")
+        text = content.decode("utf-8", "replace").strip()
         if 0 < len(text) <= MOST_CHARACTERS:
-            prompts[item] = text
-        elif text:
-            detail = f"it has {len(text):,} characters, and at most {MOST_CHARACTERS:,} are read"
-            bad.append(BadRecord(f"prompts/{path.name}", "too long prompt", detail))
+            prompts[path.stem] = text
         else:
-            bad.append(BadRecord(f"prompts/{path.name}", "empty prompt", "there is no text in it"))
-    rows = _read_rows(file)
-    propositions, wrong = parse_rows(rows, prompts)
-    bad += wrong
+            kind = "too long prompt" if text else "empty prompt"
+            detail = f"it has {len(text):,} characters, and 1 to {MOST_CHARACTERS:,} are read"
+            bad.append(BadRecord(f"prompts/{path.name}", kind, detail))
+    propositions, bad_rows = parse_rows(_read_rows(file), prompts)
+    bad += bad_rows
     for item in [item for item in prompts if item not in propositions]:
         bad.append(BadRecord(f"prompts/{item}.txt", "prompt without propositions", "no usable row names it"))
         del prompts[item]
     if not propositions:
         raise UserError(f"{str(file)!r} has no usable row. The first: {bad[0] if bad else 'it has no rows'}.")
-    lines = [sha256(file), *(f"{item}\0{sha256(path)}\n" for item, path in texts.items())]
-    return DpgBench(prompts, propositions, bad, bytes_digest(line.encode() for line in lines))
+    return DpgBench(prompts, propositions, bad, bytes_digest(digest.encode() for digest in digests))
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
@@ -140,28 +127,27 @@ def parse_rows(
     keywords: dict[str, list[str]] = {}
     for row in rows:
         keywords.setdefault(row["item_id"].strip(), []).append(row["keywords"])
-    items: dict[str, dict[int, tuple[int, Proposition]]] = {}
+    by_item: dict[str, dict[int, tuple[int, Proposition]]] = {}
     bad = []
     for place, row in enumerate(rows, 1):
         item = row["item_id"].strip()
         of_row = len(set(keywords[item])) > 1 or len(keywords[item]) == 1  # not the whole prompt's
         try:
-            proposition = _parse(row, item, row["keywords"] if of_row else "")
+            proposition = _parse(row, row["keywords"] if of_row else "")
             if item not in prompts:
                 raise ValueError(f"there is no prompts/{item}.txt")
-            if proposition.number in items.get(item, ()):
+            if proposition.number in by_item.get(item, ()):
                 raise ValueError(f"prompt {item} has a proposition {proposition.number} already")
         except ValueError as error:
             bad.append(BadRecord(f"row {place}", "unusable row", str(error)))
         else:
-            items.setdefault(item, {})[proposition.number] = (place, proposition)
-    for numbered in items.values():
+            by_item.setdefault(item, {})[proposition.number] = (place, proposition)
+    for numbered in by_item.values():
         bad += _drop_ungrounded(numbered)
-    kept = {item: [proposition for _, proposition in numbered.values()] for item, numbered in items.items() if numbered}
-    return kept, bad
+    return {item: [proposition for _, proposition in rows.values()] for item, rows in by_item.items() if rows}, bad
 
 
-def _parse(row: Mapping[str, str], item: str, keywords: str) -> Proposition:
+def _parse(row: Mapping[str, str], keywords: str) -> Proposition:
     try:
         number = int(row["proposition_id"])
         parents = tuple(int(part) for part in row["dependency"].split(",") if int(part) != 0)
@@ -173,27 +159,22 @@ def _parse(row: Mapping[str, str], item: str, keywords: str) -> Proposition:
         raise ValueError("there is no question" if number >= 1 else f"proposition_id {number} is below 1")
     words = proposition_words(keywords, row["tuple"])
     category, detail = row["category_broad"].strip(), row["category_detailed"].strip()
-    return Proposition(item, number, parents, category, detail, question, words)
+    return Proposition(number, parents, category, detail, question, words)
 
 
 def _drop_ungrounded(numbered: dict[int, tuple[int, Proposition]]) -> list[BadRecord]:
     """Removes the propositions whose dependencies are missing or circular."""
     grounded: set[int] = set()
-    while True:
-        more = {
-            number
-            for number, (_, proposition) in numbered.items()
-            if number not in grounded and grounded.issuperset(proposition.parents)
-        }
-        if not more:
-            break
+    while more := {
+        number
+        for number, (_, proposition) in numbered.items()
+        if number not in grounded and grounded.issuperset(proposition.parents)
+    }:
         grounded |= more
-    lost = [number for number in numbered if number not in grounded]
-    dropped = [numbered.pop(number) for number in lost]
-    detail = "dependency {} is missing or circular"
+    dropped = [numbered.pop(number) for number in numbered.keys() - grounded]
     return [
-        BadRecord(f"row {place}", "unusable dependency", detail.format(list(proposition.parents)))
-        for place, proposition in dropped
+        BadRecord(f"row {place}", "unusable dependency", f"{list(proposition.parents)} is missing or circular")
+        for place, proposition in sorted(dropped, key=lambda row: row[0])
     ]
 
 
@@ -204,12 +185,11 @@ def proposition_words(keywords: str, published_tuple: str) -> tuple[str, ...]:
     ('truck', 'red')
     """
     inside = re.search(r"\((.*)\)", published_tuple, re.DOTALL)
-    return _words(keywords) or _words(inside[1] if inside else "")
-
-
-def _words(text: str) -> tuple[str, ...]:
-    # The s of a lion's mane is no word.
-    return tuple(word for word in re.findall(r"\w+", clean(text)) if word != "s")
+    for text in (keywords, inside[1] if inside else ""):
+        # The s of a lion's mane is no word.
+        if words := tuple(word for word in re.findall(r"\w+", clean(text)) if word != "s"):
+            return words
+    return ()
 
 
 def token_position(words: Iterable[str], prompt: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -227,6 +207,4 @@ def token_position(words: Iterable[str], prompt: str, tokenizer: PreTrainedToken
 
 def band(position: int | None) -> str:
     """The name of a position's band."""
-    if position is None:
-        return UNPLACED
-    return BAND_NAMES[bisect_right(BANDS, position) - 1]
+    return UNPLACED if position is None else BAND_NAMES[bisect_right(BANDS, position) - 1]

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from ..intervals import mean_interval, paired_difference
 from ..session import compare
-from .dpg_answers import Key
 from .dpg_questions import BAND_NAMES, Proposition
 
-GROUPS = ("by_category", "by_detail", "by_position")
+Key = tuple[str, int, int]  # prompt's id, image from 0, proposition's number
 
 
 def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[int, bool]:
@@ -20,18 +20,13 @@ def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[
         propositions: of one prompt, in any order, with all that they depend on, without circles.
         yes: by number.
     """
-    by_number = {proposition.number: proposition for proposition in propositions}
-    result: dict[int, bool] = {}
-    stack = list(by_number)  # no recursion: a chain of dependencies may be too long for it
-    while stack:
-        parents = by_number[stack[-1]].parents
-        unknown = [parent for parent in parents if parent not in result]
-        if unknown:
-            stack += unknown
-        else:
-            number = stack.pop()
-            result[number] = bool(yes[number]) and all(result[parent] for parent in parents)
-    return {number: result[number] for number in by_number}
+    parents = {proposition.number: proposition.parents for proposition in propositions}
+
+    @cache
+    def holds_too(number: int) -> bool:
+        return yes[number] and all(map(holds_too, parents[number]))
+
+    return {number: holds_too(number) for number in parents}
 
 
 @dataclass(frozen=True)
@@ -57,11 +52,11 @@ def outcomes(
     images_per_prompt: int,
     bands: Mapping[tuple[str, int], str],
 ) -> tuple[Outcomes, dict[str, list[str]]]:
-    """The outcome of every proposition on every image, and, by `GROUPS`, the name of each one's group.
+    """The outcome of every proposition on every image, and the name of each one's group, by how they are grouped.
 
     `propositions` are by the prompt's id, `bands` by (prompt's id, proposition's number).
     """
-    rows, groups = [], {group: [] for group in GROUPS}
+    rows, groups = [], {"by_category": [], "by_detail": [], "by_position": []}
     for place, (item, of_prompt) in enumerate(propositions.items()):
         for image in range(images_per_prompt):
             answered = {proposition.number: yes[item, image, proposition.number] for proposition in of_prompt}

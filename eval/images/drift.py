@@ -4,6 +4,7 @@ The base is the SDXL checkpoint's own text encoder. Encoders read as the pipelin
 overlap. Each gives the UNet one state for each token, and these are compared.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from debias_diffusion.tokens import clean
 from ..intervals import mean_interval, paired_difference
 from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig
 from ..report import Table, cell, compared_tables, draw_by_position
-from ..session import Pairs, Session, compare, read_source
+from ..session import Session, compare, read_source
 
 PADS = 24  # after EOT, whose states are compared
 PARTS = {"text": "text", "sot": "SOT", "eot": "EOT", "pads": f"{PADS} pads"}
@@ -66,6 +67,7 @@ class Reader:
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
 
     def depends(self) -> dict:
+        """Everything that affects its states, for the cache."""
         return {"digest": self.digest, "configuration": self.encoder.config.to_dict() | {"_name_or_path": None}}
 
 
@@ -135,51 +137,43 @@ def measure_drift(
         UserError: the encoder reads other tokens than the base.
     """
     errors: dict[str, list[float]] = {part: [] for part in PARTS}
-    sums: list[float] = []
-    counts: list[int] = []
+    sums, counts = Counter(), Counter()  # by position of text, from 1
     halves = [Moments(base.encoder.config.hidden_size) for _ in range(2)]
     for start in tqdm(range(0, len(captions), batch_size), desc=title):
-        texts = base.tokens(captions[start : start + batch_size])
-        _check_same_tokens(reader, base, texts, captions[start : start + batch_size])
-        for number, (text, student, teacher) in enumerate(
-            zip(texts, reader.states(texts), base.states(texts), strict=True), start
-        ):
+        batch = captions[start : start + batch_size]
+        texts = base.tokens(batch)
+        if [text.ids for text in reader.tokens(batch)] != [text.ids for text in texts]:
+            raise UserError(
+                f"The encoder {reader.name!r} and the base {base.name!r} cut captions into different tokens, so their "
+                "states cannot be compared one by one. Give the base that the encoder was trained from."
+            )
+        states = zip(texts, reader.states(texts), base.states(texts), strict=True)
+        for number, (text, student, teacher) in enumerate(states, start):
             end = len(text.ids) + 1  # the position of EOT
             variance = teacher[1 : end + 1].var(dim=0, correction=0).mean().item()
             at = (student - teacher).square().mean(dim=1).cpu().double() / variance
             places = {"text": at[1:end], "sot": at[:1], "eot": at[end : end + 1], "pads": at[end + 1 :]}
             for part, values in places.items():
                 errors[part].append(values.mean().item())
-            more = end - 1 - len(sums)
-            sums, counts = sums + [0.0] * more, counts + [0] * more
-            for position, value in enumerate(at[1:end].tolist()):
+            for position, value in enumerate(places["text"].tolist(), 1):
                 sums[position] += value
                 counts[position] += 1
             halves[number % 2].add(student[1:end], teacher[1:end], variance)
     return {
         "errors": errors,
-        "by_position": [total / count for total, count in zip(sums, counts, strict=True)],
-        "captions_at_position": counts,
+        "by_position": [sums[position] / count for position, count in counts.items()],
+        "captions_at_position": list(counts.values()),
         "after_shift": _fitted(halves, Moments.shift),
         "after_linear": _fitted(halves, Moments.linear),
     }
 
 
 def _fitted(halves: Sequence[Moments], fit: Callable[[Moments], tuple[Tensor, Tensor]]) -> float | None:
-    """The error of both halves, each mapped by what was fitted on the other."""
-    captions = sum(half.captions for half in halves)
+    """The error of both halves, each mapped by what was fitted on the other; None if a half has no captions."""
     if not all(half.captions for half in halves):
         return None
-    return sum(half.captions * half.error(*fit(other)) for half, other in (halves, halves[::-1])) / captions
-
-
-def _check_same_tokens(reader: Reader, base: Reader, texts: Sequence[Tokens], captions: Sequence[str]) -> None:
-    theirs = [text.ids for text in reader.tokens(captions)]
-    if theirs != [text.ids for text in texts]:
-        raise UserError(
-            f"The encoder {reader.name!r} and the base {base.name!r} cut captions into different tokens, so their "
-            "states cannot be compared one by one. Give the base that the encoder was trained from."
-        )
+    total = sum(half.captions * half.error(*fit(other)) for half, other in (halves, halves[::-1]))
+    return total / sum(half.captions for half in halves)
 
 
 def evaluate_drift(config: DriftConfig) -> dict:
@@ -198,53 +192,42 @@ def evaluate_drift(config: DriftConfig) -> dict:
     pairs = read_source(config, only_captions=True)
     session = Session("drift", config, pairs.digest, pairs.bad)
     base = Reader.load(EncoderSpec.parse(config.base), session.device)
-    numbers = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
-    if not numbers:
+    with_text = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
+    if not with_text:
         raise UserError("No caption holds any text. Give other data.")
-    captions, image_of = ([column[number] for number in numbers] for column in (pairs.captions, pairs.image_of))
+    captions = [pairs.captions[number] for number in with_text]
+    groups = np.unique([pairs.image_of[number] for number in with_text], return_inverse=True)[1]
 
     def evaluate(encoder: tuple[str, Reader]) -> dict:
         label, reader = encoder
-        _check_width(reader, base)
+        width, base_width = (part.encoder.config.hidden_size for part in (reader, base))
+        if width != base_width:
+            raise UserError(
+                f"The states of {reader.name!r} have {width} channels and those of the base {base.name!r} "
+                f"{base_width}. Give the base that the encoder was trained from."
+            )
         depends = {"encoder": reader.depends(), "base": base.depends(), "captions": json_digest({"all": captions})}
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 
     results = session.by_encoder(evaluate, lambda spec, label, device: (label, Reader.load(spec, device)))
     session.digests["base"] = base.digest
-    groups = np.unique(image_of, return_inverse=True)[1]
-    return session.report(
-        {label: _with_intervals(result, groups) for label, result in results.items()},
-        compare(
-            {label: {"state error of text": result["errors"]["text"]} for label, result in results.items()},
-            lambda a, b, score: paired_difference(a, b, groups),
-        ),
-        _notes(pairs, captions),
-        captions=len(captions),
-    )
-
-
-def _check_width(reader: Reader, base: Reader) -> None:
-    widths = [part.encoder.config.hidden_size for part in (reader, base)]
-    if widths[0] != widths[1]:
-        raise UserError(
-            f"The states of {reader.name!r} have {widths[0]} channels and those of the base {base.name!r} "
-            f"{widths[1]}. Give the base that the encoder was trained from."
-        )
-
-
-def _with_intervals(result: dict, groups: np.ndarray) -> dict:
-    errors = {}
-    for part, values in result["errors"].items():
-        low, high = mean_interval(values, groups)
-        errors[part] = {"value": float(np.mean(values)), "low": low, "high": high}
-    return {"state_error": errors} | {name: value for name, value in result.items() if name != "errors"}
-
-
-def _notes(pairs: Pairs, captions: Sequence[str]) -> list[str]:
+    encoders = {}
+    for label, result in results.items():
+        errors = {
+            part: {"value": float(np.mean(values))}
+            | dict(zip(("low", "high"), mean_interval(values, groups), strict=True))
+            for part, values in result["errors"].items()
+        }
+        encoders[label] = {"state_error": errors} | {key: value for key, value in result.items() if key != "errors"}
     notes = ["0 is the base's own state, and 1 as far from it as the mean of all its tokens' states is."]
-    without = len(pairs.captions) - len(captions)
-    return notes + ([f"{without} captions hold no text, and were left out."] if without else [])
+    if without := len(pairs.captions) - len(captions):
+        notes.append(f"{without} captions hold no text, and were left out.")
+    compared = compare(
+        {label: {"state error of text": result["errors"]["text"]} for label, result in results.items()},
+        lambda a, b, score: paired_difference(a, b, groups),
+    )
+    return session.report(encoders, compared, notes, captions=len(captions))
 
 
 def tables(report: dict) -> list[Table]:
@@ -265,10 +248,9 @@ def figures(report: dict) -> dict[str, Figure]:
     axes = figure.subplots()
     for index, (label, numbers) in enumerate(report["encoders"].items()):
         draw_by_position(axes, numbers["by_position"], numbers["captions_at_position"], label, f"C{index}")
+    axes.set(xlabel="position of the token (SOT is 0)", ylabel="state error, share of the variance")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.set_xlabel("position of the token (SOT is 0)")
-    axes.set_ylabel("state error, share of the variance")
     axes.legend(fontsize="small")
     axes.set_title(f"Mean over {report['captions']} captions; dotted where few reach", fontsize="medium")
     return {"drift.png": figure}
@@ -276,8 +258,6 @@ def figures(report: dict) -> dict[str, Figure]:
 
 def settings_for(everything: AllConfig) -> DriftConfig | None:
     """Its settings in `evaluate all`; None without an SDXL checkpoint, or another encoder than its own."""
-    is_toy = everything.sdxl == TOY_BASE
-    encoders = [name for name in everything.for_texts if not (is_toy and name == TOY_CLIP)]
-    if everything.sdxl is None or not encoders:
-        return None
-    return everything.settings(DriftConfig, base=everything.sdxl, encoders=encoders)
+    base, encoders = everything.sdxl, everything.for_texts
+    encoders = [name for name in encoders if (base, name) != (TOY_BASE, TOY_CLIP)]
+    return everything.settings(DriftConfig, base=base, encoders=encoders) if base and encoders else None

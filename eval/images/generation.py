@@ -1,5 +1,6 @@
 """Images generated from captions with several text encoders, and their scores (Table S7)."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
@@ -7,11 +8,12 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
 
-from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, printable, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.toy_scenes import is_toy_scenes, toy_scene
@@ -26,26 +28,21 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
-from ..session import Processes, Session, read_source, trained_on
-from .figures import plot, plot_examples
-from .objects import (
-    BY_SENTENCE,
-    BY_TELLING,
-    TELLING_TITLES,
-    Mentions,
-    Ways,
-    compare_images,
-    compare_objects,
-    objects_numbers,
-)
+from ..session import Session
+from .networks import ImageLike, load_image
+from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
 from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
 from .rendered import Rendered, image_task, render_all, rendering_settings
 from .scores import ImageNumbers, ImageScores, References, compare, score_titles
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
-EXAMPLES = 6  # prompts
 NAME = "generation"
+EXAMPLES = 6  # prompts
+OF_SENTENCE = "clip_score_"  # begins the names of scores of one sentence each, before its number
+_COLUMNS = 4  # of the figure
+_SHOWN = 300  # pixels of an example's longer side
+_MOST_CHARACTERS = 520  # of a prompt beside its images
 
 
 def evaluate_generation(config: GenerationConfig) -> dict:
@@ -58,13 +55,17 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     Returns:
         The content of `generation.json`: settings, versions, digests; by encoder its scores with 95% intervals, how
         many prompts were cut, the digest of its images, seconds of generating; the encoders compared; of toy captions
-        that refer back, "ceilings", see `reading.ceilings`; notes, the resizes, the bad records, seconds. In processes
-        other than the main one, {}.
+        that refer back, "ceilings", see `references.ceilings`; notes, the resizes, the bad records, seconds. In
+        processes other than the main one, {}.
 
     Raises:
         UserError: the data or a model cannot be used; all are checked before the first image is generated.
     """
-    return _Generation(config).run()
+    evaluation = _Generation(config, Processes(config.device))
+    processes = evaluation.processes
+    with processes.only_main_prints():
+        rendered, digests = render_all(config, processes, processes.from_main(evaluation.read))
+        return evaluation.report(rendered, digests) if processes.is_main else {}
 
 
 def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores | None:
@@ -80,25 +81,19 @@ def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores
 
 
 class _Generation:
-    """One evaluation. Only the main process reads and scores."""
+    """One evaluation. Only the main process reads and reports."""
 
-    def __init__(self, config: GenerationConfig):
-        self.config, self.processes = config, Processes(config.device)
+    def __init__(self, config: GenerationConfig, processes: Processes):
+        self.config, self.processes, self.is_toy = config, processes, is_toy_scenes(config.data)
 
-    def run(self) -> dict:
-        with self.processes.only_main_prints():
-            rendered, digests = render_all(self.config, self.processes, self.processes.from_main(self._read))
-            return self._report(rendered, digests) if self.processes.is_main else {}
-
-    def _read(self) -> list[ImageTask]:
+    def read(self) -> list[ImageTask]:
         """The images to generate."""
         config = self.config
-        self.is_toy = is_toy_scenes(config.data)
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_source(config)
         records, images = self.pairs.records, self.pairs.images
-        good, self.unreadable = _with_readable_reference(records, images)
-        print_left_out(self.unreadable)
+        good, unreadable = _with_readable_reference(records, images)
+        print_left_out(unreadable)
         needs_fid = config.inception_weights is not None or config.own_features is not None
         if len(good) < (2 if needs_fid else 1):
             raise UserError(
@@ -106,92 +101,107 @@ class _Generation:
                 "needs at least 2, other scores 1. Give the folder that the data file's image paths start from, or "
                 "raise the limit."
             )
-        check_share(self.unreadable, len(records), config.max_bad)
+        check_share(unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
-        bad = self.pairs.bad + self.unreadable
-        self.session = Session(NAME, config, self.pairs.digest, bad, self.processes.device)
+        self.captions = [record.caption for record in self.records]
+        self.session = Session(NAME, config, self.pairs.digest, self.pairs.bad + unreadable, self.processes.device)
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
-    @cached_property
-    def _references(self) -> References:
-        return self.scores.of_references([partial(_reference, record, self.pairs.images) for record in self.records])
-
-    @cached_property
-    def _shown(self) -> str:
-        """Digest of the captions, and of what shows that the files of the reference images have changed."""
-        stamp = self.pairs.images.stamp
-        captions = ((record, record.caption.encode("utf-8", "surrogatepass")) for record in self.records)
-        return bytes_digest(stamp(record.image) + caption + b"\0" for record, caption in captions)
-
-    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
-        """The scores of one encoder's images."""
-        if self.scores is None:
-            return ImageNumbers({}, {}, {}, len(files))
-        captions = [record.caption for record in self.records]
-        depends = {"pictures": digest, "originals": self._shown, **self.scores.depends}
-        numbers = self.session.cache.result(
-            "scores", depends, lambda: asdict(self.scores(files, self._references, captions))
+    def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
+        self.networks, session = load_networks(self.config, self.processes.device), self.session
+        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
+        readings = self.readings(captions)
+        mentions, kinds = [caption.first_mentions() for caption in captions], [r.mention_kinds for r in readings]
+        scores, objects, encoders = {}, {}, {}
+        for label, images in rendered.items():
+            digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
+            scores[label] = self._score(images.files, digest)
+            numbers = dict(scores[label].numbers)
+            if self.is_toy:
+                objects[label] = self._objects(images.files, digest)
+                numbers |= objects_numbers(objects[label], mentions, kinds)
+            encoders[label] = {"scores": numbers, **images.reading, "pictures": digest}
+        compared = []
+        for b, a in combinations(rendered, 2):
+            differences = compare(scores[a], scores[b])
+            if self.is_toy:
+                differences |= compare_objects(objects[a], objects[b], mentions, kinds)
+            compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
+        seen, notes = trained_on(session.encoders, self.pairs)
+        notes += self.networks.notes if self.networks else ()
+        for label, images in rendered.items():
+            if images.cut_at is not None:
+                notes.append(
+                    f"{label} read the first {images.cut_at} tokens of a prompt, as in stock SDXL: "
+                    f"{images.prompts_cut} of {len(self.records)} were cut."
+                )
+        notes += [note for label in rendered for note in scores[label].notes]
+        session.digests |= (self.networks.digests if self.networks else dict.fromkeys(NETWORKS)) | digests
+        return session.report(
+            encoders,
+            compared,
+            list(dict.fromkeys(notes)),
+            saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
+            seconds=session.cache.seconds + sum(images.seconds for images in rendered.values()),
+            drawing=rendering_settings(self.config),
+            images=len(self.records),
+            resize=self.networks.resize if self.networks else {},
+            ceilings=ceilings(readings),
+            trained_on=seen,
         )
-        return ImageNumbers(**numbers)
 
-    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
-        """What one encoder's images show of the toy world's scenes."""
-        scenes = [toy_scene(record)[0] for record in self.records]
-        depends = {"pictures": digest, "originals": self._shown}
-        cached = self.session.cache.result(
-            "objects", depends, lambda: {"images": [*map(asdict, compare_images(files, scenes))]}
-        )
-        return [Comparison(**image) for image in cached["images"]]
-
-    def _readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
-        """How the prompts tell their objects; empty unless any of them refers back."""
+    def readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
+        """How the prompts mention their objects; empty unless any of them refers back."""
         if not any(map(refers_back, captions)):
             return []
-        tokenizer, prefix = Checkpoint.parse(self.config.base).tokenizer(), self.config.prefix
+        tokenizer = Checkpoint.parse(self.config.base).tokenizer()
 
         @cache  # sentences repeat
         def count_tokens(text: str) -> int:
             return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        return [read_caption(_with_prefix(caption, prefix), count_tokens) for caption in captions]
+        def prefixed(caption: Caption) -> Caption:
+            first, *further = caption.sentences
+            return Caption((replace(first, text=self.config.prefix + first.text), *further))
 
-    def _report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
-        self.scores, session = load_networks(self.config, self.processes.device), self.session
-        scores, comparisons, encoders = {}, {}, {}
-        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
-        mentions, readings = [caption.first_mentions() for caption in captions], self._readings(captions)
-        ways = [reading.ways for reading in readings]
-        for label, images in rendered.items():
-            digest = _files_digest(images.files)
-            scores[label] = self._score(images.files, digest)
-            numbers = dict(scores[label].numbers)
-            if self.is_toy:
-                comparisons[label] = self._objects(images.files, digest)
-                numbers |= objects_numbers(comparisons[label], mentions, ways)
-            encoders[label] = {"scores": numbers, **images.reading, "pictures": digest}
-        seen, of_seen = trained_on(session.encoders, self.pairs)
-        notes = [*of_seen, *(self.scores.notes if self.scores else ()), *_reading_notes(encoders, len(self.records))]
-        notes += [note for of_encoder in scores.values() for note in of_encoder.notes]
-        networks = self.scores.digests if self.scores else dict.fromkeys(NETWORKS)
-        session.digests |= networks | digests
-        return session.report(
-            encoders,
-            _compared(scores, comparisons, mentions, ways),
-            list(dict.fromkeys(notes)),
-            saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
-            seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
-            drawing=rendering_settings(self.config),
-            images=len(self.records),
-            resize=self.scores.resize if self.scores else {},
-            ceilings=ceilings(readings),
-            trained_on=seen,
+        return [read_caption(prefixed(caption), count_tokens) for caption in captions]
+
+    @cached_property
+    def _references(self) -> References:
+        images = [partial(_reference, record, self.pairs.images) for record in self.records]
+        return self.networks.of_references(images, self.captions)
+
+    @cached_property
+    def _depends(self) -> str:
+        """Digest of the captions, and of what shows that the files of the reference images have changed."""
+        return bytes_digest(
+            self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
+            for record in self.records
         )
+
+    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
+        """The scores of one encoder's images."""
+        if self.networks is None:
+            return ImageNumbers({}, {}, {}, len(files))
+        depends = {"pictures": digest, "originals": self._depends, **self.networks.depends}
+        result = self.session.cache.result("scores", depends, lambda: asdict(self.networks(files, self._references)))
+        return ImageNumbers(**result)
+
+    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
+        """What one encoder's images show of the toy world's scenes."""
+        scenes = [toy_scene(record)[0] for record in self.records]
+        result = self.session.cache.result(
+            "objects",
+            {"pictures": digest, "originals": self._depends},
+            lambda: {"images": [*map(asdict, compare_images(files, scenes))]},
+        )
+        return [Comparison(**image) for image in result["images"]]
 
     def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
         step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
         shown = range(0, len(self.records), step)[:EXAMPLES]
         return plot_examples(
-            [self.records[index].caption for index in shown],
+            [self.captions[index] for index in shown],
             [_reference(self.records[index], self.pairs.images) for index in shown],
             {label: [images.files[index] for index in shown] for label, images in rendered.items()},
         )
@@ -220,105 +230,166 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
     return image
 
 
-def _with_prefix(caption: Caption, prefix: str) -> Caption:
-    first, *further = caption.sentences
-    return Caption((replace(first, text=prefix + first.text), *further))
-
-
-def _files_digest(files: Sequence[Path]) -> str:
-    return bytes_digest(["\n".join(map(sha256, files)).encode()])
-
-
-def _compared(
-    scores: Mapping[str, ImageNumbers], comparisons: Mapping[str, list[Comparison]], mentions: Mentions, ways: Ways
-) -> list[dict]:
-    """Every two encoders compared, the later with the earlier, by every score."""
-    compared = []
-    for b, a in combinations(scores, 2):
-        differences = compare(scores[a], scores[b])
-        if comparisons:
-            differences |= compare_objects(comparisons[a], comparisons[b], mentions, ways)
-        compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
-    return compared
-
-
-def _reading_notes(encoders: Mapping[str, dict], count: int) -> list[str]:
-    return [
-        f"{label} read the first {numbers['cut_at']} tokens of a prompt, as in stock SDXL: {numbers['prompts_cut']} of "
-        f"{count} were cut."
-        for label, numbers in encoders.items()
-        if numbers["cut_at"] is not None
-    ]
-
-
 def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
     settings = report["settings"]
     known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"})
-    known |= OBJECTS | TELLING_TITLES
-    for numbers in report["encoders"].values():
-        for score in numbers["scores"]:
-            if score.startswith("clip_score_"):
-                known[score] = f"{known['clip_score']}, sentence {score.rpartition('_')[2]}"
-    return known
+    for score in _single(report):
+        if score.startswith(OF_SENTENCE):
+            known[score] = f"{known['clip_score']}, sentence {score.removeprefix(OF_SENTENCE)}"
+    return known | OBJECTS | KIND_TITLES
 
 
 def tables(report: dict) -> list[Table]:
-    """A report's scores with their 95% intervals, and the encoders compared."""
+    """A report's scores with their 95% intervals, objects by sentence and by mention, and the encoders compared."""
     names, encoders = titles(report), report["encoders"]
-    every = [score for numbers in encoders.values() for score in numbers["scores"].items()]
-    single = dict.fromkeys(score for score, number in every if isinstance(number, dict))  # one number, not a list
-    rows = [[names[score], *(_cell(numbers["scores"].get(score)) for numbers in encoders.values())] for score in single]
+    rows = [
+        [names[score], *(_cell(numbers["scores"].get(score)) for numbers in encoders.values())]
+        for score in _single(report)
+    ]
     rows.append(["prompts cut", *(numbers["prompts_cut"] for numbers in encoders.values())])
     rows.append(["seconds of generating", *(f"{numbers['seconds']:.0f}" for numbers in encoders.values())])
     scores = Table([f"{report['images']} images, with 95% intervals", *encoders], rows)
     # Without those of single sentences, which are in the JSON: they would hide the others.
-    shown = [line for line in report["compared"] if not line["score"].startswith("clip_score_")]
+    shown = [line for line in report["compared"] if not line["score"].startswith(OF_SENTENCE)]
     compared = compared_tables(shown, names, form=".3g")  # some scores are in thousandths
-    return [scores, *_by_sentence(encoders), *_by_telling(report), *compared]
+    return [scores, *_by_sentence(encoders), *_by_kind(report), *compared]
 
 
-def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
-    """The table of objects by the sentence that first mentions them; none of images of other worlds."""
-    lines = [numbers["scores"].get(BY_SENTENCE) for numbers in encoders.values()]
-    if None in lines:
-        return []
-    header = ["objects right / precision / F1, %, by the sentence that first mentions them", "objects", *encoders]
-    return [
-        Table(header, [[row[0]["sentence"], row[0]["objects"], *map(_shares, row)] for row in zip(*lines, strict=True)])
-    ]
-
-
-def _by_telling(report: dict) -> list[Table]:
-    """The table of objects by the way they are told, beside what a symbolic reader can know at most."""
-    encoders, rows = report["encoders"].values(), []
-    for line in report["ceilings"]:
-        if line["told"] == ALL:
-            numbers = [entry["scores"]["objects_right"] for entry in encoders]
-        else:
-            numbers = [_of_way(entry["scores"], line["told"]) for entry in encoders]
-        shares = (f"{line[reader]:.1f}" for reader in READERS)
-        rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
-    titles = (f"symbolic reader, {title}" for title in READERS.values())
-    header = ["objects right, %, by how they are told", "objects", *titles, *report["encoders"]]
-    return [Table(header, rows)] if rows else []
-
-
-def _of_way(scores: dict, way: str) -> dict:
-    return next(line for line in scores[BY_TELLING] if line["told"] == way)
-
-
-def _shares(line: dict) -> str:
-    return " / ".join(f"{number['value']:.1f}" if number else "-" for number in (line, line["precision"], line["f1"]))
+def _single(report: dict) -> list[str]:
+    """The scores of one number, not a list."""
+    every = [score for numbers in report["encoders"].values() for score in numbers["scores"].items()]
+    return list(dict.fromkeys(name for name, number in every if isinstance(number, dict)))
 
 
 def _cell(number: dict | None) -> str | None:
     return number and cell(number["value"], number["low"], number["high"], form=".3g")
 
 
+def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
+    """The table of objects by the sentence that first mentions them; none of images of other worlds."""
+    lists = [numbers["scores"].get(BY_SENTENCE) for numbers in encoders.values()]
+    if None in lists:
+        return []
+
+    def shares(line: dict) -> str:
+        return " / ".join(
+            f"{number['value']:.1f}" if number else "-" for number in (line, line["precision"], line["f1"])
+        )
+
+    header = ["objects right / precision / F1, %, by the sentence that first mentions them", "objects", *encoders]
+    lines = zip(*lists, strict=True)
+    return [Table(header, [[line[0]["sentence"], line[0]["objects"], *map(shares, line)] for line in lines])]
+
+
+def _by_kind(report: dict) -> list[Table]:
+    """The table of objects by how they are mentioned, beside what a symbolic reader can know at most."""
+    scores, rows = [numbers["scores"] for numbers in report["encoders"].values()], []
+    for line in report["ceilings"]:
+        numbers = [of_encoder["objects_right"] for of_encoder in scores]
+        if line["told"] != ALL:
+            lists = [of_encoder[BY_KIND] for of_encoder in scores]
+            numbers = [next(number for number in of_kind if number["told"] == line["told"]) for of_kind in lists]
+        shares = (f"{line[reader]:.1f}" for reader in READERS)
+        rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
+    readers = (f"symbolic reader, {title}" for title in READERS.values())
+    header = ["objects right, %, by how they are told", "objects", *readers, *report["encoders"]]
+    return [Table(header, rows)] if rows else []
+
+
 def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    return {f"{NAME}.png": plot(report["encoders"], titles(report))}
+    """By file name: every score with its 95% interval, a row for each encoder; below, scores by sentence."""
+    scores = {label: numbers["scores"] for label, numbers in report["encoders"].items()}
+    names, labels = titles(report), list(scores)
+    single = [name for name in _single(report) if not name.startswith(OF_SENTENCE)]
+    series = _series(scores, names)
+    rows, row_height, columns = -(-len(single) // _COLUMNS), 0.9 + 0.28 * len(labels), 2 * _COLUMNS
+    heights = [row_height] * rows + [3.0] * bool(series)
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained", dpi=150)
+    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    for place, name in enumerate(single):
+        row, column = divmod(place, _COLUMNS)
+        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
+        _draw_score(axes, {label: numbers.get(name) for label, numbers in scores.items()}, is_first=not column)
+        axes.set_title(names[name], fontsize="medium")
+    width = columns // max(len(series), 1)
+    for place, (title, lines) in enumerate(series.items()):
+        axes = figure.add_subplot(grid[rows, place * width : (place + 1) * width])
+        _draw_by_sentence(axes, lines)
+        axes.set_title(title, fontsize="medium")
+    return {f"{NAME}.png": figure}
+
+
+def _draw_score(axes: Axes, numbers: Mapping[str, dict | None], is_first: bool) -> None:
+    for row, number in enumerate(numbers.values()):
+        if number:
+            axes.plot([number["low"], number["high"]], [row, row], color=f"C{row}", linewidth=2)
+            axes.plot([number["value"]], [row], "o", color=f"C{row}")
+            text = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
+            axes.annotate(f"{number['value']:.3g}", (number["value"], row), (0, 5), **text)
+    axes.set_yticks(range(len(numbers)), numbers if is_first else [""] * len(numbers))
+    axes.set_ylim(len(numbers) - 0.5, -0.75)
+    axes.margins(x=0.15)
+    axes.locator_params(axis="x", nbins=5)
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _series(scores: Mapping[str, dict], names: Mapping[str, str]) -> dict[str, dict[str, dict[int, dict]]]:
+    """{title: {label: {sentence: number}}} of the scores by sentence."""
+    objects = {label: {line["sentence"]: line for line in of.get(BY_SENTENCE, ())} for label, of in scores.items()}
+    precision = {
+        label: {sentence: line["precision"] for sentence, line in lines.items() if line["precision"]}
+        for label, lines in objects.items()
+    }
+    clip = {
+        label: {int(name.removeprefix(OF_SENTENCE)): of[name] for name in of if name.startswith(OF_SENTENCE)}
+        for label, of in scores.items()
+    }
+    series = {
+        "objects right, %, by the sentence that first mentions them": objects,
+        "precision of objects, %, in the places of each sentence": precision,
+        f"{names['clip_score']}, by sentence": clip,
+    }
+    return {title: lines for title, lines in series.items() if any(lines.values())}
+
+
+def _draw_by_sentence(axes: Axes, lines: Mapping[str, Mapping[int, dict]]) -> None:
+    for row, (label, numbers) in enumerate(lines.items()):
+        # Shifted a little, so that intervals do not overlap.
+        places = [sentence + 0.12 * (row - (len(lines) - 1) / 2) for sentence in numbers]
+        values = [number["value"] for number in numbers.values()]
+        axes.plot(places, values, "o-", color=f"C{row}", label=label, markersize=4)
+        for place, number in zip(places, numbers.values(), strict=True):
+            axes.plot([place, place], [number["low"], number["high"]], color=f"C{row}", linewidth=1, alpha=0.6)
+    axes.set_xlabel("sentence")
+    axes.set_xticks(sorted({sentence for numbers in lines.values() for sentence in numbers}))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def plot_examples(
+    captions: Sequence[str], references: Sequence[Image.Image], generated: Mapping[str, Sequence[ImageLike]]
+) -> Figure:
+    """A row for each prompt: the prompt, its reference image, and the image of each encoder; small ones as pixels."""
+    columns = {"reference image": references}
+    columns |= {label: [load_image(file) for file in files] for label, files in generated.items()}
+    figure = Figure(figsize=(3.4 + 2.2 * len(columns), 2.35 * len(captions)), layout="constrained", dpi=110)
+    grid = figure.add_gridspec(len(captions), 1 + len(columns), width_ratios=[1.5, *[1] * len(columns)])
+    for row, caption in enumerate(captions):
+        axes = figure.add_subplot(grid[row, 0])
+        axes.axis("off")
+        text = textwrap.shorten(printable(" ".join(caption.split())), _MOST_CHARACTERS, placeholder=" …")
+        # parse_math: a $ is a $
+        axes.text(0, 0.98, textwrap.fill(text, 48), va="top", fontsize=8, parse_math=False, transform=axes.transAxes)
+        for column, (label, images) in enumerate(columns.items(), 1):
+            axes = figure.add_subplot(grid[row, column])
+            axes.axis("off")
+            image = images[row].copy()
+            image.thumbnail((_SHOWN, _SHOWN))  # never enlarges
+            axes.imshow(image, interpolation="nearest" if max(image.size) < _SHOWN else None)
+            if not row:
+                axes.set_title(textwrap.fill(label, 20), fontsize="medium")
+    return figure
 
 
 def settings_for(everything: AllConfig) -> GenerationConfig | None:

@@ -28,13 +28,11 @@ FID_FEATURES = (64, 2048)
 CACHED = "cache"  # in place of a file: the one that torch-fidelity has downloaded
 # DINOv2's position table is of 518 pixels, but it was trained at 224, and its processor uses that.
 DINOV2_SIZE = 224
-
-
 # An image's file, or a function that returns an image as RGB.
-Picture = str | os.PathLike | Callable[[], Image.Image]
+ImageLike = str | os.PathLike | Callable[[], Image.Image]
 
 
-def open_picture(image: Picture) -> Image.Image:
+def load_image(image: ImageLike) -> Image.Image:
     """The image, as RGB.
 
     Raises:
@@ -51,17 +49,17 @@ def open_picture(image: Picture) -> Image.Image:
         ) from error
 
 
-def load_square(image: Picture, size: int) -> Image.Image:
+def load_square(image: ImageLike, size: int) -> Image.Image:
     """The largest centred square of an image, as RGB, resized with Pillow's antialiased bicubic filter."""
-    image = open_picture(image)
+    image = load_image(image)
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2
-    box = (left, top, left + side, top + side)
     # Cropped first, because with box= Pillow's filter would read pixels outside of the box.
-    return image.crop(box).resize((size, size), Image.Resampling.BICUBIC)
+    square = image.crop((left, top, left + side, top + side))
+    return square.resize((size, size), Image.Resampling.BICUBIC)
 
 
-def _batches(images: Sequence[Picture], size: int, batch_size: int, title: str) -> Iterator[Tensor]:
+def _batches(images: Sequence[ImageLike], size: int, batch_size: int, title: str) -> Iterator[Tensor]:
     """The images as uint8 [B, 3, size, size]."""
     for start in tqdm(range(0, len(images), batch_size), desc=title):
         squares = [np.asarray(load_square(image, size)) for image in images[start : start + batch_size]]
@@ -103,11 +101,10 @@ class InceptionFeatures:
             torch.save(state, copy)
             copy.seek(0)
             extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
-        self.extractor = extractor.to(device)
-        self.device = device
+        self.extractor, self.device = extractor.to(device), device
 
     @torch.inference_mode()
-    def __call__(self, images: Sequence[Picture], batch_size: int) -> dict[int, Tensor]:
+    def __call__(self, images: Sequence[ImageLike], batch_size: int) -> dict[int, Tensor]:
         """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
         batches = [
             [features.cpu() for features in self.extractor(batch.to(self.device))]
@@ -163,7 +160,7 @@ class ClsFeatures:
         self.device = device
 
     @torch.inference_mode()
-    def __call__(self, images: Sequence[Picture], batch_size: int) -> Tensor:
+    def __call__(self, images: Sequence[ImageLike], batch_size: int) -> Tensor:
         """[N, width] features of the images, on the CPU."""
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         features = []
@@ -176,33 +173,26 @@ class ClsFeatures:
 class TwoTowerFeatures:
     """The features of images and texts by the CLIP that `load_two_tower` loads, with its own transform and tokenizer.
 
+    Attributes:
+        resize: how the model reads images, in words.
+
     Raises:
         UserError: there is no such model, or it has no image tower.
     """
 
     def __init__(self, name: str, device: torch.device):
-        self.backbone = load_two_tower(name).to(device)
-        self.device = device
-
-    @property
-    def resize(self) -> str:
-        """How the model reads images, in words."""
-        return f"the model's own: {', '.join(str(step) for step in self.backbone.read_pixels.transforms[:-2])}"
+        self.backbone, self.device = load_two_tower(name).to(device), device
+        self.resize = f"the model's own: {', '.join(map(str, self.backbone.read_pixels.transforms[:-2]))}"
 
     @torch.inference_mode()
-    def of_pictures(self, images: Sequence[Picture], batch_size: int) -> Tensor:
+    def of_images(self, images: Sequence[ImageLike], batch_size: int) -> Tensor:
         """[N, D] features of the images, on the CPU."""
         features = []
         for start in tqdm(range(0, len(images), batch_size), desc="two-tower features"):
-            pixels = [self.backbone.read_pixels(open_picture(image)) for image in images[start : start + batch_size]]
+            pixels = [self.backbone.read_pixels(load_image(image)) for image in images[start : start + batch_size]]
             features.append(self.backbone.encode_image(torch.stack(pixels).to(self.device)).float().cpu())
         return torch.cat(features)
 
     def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
         """[N, D] features of the texts, cut at the context length, on the CPU."""
         return encode_texts(self.backbone, texts, batch_size, self.device)
-
-    def longer_than_context(self, texts: Sequence[str]) -> int:
-        """How many of the texts exceed the context length."""
-        tokenizer = self.backbone.tokenizer
-        return sum(tokenizer.count(text) > tokenizer.context_length for text in texts)

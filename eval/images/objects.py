@@ -13,21 +13,21 @@ from debias_diffusion.toyworld.checker import Comparison, compare
 from debias_diffusion.toyworld.scenes import PLACES, Scene
 
 from ..intervals import drawn_ratios, ends, paired_ratio_difference
-from .networks import Picture, open_picture
+from .networks import ImageLike, load_image
 from .references import ACROSS, ALONE, WITHIN
 
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
 # Of each image: the sentence, from 0, that first mentions the object in a place.
 Mentions = Sequence[Mapping[str, int]]
-# Of each image: how the prompt tells the object in a place, see `reading.ways_told`. None of prompts that tell each
-# object in one sentence.
-Ways = Sequence[Mapping[str, str]] | None
+# Of each image: how the prompt mentions the object in a place, see `references.mention_kinds`. None of prompts that
+# mention each object in one sentence.
+MentionKinds = Sequence[Mapping[str, str]] | None
 Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]
 
 BY_SENTENCE = "objects_right_by_sentence"  # name of the list of scores by sentence
-BY_TELLING = "objects_right_by_telling"  # and of the one by the way an object is told
-# By way: the name of the score of its objects right, where two encoders are compared.
-TELLINGS = {
+BY_KIND = "objects_right_by_telling"  # and of the one by the kind of mention
+# By kind of mention: the name of the score of its objects right, where two encoders are compared.
+KIND_SCORES = {
     ALONE: "objects_right_alone",
     WITHIN: "objects_right_within_chunk",
     ACROSS: "objects_right_across_cut",
@@ -52,12 +52,12 @@ SCORES = {
     "empty_filled": "empty places filled, %",
     "background_right": "background right, %",
 }
-TELLING_TITLES = {score: f"objects right, {way}, %" for way, score in TELLINGS.items()}
+KIND_TITLES = {score: f"objects right, {kind}, %" for kind, score in KIND_SCORES.items()}
 
 
-def compare_images(images: Sequence[Picture], scenes: Sequence[Scene]) -> list[Comparison]:
+def compare_images(images: Sequence[ImageLike], scenes: Sequence[Scene]) -> list[Comparison]:
     """`checker.compare` of each image and its scene."""
-    return [compare(open_picture(image), scene) for image, scene in zip(images, scenes, strict=True)]
+    return [compare(load_image(image), scene) for image, scene in zip(images, scenes, strict=True)]
 
 
 def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) -> Counts:
@@ -88,47 +88,43 @@ def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) 
     return {name: np.array([row[name] for row in rows], dtype=np.float64) for name in rows[0]}
 
 
-def first_mentioned(mentions: Mentions, first: int, last: float = np.inf) -> list[list[str]]:
-    """Of each image, the places whose object sentences `first` to `last`, from 0, mention first."""
-    return [[place for place, number in of_image.items() if first <= number <= last] for of_image in mentions]
-
-
 def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
     """The counts of each image above and below the line of a score, [images] each; their sums make the score."""
     above, below = (sum(counts[name] for name in names) for names in RATIOS[score])
     return above, below
 
 
-def by_way(ways: Sequence[Mapping[str, str]], way: str) -> list[list[str]]:
-    """Of each image, the places whose object the prompt tells in this way."""
-    return [[place for place in of_image if of_image[place] == way] for of_image in ways]
+def first_mentioned(mentions: Mentions, first: int, last: float = np.inf) -> list[list[str]]:
+    """Of each image, the places whose object sentences `first` to `last`, from 0, mention first."""
+    return [[place for place, number in of_image.items() if first <= number <= last] for of_image in mentions]
 
 
-def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, ways: Ways = None) -> dict:
+def _of_kind(kinds: Sequence[Mapping[str, str]], kind: str) -> list[list[str]]:
+    """Of each image, the places whose object the prompt mentions like this."""
+    return [[place for place in of_image if of_image[place] == kind] for of_image in kinds]
+
+
+def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None) -> dict:
     """Scores of images in percent, with 95% intervals over images.
-
-    Precision by sentence is of the places whose object the sentence mentions first: of those that are filled, how many
-    hold the right object. Objects that nobody asked for belong to no sentence, so they count only in the precision of
-    all.
 
     Returns:
         Of `SCORES`, "value", "low" and "high" (without scores of no object); "objects_right_by_sentence", a list for
         each sentence that first mentions objects: "sentence", from 1, "objects", their number, "value", "low" and
         "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
-        filled); with `ways` "objects_right_by_telling", the same for each way that tells objects: "told", the way.
+        filled); with `kinds` "objects_right_by_telling", the same for each kind of mention: "told", the kind.
     """
     numbers = {score: _number(*sums) for score, sums in _sums(comparisons, mentions).items()}
-    by_sentence = []
-    for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()}):
-        places = first_mentioned(mentions, sentence, sentence)
-        by_sentence.append({"sentence": sentence + 1} | _of_places(comparisons, places))
-    groups = {BY_SENTENCE: by_sentence}
-    if ways:
-        places_of = {way: by_way(ways, way) for way in TELLINGS}
-        groups[BY_TELLING] = [
-            {"told": way} | _of_places(comparisons, places) for way, places in places_of.items() if any(places)
+    numbers = {score: numbers[score] for score in SCORES if numbers[score]}
+    numbers[BY_SENTENCE] = [
+        {"sentence": sentence + 1} | _of_places(comparisons, first_mentioned(mentions, sentence, sentence))
+        for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()})
+    ]
+    if kinds:
+        places = {kind: _of_kind(kinds, kind) for kind in KIND_SCORES}
+        numbers[BY_KIND] = [
+            {"told": kind} | _of_places(comparisons, places[kind]) for kind in places if any(places[kind])
         ]
-    return {score: numbers[score] for score in SCORES if numbers[score]} | groups
+    return numbers
 
 
 def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[str]]) -> dict:
@@ -139,38 +135,40 @@ def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[st
 
 
 def compare_objects(
-    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions, ways: Ways = None
+    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
 ) -> dict[str, dict[str, float]]:
     """The paired comparison of two encoders by score, in points; what belongs to an image stays together.
 
     Returns:
         {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES` and,
-        with `ways`, of `TELLINGS`; without scores that a or b lacks.
+        with `kinds`, of `KIND_SCORES`; without scores that a or b lacks.
 
     Raises:
         ValueError: a and b are not of the same objects.
     """
     if [seen.correct.keys() for seen in a] != [seen.correct.keys() for seen in b]:
         raise ValueError("a and b must be of the same images, with the same objects")
-    sums_a, sums_b = (_sums(comparisons, mentions, ways) for comparisons in (a, b))
+    sums_a, sums_b = (_sums(comparisons, mentions, kinds) for comparisons in (a, b))
     compared = {}
-    for score in [*SCORES, *(TELLINGS.values() if ways else ())]:
+    for score in [score for score in (*SCORES, *KIND_SCORES.values()) if score in sums_a]:
         if sums_a[score][1].any() and sums_b[score][1].any():
             line = paired_ratio_difference(sums_a[score], sums_b[score])
-            compared[score] = {name: value if name == "p" else 100 * value for name, value in line.items()}
+            points = {name: value and 100 * value for name, value in line.items()}  # None of a single image
+            compared[score] = points | {"p": line["p"]}
     return compared
 
 
 def _sums(
-    comparisons: Sequence[Comparison], mentions: Mentions, ways: Ways = None
+    comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By score, of `SCORES` and, with `ways`, of `TELLINGS`, the counts of each image above and below the line."""
+    """By score, of `SCORES` and, with `kinds`, of `KIND_SCORES`, the counts of each image above and below the line."""
     every = count(comparisons, [PLACES] * len(comparisons))
-    sums = {score: ratio(every, score) for score in RATIOS}
     parts = {"objects_right_late": first_mentioned(mentions, LATE)}
-    if ways:
-        parts |= {score: by_way(ways, way) for way, score in TELLINGS.items()}
-    return sums | {score: ratio(count(comparisons, places), "objects_right") for score, places in parts.items()}
+    if kinds:
+        parts |= {score: _of_kind(kinds, kind) for kind, score in KIND_SCORES.items()}
+    return {score: ratio(every, score) for score in RATIOS} | {
+        score: ratio(count(comparisons, places), "objects_right") for score, places in parts.items()
+    }
 
 
 def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:

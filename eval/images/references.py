@@ -1,4 +1,4 @@
-"""How toy captions tell their objects, and how many of these can be known from the tokens that are read together."""
+"""How toy captions mention their objects, and which of these can be known from the tokens that are read together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.references import resolve_apart
 
-ALONE, WITHIN, ACROSS = WAYS = "told alone", "by reference within a chunk", "by reference across a cut"
+ALONE, WITHIN, ACROSS = MENTION_KINDS = "told alone", "by reference within a chunk", "by reference across a cut"
 ALL = "all objects"
 # By name, how a symbolic reader reads, for tables.
 READERS = {
@@ -24,16 +24,16 @@ class CaptionReading:
     """One caption.
 
     Attributes:
-        ways: {place: one of `WAYS`}: how the kind and the colour of the object there are told, see `ways_told`.
+        mention_kinds: {place: one of `MENTION_KINDS`} of the object there, see `mention_kinds`.
         knowable: {one of `READERS`: the places whose object's kind and colour this reader can know}
     """
 
-    ways: dict[str, str]
+    mention_kinds: dict[str, str]
     knowable: dict[str, set[str]]
 
 
 def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> CaptionReading:
-    """How a caption tells its objects, and what each of `READERS` can know of them; see `sentences_by_chunk`."""
+    """How a caption mentions its objects, and what each of `READERS` can know of them; see `sentences_by_chunk`."""
     chunks = sentences_by_chunk(caption, count_tokens)
     parts = {
         "truncated": [truncated(caption, count_tokens)],
@@ -41,34 +41,37 @@ def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> Captio
         "in_overlapping_chunks": sentences_by_chunk(caption, count_tokens, overlap=True),
         "whole": [range(len(caption.sentences))],
     }
-    return CaptionReading(
-        ways_told(caption, chunks), {reader: knowable(caption, sentences) for reader, sentences in parts.items()}
-    )
+    known = {reader: knowable(caption, sentences) for reader, sentences in parts.items()}
+    return CaptionReading(mention_kinds(caption, chunks), known)
 
 
 def ceilings(readings: Sequence[CaptionReading]) -> list[dict]:
     """How many objects of several captions each of `READERS` can know.
 
     Returns:
-        for all objects, then for each of `WAYS` that tells any: "told", `ALL` or the way, "objects", their number, and
-        by reader the share, in percent.
+        for all objects, then for each of `MENTION_KINDS` that there is: "told", `ALL` or the kind, "objects", their
+        number, and by reader the share, in percent.
     """
     rows = []
-    for group in (ALL, *WAYS):
-        places = [{place for place, way in reading.ways.items() if group in (ALL, way)} for reading in readings]
-        objects = sum(map(len, places))
-        known = {
-            reader: sum(len(there & reading.knowable[reader]) for there, reading in zip(places, readings, strict=True))
-            for reader in READERS
-        }
-        if objects:
+    for kind in (ALL, *MENTION_KINDS):
+        places = [
+            {place for place, mention in reading.mention_kinds.items() if kind in (ALL, mention)}
+            for reading in readings
+        ]
+        if objects := sum(map(len, places)):
+            known = {
+                reader: sum(
+                    len(of_kind & reading.knowable[reader]) for of_kind, reading in zip(places, readings, strict=True)
+                )
+                for reader in READERS
+            }
             shares = {reader: 100 * count / objects for reader, count in known.items()}
-            rows.append({"told": group, "objects": objects} | shares)
+            rows.append({"told": kind, "objects": objects} | shares)
     return rows
 
 
 def refers_back(caption: Caption) -> bool:
-    """Whether several sentences tell the kind and the colour of any object."""
+    """Whether it takes several sentences to mention the kind and the colour of any object."""
     return any(len(sentences) > 1 for sentences in sentences_needed(caption).values())
 
 
@@ -100,22 +103,21 @@ def truncated(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]
     return sentences
 
 
-def ways_told(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str, str]:
-    """{place: one of `WAYS`}: how the kind and the colour of the object there are told.
+def mention_kinds(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str, str]:
+    """{place: one of `MENTION_KINDS`}: how the kind and the colour of the object there are mentioned.
 
-    `ALONE` is in one sentence; `ACROSS` means that a cut into `chunks` divides the sentences that tell it together.
+    `ALONE` is in one sentence; `ACROSS` means that a cut into `chunks` divides the sentences that mention it together.
     """
-    ways = {}
-    for place, needed in sentences_needed(caption).items():
-        together = any(needed <= set(chunk) for chunk in chunks)
-        ways[place] = ALONE if len(needed) == 1 else WITHIN if together else ACROSS
-    return ways
+    return {
+        place: ALONE if len(needed) == 1 else WITHIN if any(needed <= set(chunk) for chunk in chunks) else ACROSS
+        for place, needed in sentences_needed(caption).items()
+    }
 
 
 def knowable(caption: Caption, chunks: Sequence[Sequence[int]]) -> set[str]:
     """The places whose object's kind and colour can be known from chunks that are read apart."""
     facts = resolve_apart({number: caption.sentences[number].claim for number in chunk} for chunk in chunks)
-    return {place for place, there in facts.items() if {"kind", "colour"} <= set(there)}
+    return {place for place, facts_there in facts.items() if {"kind", "colour"} <= set(facts_there)}
 
 
 def _lengths(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]:
@@ -123,5 +125,5 @@ def _lengths(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]:
 
 
 def sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:
-    """{place: the numbers of the sentences that tell the kind and the colour of the object there together}"""
-    return {place: there["kind"].sentences | there["colour"].sentences for place, there in caption.facts().items()}
+    """{place: the numbers of the sentences that mention the kind and the colour of the object there together}"""
+    return {place: facts["kind"].sentences | facts["colour"].sentences for place, facts in caption.facts().items()}

@@ -4,14 +4,13 @@ A killed run continues with the missing images, and several processes share them
 one uninterrupted run, bit for bit.
 """
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.encoders import EncoderSpec, Kind
+from debias_diffusion.encoders import Kind
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Seed, check_pixels, check_value
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
@@ -64,16 +63,13 @@ def image_task(config: Any, name: str, prompt: str, number: int) -> ImageTask:
 
 def folder_names(labels: Sequence[str]) -> dict[str, str]:
     """A folder name for each label: at most 200 bytes, without characters special to file systems and shells."""
-    plain = {label: re.sub(r"[^\w.-]+", "-", label).strip(".-") or "encoder" for label in labels}
-    for label, name in plain.items():
-        while len(os.fsencode(name)) + len(f"-{len(plain)}") > 200:
-            name = name[:-1]
-        plain[label] = name.rstrip(".-")
-    taken = [name.lower() for name in plain.values()]  # some file systems tell no cases apart
-    for number, (label, name) in enumerate(plain.items(), 1):
-        if taken.count(name.lower()) > 1:
-            plain[label] = f"{name}-{number}"
-    return plain
+    plain = [re.sub(r"[^\w.-]+", "-", label).strip(".-") or "encoder" for label in labels]
+    plain = [name.encode()[:190].decode(errors="ignore").rstrip(".-") for name in plain]
+    taken = [name.lower() for name in plain]  # some file systems tell no cases apart
+    return {
+        label: f"{name}-{number}" if taken.count(name.lower()) > 1 else name
+        for number, (label, name) in enumerate(zip(labels, plain, strict=True), 1)
+    }
 
 
 def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) -> tuple[dict[str, Rendered], dict]:
@@ -108,12 +104,16 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
 
     def check() -> dict[str, tuple[dict, dict]]:
         """The settings and inputs of each job."""
-        seeds = [task.prompt.seed for task in tasks]
+        seeds, jobs = [task.prompt.seed for task in tasks], {}
         check_value("seed", min(seeds), Seed)
         check_value("seed", max(seeds), Seed)
-        jobs = {label: (renderer.settings(encoder), renderer.inputs(encoder)) for label, encoder in encoders.items()}
         for label, encoder in encoders.items():
-            _check_encoder(renderer, encoder, folders[label], *jobs[label], tasks)
+            jobs[label] = settings, inputs = renderer.settings(encoder), renderer.inputs(encoder)
+            if folders[label].exists():
+                with Job.open(folders[label], _COMMAND, settings, inputs, process=1):  # writes nothing
+                    pass
+            if encoder.kind is not Kind.ORIGINAL:
+                renderer.checkpoint.check_fits("text_encoder", encoder.load_text_encoder()[0], encoder.name)
         return jobs
 
     jobs, rendered = processes.from_main(check), {}
@@ -127,35 +127,17 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
     return rendered, {"base": base, "encoder_2": renderer.digest(config.encoder_2), "encoders": of_encoders}
 
 
-def _check_encoder(
-    renderer: Renderer,
-    encoder: EncoderSpec,
-    folder: Path,
-    settings: dict,
-    inputs: dict,
-    tasks: Sequence[ImageTask],
-) -> None:
-    """Raises UserError for a folder of other settings, and for an encoder with missing images that does not fit."""
-    finished = []
-    if folder.exists():
-        with Job.open(folder, _COMMAND, settings, inputs, process=1) as job:  # writes nothing
-            finished = job.names()
-    if encoder.kind is not Kind.ORIGINAL and not {f"{task.name}.png" for task in tasks} <= set(finished):
-        text_encoder, _ = encoder.load_text_encoder()
-        renderer.checkpoint.check_fits("text_encoder", text_encoder, encoder.name)
-
-
 @contextmanager
 def _open(processes: Processes, folder: Path, settings: dict, inputs: dict) -> Iterator[Job]:
     """A job of several processes: the main one holds the lock, and each has a file of lines."""
     with ExitStack() as stack:
         jobs = []
 
-        def open_job(shared: bool = False) -> None:
-            job = Job.open(folder, _COMMAND, settings, inputs, shared=shared, process=processes.index)
-            jobs.append(stack.enter_context(job))
+        def open_job() -> None:
+            who = {"shared": not processes.is_main, "process": processes.index}
+            jobs.append(stack.enter_context(Job.open(folder, _COMMAND, settings, inputs, **who)))
 
         processes.from_main(open_job)
         if not processes.is_main:
-            open_job(shared=True)
+            open_job()
         yield jobs[0]

@@ -41,7 +41,7 @@ from debias_diffusion.sentences import split_sentences
 
 from ..intervals import mean_interval, paired_difference
 from ..session import how_used
-from .networks import FID_FEATURES, RESIZE, ClsFeatures, InceptionFeatures, Picture, TwoTowerFeatures
+from .networks import FID_FEATURES, RESIZE, ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
 
 HALVES = 200
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # torch-fidelity's
@@ -126,11 +126,6 @@ def cosines(a: Tensor, b: Tensor) -> list[float]:
     return nn.functional.cosine_similarity(a.double(), b.double(), dim=1).tolist()
 
 
-def dino_score(generated: Tensor, references: Tensor) -> float:
-    """Mean cosine, in [-1, 1], of the features [N, D] of each generated image and its reference image."""
-    return float(np.mean(cosines(generated, references)))
-
-
 def clip_scores(images: Tensor, texts: Tensor) -> list[float]:
     """CLIPScore of each image's features [N, D] with its text's [N, D]: 100 * max(cosine, 0), as in torchmetrics.
 
@@ -139,8 +134,17 @@ def clip_scores(images: Tensor, texts: Tensor) -> list[float]:
     return [100 * max(cosine, 0.0) for cosine in cosines(images, texts)]
 
 
+_ALL = ("fid", "kid", "precision", "recall")
+# By kind of features, the scores on them and their full names.
+_DISTANCES = {
+    "2048": {score: f"{score}_2048" for score in _ALL},
+    "64": {"fid": "fid_64"},
+    "own_features": {score: f"{score}_own" for score in _ALL},
+}
+
+
 def _distances(generated: Tensor, references: Tensor, names: dict[str, str], fid=fid) -> dict[str, float]:
-    """The scores "fid", "kid", "precision", "recall" that are in `names`, under the names given there."""
+    """The distances that are in `names`, under the names given there."""
     values = {"fid": fid(generated, references)}
     if "kid" in names:
         values["kid"] = kid(generated, references)
@@ -166,12 +170,13 @@ def standard_error(values: Sequence[float], count: int) -> float:
 
 
 def _interval(value: float, error: float, score: str) -> dict[str, float]:
-    low, high = value - _NORMAL * error, value + _NORMAL * error
-    bounded_below, bounded_above = not score.startswith("kid"), score.startswith(("precision", "recall"))
+    """The value and its interval, which ends where the score does."""
+    least = -math.inf if score.startswith("kid") else 0.0
+    most = 1.0 if score.startswith(("precision", "recall")) else math.inf
     return {
         "value": value,
-        "low": max(low, 0.0) if bounded_below else low,
-        "high": min(high, 1.0) if bounded_above else high,
+        "low": max(value - _NORMAL * error, least),
+        "high": min(value + _NORMAL * error, most),
     }
 
 
@@ -213,8 +218,8 @@ def compare(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, float | Non
     compared = {}
     for score in a.numbers:
         if score in a.pictures:
-            both = [pair for pair in zip(a.pictures[score], b.pictures[score], strict=True) if None not in pair]
-            compared[score] = paired_difference(*zip(*both, strict=True))
+            pairs = [pair for pair in zip(a.pictures[score], b.pictures[score], strict=True) if None not in pair]
+            compared[score] = paired_difference(*zip(*pairs, strict=True))
         else:
             compared[score] = _difference_of_distances(a, b, score)
     return compared
@@ -224,15 +229,10 @@ def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> di
     difference = a.numbers[score]["value"] - b.numbers[score]["value"]
     if not a.halves[score]:
         return {"difference": difference, "low": None, "high": None, "p": None}
-    ahead = np.subtract(a.halves[score], b.halves[score])
-    error = standard_error(ahead, a.count)
+    error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.count)
+    reach = _NORMAL * error
     p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
-    return {
-        "difference": difference,
-        "low": difference - _NORMAL * error,
-        "high": difference + _NORMAL * error,
-        "p": p,
-    }
+    return {"difference": difference, "low": difference - reach, "high": difference + reach, "p": p}
 
 
 # ---- networks and scores together
@@ -242,15 +242,15 @@ def score_titles(
     dino: str | None = None, dinov2: str | None = None, own_features: str | None = None, clip_score: str | None = None
 ) -> dict[str, str]:
     """Titles of the scores, for tables. They name the network, which decides what a number can be compared with."""
-    titles = {"fid_2048": "FID (2048)", "fid_64": "FID (64)", "kid_2048": "KID"}
-    titles |= {"precision_2048": "precision", "recall_2048": "recall"}
-    titles |= {
-        f"{score.lower()}_own": f"{score} ({_short(own_features)})" for score in ("FID", "KID", "precision", "recall")
+    plain = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
+    return {
+        **{f"{score}_2048": title for score, title in plain.items()},
+        **{f"{score}_own": f"{title} ({_short(own_features)})" for score, title in plain.items()},
+        **{f"fid_{count}": f"FID ({count})" for count in FID_FEATURES},
+        "dino_score": f"DINO score ({_short(dino)})",
+        "dinov2_score": f"DINOv2 score ({_short(dinov2)})",
+        "clip_score": f"CLIPScore ({_short(clip_score)})",
     }
-    titles["dino_score"] = f"DINO score ({_short(dino)})"
-    titles["dinov2_score"] = f"DINOv2 score ({_short(dinov2)})"
-    titles["clip_score"] = f"CLIPScore ({_short(clip_score)})"
-    return titles
 
 
 def _short(name: str | None) -> str | None:
@@ -259,9 +259,20 @@ def _short(name: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class References:
-    """Features of reference images: {kind: [N, D]}."""
+    """What generated images are compared with.
+
+    Attributes:
+        features: of the reference images, by kind, [N, D].
+        texts: features of all different captions and sentences, [T, D].
+        rows: by score with texts, each caption's row of `texts`; None if it has no such sentence.
+        notes: how many texts were cut.
+        count: of the reference images, N.
+    """
 
     features: dict[str, Tensor]
+    texts: Tensor
+    rows: dict[str, list[int | None]]
+    notes: list[str]
     count: int
 
 
@@ -269,18 +280,13 @@ class ImageScores:
     """The networks that settings name, loaded and checked, and their scores of images.
 
     Args:
-        inception_weights: see `InceptionFeatures`; for FID, KID, precision and recall.
-        dino: see `ClsFeatures`; for the DINO score.
-        dinov2: likewise, for the DINOv2 score.
-        own_features: likewise, for FID, KID, precision and recall on its features.
-        clip_score: see `TwoTowerFeatures`; for CLIPScore, of the whole caption and sentence by sentence.
+        inception_weights, dino, dinov2, own_features, clip_score: as in `GenerationConfig`; None skips their scores.
         batch_size: images, or texts, in a batch.
         device: where the networks run.
 
     Attributes:
         digests: of the networks' weights; None for a network that is not given.
         depends: everything about the networks that affects a score, for the cache.
-        titles: of the scores, for tables (see `score_titles`).
         resize: how images are resized for each network, generated and reference images alike.
         notes: on the scores; notes on one encoder's images are in its `ImageNumbers`.
 
@@ -304,153 +310,113 @@ class ImageScores:
         named = {"own_features": own_features, "dino": dino, "dinov2": dinov2}
         self.networks = {option: ClsFeatures(name, device, option) for option, name in named.items() if name}
         self.clip = clip_score and TwoTowerFeatures(clip_score, device)
-        self.titles = score_titles(dino=dino, dinov2=dinov2, own_features=own_features, clip_score=clip_score)
         self.digests = {
             "inception_weights": self.inception and path_digest(self.inception.file),
             **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
             "clip_score": self.clip and weights_digest(self.clip.backbone),
         }
-        configurations = {option: network.model.config.to_dict() for option, network in self.networks.items()}
-        self.depends = {
-            "networks": self.digests,
-            "configurations": {option: config | {"_name_or_path": None} for option, config in configurations.items()},
-            "clip": self.clip and how_used(self.clip.backbone),
-        }
-        self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
-        if self.inception:
-            self.resize["inception_weights"] = RESIZE.format(size=self.inception.size)
-        if self.clip:
-            self.resize["clip_score"] = self.clip.resize
-        self.notes = self._notes(clip_score)
-        self._encoded: tuple[tuple[str, ...], _EncodedCaptions] | None = None
         if all(value is None for value in self.digests.values()):
             raise UserError(
                 f"None of {', '.join(self.digests)} is given, which leaves no score. Give at least one, such as --dino "
                 "facebook/dino-vits16."
             )
-
-    def _notes(self, clip_score: str | None) -> list[str]:
+        configurations = {
+            option: network.model.config.to_dict() | {"_name_or_path": None}
+            for option, network in self.networks.items()
+        }
+        clip = self.clip and how_used(self.clip.backbone)
+        self.depends = {"networks": self.digests, "configurations": configurations, "clip": clip}
+        self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
         skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
-        notes = [
+        self.notes = [
             f"{score} was skipped, because {name} is null." for name, score in skipped.items() if not self.digests[name]
         ]
-        if "own_features" in self.networks:
-            notes.append("FID, KID, precision and recall of own_features compare with nothing published.")
-        if "dinov2" in self.networks:
+        if self.inception:
+            self.resize["inception_weights"] = RESIZE.format(size=self.inception.size)
+        if own_features:
+            self.notes.append("FID, KID, precision and recall of own_features compare with nothing published.")
+        if dinov2:
             size = self.networks["dinov2"].size
-            notes.append(f"DINOv2 read {size} x {size} pixels, with its position table resized to them.")
+            self.notes.append(f"DINOv2 read {size} x {size} pixels, with its position table resized to them.")
         if self.clip:
-            notes.append(f"CLIPScore is 100 * max(cosine, 0) with {_short(clip_score)}, as in torchmetrics.")
-        return notes
+            self.resize["clip_score"] = self.clip.resize
+            self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {_short(clip_score)}, as in torchmetrics.")
 
-    def of_references(self, references: Sequence[Picture]) -> References:
-        """The features of reference images, computed once for all encoders."""
-        return References(self._features(references), len(references))
+    def of_references(self, images: Sequence[ImageLike], captions: Sequence[str]) -> References:
+        """The features of reference images and of their captions, in the same order; once for all encoders."""
+        features = self._features(images)
+        if not self.clip:
+            return References(features, torch.empty(0), {}, [], len(images))
+        sentences = [split_sentences(caption) for caption in captions]
+        columns = {"clip_score": captions}
+        columns |= {f"clip_score_{number}": column for number, column in enumerate(zip_longest(*sentences), 1)}
+        different = dict.fromkeys(text for text in chain(*columns.values()) if text is not None)
+        row_of = {text: row for row, text in enumerate(different)}
+        rows = {score: [row_of.get(text) for text in column] for score, column in columns.items()}
+        notes, tokenizer = [], self.clip.backbone.tokenizer
+        for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
+            if over := sum(tokenizer.count(text) > tokenizer.context_length for text in group):
+                length = f"CLIPScore's context length of {tokenizer.context_length} tokens"
+                notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
+        texts = self.clip.of_texts(list(different), self.batch_size)
+        return References(features, texts, rows, notes, len(images))
 
-    def _features(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+    def _features(self, images: Sequence[ImageLike]) -> dict[str, Tensor]:
         features = {}
         if self.inception:
-            features |= {f"{n}": part for n, part in self.inception(pictures, self.batch_size).items()}
-        return features | {option: network(pictures, self.batch_size) for option, network in self.networks.items()}
+            features |= {f"{n}": part for n, part in self.inception(images, self.batch_size).items()}
+        return features | {option: network(images, self.batch_size) for option, network in self.networks.items()}
 
-    def __call__(self, generated: Sequence[Picture], references: References, captions: Sequence[str]) -> ImageNumbers:
+    def __call__(self, generated: Sequence[ImageLike], references: References) -> ImageNumbers:
         """All scores of images, each with its reference image and caption, in the same order.
 
         Raises:
             UserError: there are too few images for FID.
-            ValueError: the numbers of images, reference images and captions differ.
+            ValueError: the numbers of images and reference images differ.
         """
-        if not len(generated) == references.count == len(captions):
-            raise ValueError(
-                f"{len(generated)} images, {references.count} reference images and {len(captions)} captions"
-            )
+        if len(generated) != references.count:
+            raise ValueError(f"{len(generated)} images and {references.count} reference images")
         features, result = self._features(generated), ImageNumbers({}, {}, {}, len(generated))
-        for kind, names in _distances_of(features).items():
-            _add_distances(result, features[kind], references.features[kind], names)
+        for kind, names in _DISTANCES.items():
+            if kind in features:
+                _add_distances(result, features[kind], references.features[kind], names)
         if self.inception:
             result.notes += _notes_of_inception(result.count)
-        for option, score in (("dino", "dino_score"), ("dinov2", "dinov2_score")):
+        for option in ("dino", "dinov2"):
             if option in features:
-                _add_mean(result, score, cosines(features[option], references.features[option]))
-        if self.clip:
-            self._add_clip_scores(result, generated, captions)
-        return result
-
-    def _add_clip_scores(self, result: ImageNumbers, generated: Sequence[Picture], captions: Sequence[str]) -> None:
-        images = self.clip.of_pictures(generated, self.batch_size)
-        if self._encoded is None or self._encoded[0] != tuple(captions):  # once for all encoders
-            self._encoded = (tuple(captions), _EncodedCaptions.of(captions, self.clip, self.batch_size))
-        texts = self._encoded[1]
-        for score, rows in texts.rows.items():
+                _add_mean(result, f"{option}_score", cosines(features[option], references.features[option]))
+        images = self.clip.of_images(generated, self.batch_size) if self.clip else None
+        for score, rows in references.rows.items():
             present = [index for index, row in enumerate(rows) if row is not None]
-            values = clip_scores(images[present], texts.features[[rows[index] for index in present]])
+            values = clip_scores(images[present], references.texts[[rows[index] for index in present]])
             by_index = dict(zip(present, values, strict=True))
             _add_mean(result, score, [by_index.get(index) for index in range(len(rows))])
-        result.notes += texts.notes
-
-
-@dataclass(frozen=True)
-class _EncodedCaptions:
-    """Features of captions and of their sentences.
-
-    Attributes:
-        features: of all different texts, [T, D].
-        rows: {score: each caption's row of `features`, None if it has no such sentence}.
-        notes: how many texts were cut.
-    """
-
-    features: Tensor
-    rows: dict[str, list[int | None]]
-    notes: list[str]
-
-    @classmethod
-    def of(cls, captions: Sequence[str], network: TwoTowerFeatures, batch_size: int) -> "_EncodedCaptions":
-        sentences = [split_sentences(caption) for caption in captions]
-        texts = {"clip_score": list(captions)}
-        for number, column in enumerate(zip_longest(*sentences), 1):
-            texts[f"clip_score_{number}"] = list(column)
-        different = dict.fromkeys(text for column in texts.values() for text in column if text is not None)
-        row_of = {text: row for row, text in enumerate(different)}
-        rows = {score: [row_of.get(text) for text in column] for score, column in texts.items()}
-        notes = []
-        for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
-            if over := network.longer_than_context(group):
-                length = f"CLIPScore's context length of {network.backbone.context_length} tokens"
-                notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
-        return cls(network.of_texts(list(different), batch_size), rows, notes)
-
-
-def _distances_of(features: dict[str, Tensor]) -> dict[str, dict[str, str]]:
-    """{kind of features: {score: its full name}} of the kinds in `features`."""
-    most = f"{max(FID_FEATURES)}"
-    every = ("fid", "kid", "precision", "recall")
-    kinds = {most: {score: f"{score}_{most}" for score in every}}
-    kinds |= {f"{n}": {"fid": f"fid_{n}"} for n in FID_FEATURES if f"{n}" != most}
-    kinds["own_features"] = {score: f"{score}_own" for score in every}
-    return {kind: names for kind, names in kinds.items() if kind in features}
+        result.notes += references.notes
+        return result
 
 
 def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, names: dict[str, str]) -> None:
     values = _distances(generated, references, names)
-    drawn: dict[str, list[float]] = {score: [] for score in values}
+    of_halves: dict[str, list[float]] = {score: [] for score in values}
     if result.count >= _FEWEST:
         for half in tqdm(halves(result.count), total=HALVES, desc=f"interval of {names['fid']}"):
             for score, value in _distances(generated[half], references[half], names, fast_fid).items():
-                drawn[score].append(value)
+                of_halves[score].append(value)
     else:
         result.notes.append(f"{', '.join(values)}: no interval, which needs at least {_FEWEST} images.")
-    result.halves |= drawn
+    result.halves |= of_halves
     for score, value in values.items():
         result.numbers[score] = {"value": value, "low": None, "high": None}
-        if drawn[score]:
-            result.numbers[score] = _interval(value, standard_error(drawn[score], result.count), score)
+        if of_halves[score]:
+            result.numbers[score] = _interval(value, standard_error(of_halves[score], result.count), score)
 
 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:
     present = [value for value in values if value is not None]
-    low, high = mean_interval(present)
     result.pictures[score] = values
-    result.numbers[score] = {"value": float(np.mean(present)), "low": low, "high": high}
+    result.numbers[score] = {"value": float(np.mean(present))} | dict(
+        zip(("low", "high"), mean_interval(present), strict=True)
+    )
     if len(present) < len(values) or score.startswith("clip_score_"):
         result.numbers[score]["pictures"] = len(present)
 

@@ -22,7 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import Page, expect, sync_playwright
 
 from debias_diffusion.app.demo import page as demo_page
-from debias_diffusion.app.demo.drawing import Step, draw
+from debias_diffusion.app.demo.rendering import Step, render_request
 from debias_diffusion.eval.options import TOYS
 from debias_diffusion.pipelines.png import read_settings
 
@@ -111,7 +111,7 @@ def test_tokens_are_counted_while_typing(page):
     expect(page.get_by_text("reads all 93 tokens in 2 overlapping chunks")).to_have_count(1)
     # They follow the chosen encoders and how these read.
     page.get_by_role("button", name="Advanced settings").click()
-    page.get_by_label("cut: the first 77 tokens alone").check()
+    page.get_by_role("radio", name="Cut at 77 tokens").check()
     expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(5)
 
 
@@ -157,11 +157,11 @@ def test_stop_ends_it_within_a_step_and_the_next_request_runs(page, monkeypatch)
     taken = []
 
     def counted(*arguments):
-        for item in draw(*arguments):
+        for item in render_request(*arguments):
             taken.extend([item] if isinstance(item, Step) else [])
             yield item
 
-    monkeypatch.setattr(demo_page, "draw", counted)
+    monkeypatch.setattr(demo_page, "render_request", counted)
     generate(page, LONG, 100)
     expect(page.get_by_text(re.compile("step [1-9][0-9]* of 100")).first).to_be_visible()
     page.get_by_role("button", name="Stop").click()
@@ -196,7 +196,7 @@ def test_what_is_refused_says_why_and_hostile_text_stays_text(page, tmp_path):
 def test_a_page_of_another_site_starts_nothing(demo, tmp_path, monkeypatch):
     """Scripts, and a form, which needs no leave of the demo."""
     started = []
-    monkeypatch.setattr(demo_page, "draw", lambda *arguments: started.append(arguments) or iter(()))
+    monkeypatch.setattr(demo_page, "render_request", lambda *arguments: started.append(arguments) or iter(()))
     context, url = demo
     data = '{"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", false, "overlap"], "fn_index": 3}'
     (tmp_path / "index.html").write_text(f"""<script>

@@ -12,10 +12,11 @@ from gradio_client.exceptions import AppError
 from helpers.demo_clients import LONG, opened_page, wait_until
 from PIL import Image
 
-from debias_diffusion.app.demo import drawing, launch
+from debias_diffusion.app.demo import launch
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.demo.page import _choose, build
-from debias_diffusion.app.demo.settings import from_png
+from debias_diffusion.app.demo.page import build, choose
+from debias_diffusion.app.demo.rendering import RenderedImage, render_request
+from debias_diffusion.app.demo.request import Request, from_png
 from debias_diffusion.devices import pick_device
 from debias_diffusion.pipelines.png import read_settings
 
@@ -58,14 +59,14 @@ def test_programs_get_the_page_s_images(client, models):
         f"{CUT}, seed 7: reads the first 75 of 93 tokens",
         "toy/debias-clip, seed 7: reads all 93 tokens at once",
     ]
-    request = from_png(images[1]["image"], models).request
+    request, _ = from_png(images[1]["image"], models)
     assert (request.prompt, request.steps, request.seed, request.encoders) == (
         LONG,
         2,
         7,
-        (CUT, "toy/debias-clip"),
+        [CUT, "toy/debias-clip"],
     )
-    alone = [item for item in drawing.draw(models, request) if isinstance(item, drawing.Drawn)]
+    alone = [item for item in render_request(models, request) if isinstance(item, RenderedImage)]
     for image, item in zip(images, alone, strict=True):
         with Image.open(image["image"]) as opened:
             assert opened.tobytes() == item.image.tobytes() and opened.info["settings"] == item.text["settings"]
@@ -83,10 +84,10 @@ def test_tokens_and_attention(client):
 def test_a_png_restores_its_settings_and_the_marks_of_its_scene(models, client, tmp_path):
     page = build(models, 1000, 1)
     (fn,) = [fn for fn in page.fns.values() if fn.api_name == "generate"]
-    prompt, scene, [(reference, caption)] = _choose(3)
+    prompt, scene, [(reference, caption)] = choose(3)
     assert prompt == LONG and caption.startswith("Reference image: ") and reference.size == (48, 48)
-    assert _choose("a cat") == ("a cat", None, [])
-    request = from_png(_scene_png(models, scene, tmp_path), models).request
+    assert choose("a cat") == ("a cat", None, [])
+    request, _ = from_png(_scene_png(models, scene, tmp_path), models)
     assert (request.scene, request.prompt) == (3, LONG) and fn.concurrency_id == "device"
     status, images, prompt, encoders, *settings = client.predict(
         handle_file(_scene_png(models, scene, tmp_path)), api_name="/settings"
@@ -97,8 +98,8 @@ def test_a_png_restores_its_settings_and_the_marks_of_its_scene(models, client, 
 
 
 def _scene_png(models: DemoModels, scene: int, folder: Path) -> Path:
-    request = drawing.Request(LONG, ("toy/clip",), steps=1, guidance_scale=3.0, height=48, width=48, scene=scene)
-    (item,) = [item for item in drawing.draw(models, request) if isinstance(item, drawing.Drawn)]
+    request = Request(LONG, ["toy/clip"], steps=1, guidance_scale=3.0, height=48, width=48, scene=scene)
+    (item,) = [item for item in render_request(models, request) if isinstance(item, RenderedImage)]
     return item.save(folder)
 
 
@@ -161,7 +162,7 @@ def test_no_path_of_a_visitor_reaches_the_file_system(url, path, client):
     file = {"path": path, "meta": {"_type": "gradio.FileData"}}
     with pytest.raises(AppError) as caught:
         client.predict(file, api_name="/settings")
-    assert "root:" not in str(caught.value) and "no settings" not in str(caught.value)
+    assert "root:" not in str(caught.value) and "with settings" not in str(caught.value)
 
 
 def test_files_that_are_too_large_or_no_png_are_refused(url, client, tmp_path):
@@ -169,7 +170,7 @@ def test_files_that_are_too_large_or_no_png_are_refused(url, client, tmp_path):
     with visitor(url) as http, (tmp_path / "large.png").open("rb") as file:
         assert http.post("gradio_api/upload", files={"files": file}).status_code == 413
     (tmp_path / "no.png").write_text(HOSTILE)
-    with pytest.raises(AppError, match="cannot be read as a PNG"):
+    with pytest.raises(AppError, match="The file is no PNG with settings"):
         client.predict(handle_file(tmp_path / "no.png"), api_name="/settings")
 
 
@@ -181,7 +182,7 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(url, client, monk
         free.wait(60)
         yield from ()
 
-    monkeypatch.setattr("debias_diffusion.app.demo.page.draw", waiting)
+    monkeypatch.setattr("debias_diffusion.app.demo.page.render_request", waiting)
     body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", False, "overlap"]}
     with visitor(url) as http:
         try:
@@ -200,20 +201,19 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(url, client, monk
 
 def test_who_goes_away_is_not_generated_for(url, client, monkeypatch):
     steps = []
-    draw = drawing.draw
 
     def counted(*arguments):
-        for item in draw(*arguments):
+        for item in render_request(*arguments):
             steps.append(item)
             yield item
 
-    monkeypatch.setattr("debias_diffusion.app.demo.page.draw", counted)
+    monkeypatch.setattr("debias_diffusion.app.demo.page.render_request", counted)
     job = client.submit(LONG, steps=100, api_name="/generate")
     wait_until(lambda: len(steps) > 3)
     assert job.cancel()
     taken = len(steps)
     client.predict("a", encoders=["toy/clip"], steps=1, api_name="/generate")  # which waits for its step
-    assert len([item for item in steps[taken:] if getattr(item, "steps", 1) == 100]) <= 2
+    assert len([item for item in steps[taken:] if "of 100" in getattr(item, "place", "")]) <= 2
 
 
 def test_the_space_has_what_it_needs():

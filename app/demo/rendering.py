@@ -8,45 +8,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.png import settings_text, write_png
-from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, cleaned, encode, read_layout, render
+from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, read_layout, render
 
+from ..options import AppConfig
 from .models import DemoModels
-from .reading import read_prompt, tokenize_prompt
-from .request import BUDGET, Request
-from .settings import check, to_settings
+from .reading import read_prompt
+from .request import Request, check, to_settings
 
 
-@dataclass(frozen=True)
-class Step:
-    """The progress of a request.
+class Step(NamedTuple):
+    """The progress of a request: its finished share, from 0 to 1, and in words where it is."""
 
-    Attributes:
-        label: the encoder.
-        number: of the image among those of the encoder, from 1.
-        step: finished steps of this image.
-        steps: all steps of this image.
-        done_share: finished share of the request, from 0 to 1.
-    """
-
-    label: str
-    number: int
-    step: int
-    steps: int
     done_share: float
+    place: str
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RenderedImage:
     """A finished image.
 
     Attributes:
         label: the encoder.
-        number: of the image among those of the encoder, from 1.
         seed: of the noise.
         image: the image.
         text: chunks of its PNG, with its settings, also in the format of A1111's interface.
@@ -54,7 +42,6 @@ class Drawn:
     """
 
     label: str
-    number: int
     seed: int
     image: Image.Image
     text: dict[str, str]
@@ -72,15 +59,16 @@ class _StoppedError(Exception):
     pass
 
 
-def draw(models: DemoModels, request: Request, budget: int = BUDGET) -> Iterator[Step | Drawn]:
+def render_request(
+    models: DemoModels, request: Request, budget: int = AppConfig.budget
+) -> Iterator[Step | RenderedImage]:
     """Generates the images of a request: the first one by each encoder, then the second one by each, and so on.
 
     Images equal those of `debias-diffusion generate` with the same settings, bit for bit, whatever was generated
     before. Once the iterator is closed, no further step is taken; closing it does not wait for the current one.
 
     Args:
-        models: the demo's models.
-        request: unchecked.
+        request: not yet checked.
         budget: denoising steps allowed, as `check_budget` counts them.
 
     Raises:
@@ -90,7 +78,7 @@ def draw(models: DemoModels, request: Request, budget: int = BUDGET) -> Iterator
     items: queue.SimpleQueue = queue.SimpleQueue()
     closed = threading.Event()
 
-    def report(item: Step | Drawn) -> None:
+    def report(item: Step | RenderedImage) -> None:
         if closed.is_set():
             raise _StoppedError
         items.put(item)
@@ -100,7 +88,7 @@ def draw(models: DemoModels, request: Request, budget: int = BUDGET) -> Iterator
         try:
             with models.alone():
                 check_budget(models, request, budget)
-                _draw_all(models, request, report)
+                _render_all(models, request, report)
         except _StoppedError:
             pass
         except BaseException as error:
@@ -118,66 +106,61 @@ def draw(models: DemoModels, request: Request, budget: int = BUDGET) -> Iterator
         closed.set()
 
 
+def _prompt(request: Request) -> ImagePrompt:
+    return ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None).cleaned(request.weighting)
+
+
 def check_budget(models: DemoModels, request: Request, budget: int) -> None:
-    """Raises UserError for a request of more denoising steps than allowed.
+    """Raises UserError for a request, checked before, of more denoising steps than allowed, over all images.
 
     A step counts in proportion to the pixels beyond the checkpoint's native size, and, for encoders that read the whole
     prompt, to the positions beyond the longest context length.
-
-    Args:
-        models: the demo's models.
-        request: checked.
-        budget: steps of all images by all encoders.
     """
+
+    def positions(label: str) -> int:
+        """Of a prompt's embeddings, or of all its chunks, whichever are more."""
+        pipe, prompt = models.pipeline(label, request.reading, request.weighting), _prompt(request)
+        texts = filter(None, (prompt.prompt, prompt.negative_prompt))
+        layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
+        chunks = max(max(layout.chunks) for layout in layouts)
+        return max(chunks * (models.stock_context - 2) + 2, *(layout.positions for layout in layouts))
+
     pixels = max(1.0, request.height * request.width / math.prod(models.size))
-    lengths = [max(1.0, _positions(models, request, label) / models.longest_context) for label in request.encoders]
+    lengths = [max(1.0, positions(label) / models.longest_context) for label in request.encoders]
     steps = request.steps * request.images * pixels * sum(lengths)
-    if steps <= budget:
-        return
-    counted = f"{request.steps} steps x {request.images} images x {len(request.encoders)} encoders"
-    if pixels > 1:
-        counted += f" x {pixels:.1f} for the size of the images"
-    if max(lengths) > 1:
-        counted += f" x {sum(lengths) / len(lengths):.1f} for the length of the prompt"
-    raise UserError(
-        f"This request takes {math.ceil(steps):,} steps ({counted}); one request may take {budget:,} here. Choose "
-        "fewer steps, images or encoders, smaller images or a shorter prompt."
-    )
+    if steps > budget:
+        counted = f"{request.steps} steps x {request.images} images x {len(lengths)} encoders"
+        if pixels > 1:
+            counted += f" x {pixels:.1f} for the size of the images"
+        if max(lengths) > 1:
+            counted += f" x {sum(lengths) / len(lengths):.1f} for the length of the prompt"
+        raise UserError(
+            f"This request takes {math.ceil(steps):,} steps ({counted}); one request may take {budget:,} here. Choose "
+            "fewer steps, images or encoders, smaller images or a shorter prompt."
+        )
 
 
-def _positions(models: DemoModels, request: Request, label: str) -> int:
-    """Positions of a prompt's embeddings, or of all its chunks, whichever are more."""
-    pipe = models.pipeline(label, request)
-    texts = [cleaned(text, request.weighting) for text in (request.prompt, request.negative_prompt) if text]
-    layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
-    chunks = max(max(layout.chunks) for layout in layouts)
-    return max(chunks * (models.stock_context - 2) + 2, *(layout.positions for layout in layouts))
-
-
-def _draw_all(models: DemoModels, request: Request, report: Callable[[Step | Drawn], None]) -> None:
+def _render_all(models: DemoModels, request: Request, report: Callable[[Step | RenderedImage], None]) -> None:
     sampling = Sampling(request.steps, request.guidance_scale, request.height, request.width)
-    texts = [cleaned(text, request.weighting) for text in (request.prompt, request.negative_prompt)]
-    prompt = ImagePrompt(texts[0], negative_prompt=texts[1] if request.negative_prompt else None)
+    prompt, encoded = _prompt(request), {}
     places = [(number, label) for number in range(1, request.images + 1) for label in request.encoders]
 
     def report_step(place: int, step: int, steps: int) -> None:
         number, label = places[place]
-        report(Step(label, number, step, steps, (place + step / steps) / len(places)))
+        report(Step((place + step / steps) / len(places), f"{label}, image {number}, step {step} of {steps}"))
 
-    encoded = {}
     for place, (number, label) in enumerate(places):
         report_step(place, 0, request.steps)
         if label not in encoded:
-            pipe = models.pipeline(label, request)
-            tokens = tokenize_prompt(request.prompt, models.encoders[label].tokenizer, request.weighting)
-            read = read_prompt(models, label, request, tokens).in_words()
-            encoded[label] = pipe, encode(pipe, [prompt], sampling), read_layout(pipe, prompt, sampling), read
+            pipe = models.pipeline(label, request.reading, request.weighting)
+            encoded[label] = pipe, encode(pipe, [prompt], sampling), read_layout(pipe, prompt, sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
-        pipe, embeddings, layout, read = encoded[label]
+        pipe, embeddings, layout = encoded[label]
         pipe.scheduler = models.make_scheduler(request.scheduler)  # schedulers keep state of past steps
         seed = request.seed + number - 1
         [image] = render(pipe, embeddings, [seed], sampling, partial(report_step, place))
         if isinstance(image, str):
             raise UserError(f"The image by {label}, seed {seed}, was not rendered: {image}. Try other settings.")
         settings = to_settings(models, request, label, number, layout)
-        report(Drawn(label, number, seed, image, settings_text(settings, type(pipe.scheduler).__name__), read))
+        text = settings_text(settings, type(pipe.scheduler).__name__)
+        report(RenderedImage(label, seed, image, text, read_prompt(models, label, request).in_words()))
