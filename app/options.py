@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, Reading, parse_encoders
 from debias_diffusion.errors import UserError
@@ -10,12 +10,11 @@ from debias_diffusion.eval.options import TOYS, check_output, check_source
 from debias_diffusion.limits import (
     Checked,
     Guidance,
+    LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Precision,
-    Rule,
     Seed,
     Share,
     Side,
@@ -29,7 +28,6 @@ from debias_diffusion.training.config import RunConfig, RunSeed
 
 MOST_SCENES = 1000  # of a split of the toy world
 _SPLITS = ("development", "test")
-_PROMPT_SEED = Annotated[int, Rule("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63)]
 
 
 @dataclass
@@ -78,10 +76,6 @@ class AlignConfig(RunConfig):
     Attributes:
         base: SDXL checkpoint, which is not changed: a folder in diffusers' layout, a single .safetensors file, a hub
             id, or toy/sdxl.
-        data: Image-caption pairs: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset shards, a
-            folder of images with captions beside them, or scenes of the toy world (toy/train-2).
-        output: Folder of the run. A stopped run resumes there when it is started again with the same settings.
-        images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
         encoder: Text encoder to fit in the place of SDXL's first one: a training run, a folder, a file, a hub id;
             original is the checkpoint's own, read in chunks. null leaves that one as it is.
         encoder_2: The same for SDXL's second one, with a projection; stretch is the checkpoint's own with 248
@@ -95,44 +89,16 @@ class AlignConfig(RunConfig):
         pixels: Images are scaled and cropped to squares of this side, a multiple of 8; null is the checkpoint's own.
         validation: How many of the first pairs are held out, and measured on, at most 64 of them. auto is 1000, and a
             tenth of fewer than 10,000 pairs.
-        batch: Pairs per step, over all processes together.
-        chunk: Pairs whose activations a process holds at once; the gradient is the same. null holds all.
-        epochs: Passes over the data.
-        max_steps: Stop after this many steps, if the epochs take more.
-        learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
-        warmup: Steps of linear warm-up.
-        weight_decay: On matrices only.
-        betas: AdamW's averages.
-        eps: AdamW's epsilon.
         precision: fp32, or bf16 or fp16 for a UNet and frozen encoders of that dtype, and mixed precision in the
             encoders that are fitted. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
-        checkpoint_activations: Recompute activations in the backward pass instead of keeping them.
         latent_cache: Folder of the images' latents, which runs can share; null is latents beside the output folder.
         seed: Of all random draws: order of samples, noise, times.
-        workers: Processes that read images and captions, for each training process. 0 reads them in the training
-            process.
-        eval_every: Steps between measurements on the held-out pairs.
-        checkpoint_every: Steps between checkpoints.
-        keep: How many of the newest checkpoints are kept.
-        log_every: Steps between lines in log.jsonl.
-        trackers: tensorboard, wandb, or both, beside log.jsonl, which is always written.
-        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
-            another pair that the epoch reads, always the same; with 0 by none. A stopped run may resume with another
-            value.
     """
 
-    GROUPS = {  # noqa: RUF012 - without an annotation, so no option
+    GROUPS = {
         "Data and models": ("base", "data", "images", "output", "encoder", "encoder_2", "reading", "pixels"),
         "Loss": ("denoising", "keep_states", "keep_features"),
-        "Optimization": (
-            *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
-        ),
-        "Speed and memory": ("precision", "chunk", "checkpoint_activations", "workers", "latent_cache"),
-        "Validation, checkpoints and logs": (
-            *("validation", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
-        ),
-        "Bad records": ("max_bad",),
-    }
+    } | RunConfig.GROUPS
 
     base: str
     encoder: str | None = None
@@ -213,7 +179,7 @@ class AblateConfig(Checked):
     fitness: Literal["margin", "robust"] = "margin"
     generations: PositiveInt = 100
     efficient: bool = False
-    learning_rate: PositiveFloat = 2e-2
+    learning_rate: LearningRate = 2e-2
     epochs: PositiveInt = 32
     bp_batch: PositiveInt = 256
     constant: bool = False
@@ -339,7 +305,7 @@ class GenerateConfig(Checked):
     output: str | None = None
     overwrite: bool = False
     negative_prompt: str | None = None
-    seed: _PROMPT_SEED = 0
+    seed: Seed = 0
     steps: Steps = 30
     guidance_scale: Guidance = 7.0
     height: Side | None = None
@@ -439,7 +405,7 @@ class SynthesizeConfig(Checked):
     kind: Literal["long", "short"] = "long"
     batch: PositiveInt = 8
     max_new_tokens: PositiveInt = 300
-    seed: int = 0
+    seed: Seed = 0
     precision: Precision = "auto"
     per_part: PositiveInt = 1000
     workers: NonNegativeInt = 2

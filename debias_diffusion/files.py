@@ -1,6 +1,7 @@
 """Files and folders that a kill leaves whole or not at all, locks, and digests."""
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from .errors import UserError
 
 MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
 _TEMPORARY = re.compile(rf"\..+\.{re.escape(MACHINE)}-(\d+)\.tmp", re.DOTALL)  # a file that `atomic_file` is writing
+_MARK = ".debias-diffusion"  # of a folder that `atomic_folder` writes
 _LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 
@@ -179,24 +181,48 @@ def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """Gives a temporary folder to fill, which replaces `path` once it is complete and on the disk.
+    """Gives a temporary folder to fill, which replaces `path`, or what that links to, once it is complete and on the
+    disk.
 
     After a failure `path` is as it was. After a kill between the two renames the next call puts the old folder back.
+    Processes that write the same folder at once replace it one after the other.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = hidden_sibling(path, ".tmp"), hidden_sibling(path, ".old")
-    if old.exists() and not path.exists():
-        os.replace(old, path)
-    for leftover in (temporary, old):
-        remove_path(leftover)
-    temporary.mkdir()
+    unfinished = hidden_sibling(path, f".{MACHINE}-{os.getpid()}.unfinished")
+    beginning = unfinished.name.removesuffix(f"{os.getpid()}.unfinished")
+    for leftover in path.parent.glob(f"{glob.escape(beginning)}*.unfinished"):
+        process = int(leftover.name.removeprefix(beginning).removesuffix(".unfinished"))
+        # The name alone does not make it ours.
+        if (leftover / _MARK).is_file() and (process == os.getpid() or not psutil.pid_exists(process)):
+            _end_folder(leftover, path)
+    unfinished.mkdir()
+    (unfinished / _MARK).touch()
+    new = unfinished / "new"
     try:
-        yield temporary
-        sync_path(temporary)
-        replace_path(temporary, path, old)
+        new.mkdir()
+        yield new
+        sync_path(new)
+        _replace_folder(new, path, unfinished / "old")
     finally:
-        remove_path(temporary)
+        _end_folder(unfinished, path)
+
+
+def _replace_folder(new: Path, path: Path, old: Path) -> None:
+    for attempts_left in (2, 1, 0):  # another process may put its folder there between the two renames
+        try:
+            return replace_path(new, path, old)
+        except OSError as error:
+            if not attempts_left or error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            remove_path(old)
+
+
+def _end_folder(unfinished: Path, path: Path) -> None:
+    """Removes what `atomic_folder` left. The old folder is put back, if nothing is in its place."""
+    if (unfinished / "old").exists() and not os.path.lexists(path):
+        os.replace(unfinished / "old", path)
+    remove_path(unfinished)
 
 
 def append(path: Path, line: str, sync: bool = False) -> None:

@@ -39,19 +39,17 @@ FACTOR = 4  # positions that each of the others is stretched to
 MOST_STEPS = 1000  # the noise levels that models are trained with
 MOST_GUIDANCE = 1000.0
 MOST_PIXELS = 89_478_485  # Pillow's own limit, above which it warns of a picture that it opens
-# What torch's generators take as they are.
-LEAST_SEED, GREATEST_SEED = -(2**63), 2**64 - 1
 
 PositiveInt = at_least(int, 1)
 NonNegativeInt = at_least(int, 0)
 NonNegativeFloat = at_least(float, 0)
-PositiveFloat = Annotated[float, Rule("above 0", lambda value: 0 < value < math.inf)]
+LearningRate = Annotated[float, Rule("above 0, at most 1", lambda rate: 0 < rate <= 1)]
 Share = between(float, 0, 1)
 BelowOne = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Steps = between(int, 1, MOST_STEPS)
 Guidance = between(float, -MOST_GUIDANCE, MOST_GUIDANCE)
 Side = Annotated[int, Rule("a positive multiple of 8", lambda pixels: pixels > 0 and pixels % 8 == 0)]
-Seed = Annotated[int, Rule("from -2^63 to 2^64 - 1", lambda seed: LEAST_SEED <= seed <= GREATEST_SEED)]
+Seed = Annotated[int, Rule("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63)]
 
 _KINDS = {int: Integral, float: Real}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
@@ -123,12 +121,3 @@ def check_side(name: str, pixels: int | None) -> None:
     if pixels is not None and (pixels <= 0 or pixels % 8):
         nearest = max(8, round(pixels / 8) * 8)
         raise UserError(f"The {name} must be a positive multiple of 8 pixels, got {pixels}. Take {nearest}.")
-
-
-def check_seeds(first: int, last: int) -> None:
-    """Raises UserError where the seeds `first` to `last` leave the range of torch's generators."""
-    if first < LEAST_SEED or last > GREATEST_SEED:
-        raise UserError(
-            f"Seeds from {first} to {last} are needed, and a generator takes those from -2^63 to 2^64 - 1. Give a "
-            "smaller seed."
-        )

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS, long_prompt_node
-from debias_diffusion.app.comfyui.command import WORKFLOW
 from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt, read_text, weighted_words
+from debias_diffusion.app.comfyui.write import WORKFLOW
 from debias_diffusion.chunks import TRAINED_POSITIONS, tokenize_text
 from debias_diffusion.interchange.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline

@@ -54,11 +54,9 @@ def check_ours(arguments: list[str]) -> None:
     program, command, rest = command_of(arguments)
     options = options_of(command.options)
     # Checks of some options read the SDXL checkpoint.
-    values = parse(
-        program, command.summary, options, command.example, [word.replace(SDXL, "toy/sdxl") for word in rest]
-    )
+    words = [word.replace(SDXL, "toy/sdxl") for word in rest]
     with patch.object(encoders, "_find", find_or_assume):
-        options(**values)
+        values = vars(parse(program, command.summary, options, command.example, words))
     for name in ("base", "encoder", "encoder_2", "model", "encoders"):
         given = values.get(name) or []
         for model in [given] if isinstance(given, str) else given:

@@ -19,11 +19,10 @@ from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.comfyui.command import write_node
-from debias_diffusion.app.export import command as export_module
-from debias_diffusion.app.export import model_card
-from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.model_card import Exported, code
+from debias_diffusion.app import export as export_module
+from debias_diffusion.app.comfyui.write import write_node
+from debias_diffusion.app.export import export
+from debias_diffusion.app.model_card import code, model_card
 from debias_diffusion.app.options import ComfyUIConfig, ExportConfig
 from debias_diffusion.app.written_folder import MARK
 from debias_diffusion.encoders import EncoderSpec
@@ -312,13 +311,11 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
         world.scores,
         "with a two-tower model, and --model is a text encoder alone",
     )
-    exported = Exported(
-        "T", "u", "transformers", "feature-extraction", world.run, backbone=trained, digest=trained.digest()
-    )
+    config = ExportConfig(world.run, "o", scores=str(tmp_path))
     for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
         with pytest.raises(UserError, match="is no result of `debias-diffusion evaluate retrieval`"):
-            model_card.model_card(exported, str(tmp_path))
+            model_card(config, "T", "CLIPTextModel", trained, trained.digest())
 
 
 def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
@@ -351,7 +348,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):
     def front(model, pretrained=None):
-        card = model_card.model_card(Exported("T", "u", "transformers", "feature-extraction", model, pretrained))
+        card = model_card(ExportConfig(model, "o", pretrained=pretrained), "T", "CLIPTextModel")
         return ModelCard(card).data.to_dict().get("base_model"), card
 
     assert front("ViT-L-14", "laion2b_s32b_b82k")[0] == "laion/CLIP-ViT-L-14-laion2B-s32B-b82K"

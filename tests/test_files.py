@@ -27,9 +27,22 @@ def unfinished_of(path, process):
     return hidden_sibling(path, f".{files.MACHINE}-{process}.tmp")
 
 
-def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_is_listed_once(tmp_path, monkeypatch):
-    ended = os.fork() or os._exit(0)
-    os.waitpid(ended, 0)
+def unfinished_folder(path, process):
+    """The same of a folder."""
+    return hidden_sibling(path, f".{files.MACHINE}-{process}.unfinished")
+
+
+@pytest.fixture
+def ended():
+    """A process that has ended."""
+    process = os.fork() or os._exit(0)
+    os.waitpid(process, 0)
+    return process
+
+
+def test_what_killed_processes_left_goes_when_their_folder_is_written_again_and_is_listed_once(
+    tmp_path, monkeypatch, ended
+):
     left = [unfinished_of(tmp_path / name, ended) for name in ("a.json", "b\n.json", "x" * 255)]
     kept = [
         unfinished_of(tmp_path / "a.json", os.getppid()),  # which lives, and may be writing it
@@ -114,17 +127,10 @@ def test_nothing_is_written_through_a_link(tmp_path):
 
 def test_a_folder_is_filled_through_no_link(tmp_path):
     (tmp_path / "mine").mkdir()
-    for name in (".a.tmp", ".a.old"):
-        (tmp_path / name).symlink_to(tmp_path / "mine")
-    for content in ("1", "2"):
-        with atomic_folder(tmp_path / "a") as folder:
-            (folder / "x").write_text(content)
-        assert (tmp_path / "a" / "x").read_text() == content
-    assert os.listdir(tmp_path / "mine") == [] and sorted(os.listdir(tmp_path)) == ["a", "mine"]
-    (tmp_path / ".a.tmp").write_text("a file")
-    with atomic_folder(tmp_path / "a"):
+    unfinished_folder(tmp_path / "a", os.getpid()).symlink_to(tmp_path / "mine")
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "a"):
         pass
-    assert sorted(os.listdir(tmp_path)) == ["a", "mine"]
+    assert os.listdir(tmp_path / "mine") == [] and not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "ä" * 127, "x" * 250])
@@ -163,10 +169,37 @@ def test_deep_json_is_no_object(tmp_path):
         assert read_json_object(tmp_path / "a.json") == {}
 
 
-def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
-    (tmp_path / ".best.old").mkdir()
-    (tmp_path / ".best.old" / "file").write_text("old")
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "best"):
-        raise RuntimeError
+def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path, ended):
+    old = unfinished_folder(tmp_path / "best", ended) / "old"
+    old.mkdir(parents=True)
+    (old / "file").write_text("old")
+    for is_ours in (False, True):  # a name alone does not make a folder ours
+        if is_ours:
+            (old.parent / files._MARK).touch()
+        with pytest.raises(RuntimeError), atomic_folder(tmp_path / "best"):
+            raise RuntimeError
+        assert old.exists() != is_ours
     assert (tmp_path / "best" / "file").read_text() == "old"
     assert os.listdir(tmp_path) == ["best"]
+
+
+def test_folders_of_the_same_name_do_not_meet(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "a").symlink_to("there")
+    replace = os.replace
+
+    def replace_with_another(source, target):
+        """Another process is faster, once, where the first is between its two renames."""
+        monkeypatch.setattr(os, "replace", replace)
+        replace(source, target)
+        (tmp_path / "there" / "other").mkdir(parents=True)
+
+    with atomic_folder(tmp_path / "a") as first, monkeypatch.context() as patch:
+        (first / "x").write_text("1")
+        patch.setattr(os, "getpid", lambda: os.getppid())
+        with atomic_folder(tmp_path / "a") as second:
+            (second / "x").write_text("2")
+        assert (tmp_path / "a" / "x").read_text() == "2"
+        monkeypatch.setattr(os, "replace", replace_with_another)
+    assert (tmp_path / "a" / "x").read_text() == "1" and (tmp_path / "a").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["a", "there"] and os.listdir(tmp_path / "there") == ["x"]

@@ -8,7 +8,7 @@ from helpers.tiny_sdxl import build_tiny_sdxl
 from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError

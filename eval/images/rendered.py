@@ -13,7 +13,7 @@ from typing import Any
 
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.jobs import Job
-from debias_diffusion.limits import check_pixels, check_seeds
+from debias_diffusion.limits import check_pixels
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering import (
@@ -108,8 +108,6 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
 
     def check() -> dict[str, tuple[dict, dict]]:
         """The settings and inputs of each job."""
-        seeds = [task.prompt.seed for task in tasks]
-        check_seeds(min(seeds), max(seeds))
         jobs = {label: (renderer.settings(encoder), renderer.inputs(encoder)) for label, encoder in encoders.items()}
         for label, encoder in encoders.items():
             _check_encoder(renderer, encoder, folders[label], *jobs[label], tasks)
