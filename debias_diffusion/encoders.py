@@ -182,8 +182,7 @@ class EncoderSpec:
             return backbone
 
     def _two_tower(self) -> "Backbone":
-        from .interchange.chinese_clip_model import read_chinese_clip
-        from .interchange.clip_model import read_clip_model
+        from .interchange.clip_model import read_chinese_clip, read_clip_model
         from .interchange.hub import find_hub_file
         from .interchange.two_tower_file import read_two_tower
         from .models.loading import load_backbone

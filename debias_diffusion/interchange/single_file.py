@@ -31,7 +31,7 @@ from ..files import atomic_file, read_json_object
 from ..models.model_files import CONFIG_FILE, check_finite, explain_failure, loading_reason
 from ..models.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
-from .names import State, text_to_transformers
+from .names import State, to_transformers_names
 from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
@@ -39,9 +39,6 @@ _TRANSFORMERS = "embeddings.token_embedding.weight"
 _OPENAI = "token_embedding.weight"
 _OPENAIS_PARTS = ("positional_embedding", "ln_final.", "transformer.", "text_projection", _OPENAI)
 VOCABULARY = 49408
-_HEAD_WIDTH = 64
-_OPENAIS_BLOCKS = 12
-_ACTIVATIONS = ("quick_gelu", "gelu")
 WRITTEN_BY = "debias-diffusion"
 # The beginning of a file that holds no weights -> its description.
 _BEGINNINGS = (
@@ -56,10 +53,7 @@ _CONTENTS = (
     (r"^emb_params$|^string_to_param|^clip_[lg]$|^<", "it is a textual inversion embedding"),
     (r"^control_model\.|^controlnet_|^input_hint_block", "it is a ControlNet"),
     (r"encoder\.block\.\d+\.layer\.|^shared\.weight$", "it is a T5 text encoder"),
-    (
-        r"diffusion_model\.|down_blocks\.|^input_blocks\.|double_blocks\.|transformer_blocks\.",
-        "it is a diffusion model",
-    ),
+    (r"diffusion_model\.|(down|double|transformer)_blocks\.|^input_blocks\.", "it is a diffusion model"),
     (r"(^|\.)decoder\.(up|mid|conv_in|up_blocks|mid_block)", "it is a VAE"),
     (r"^vision_model\.|^visual\.", "it is an image tower alone"),
     (r"word_embeddings|embed_tokens|roberta|bert\.", "it is a language model of another kind"),
@@ -154,9 +148,9 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
         tables = [tuple(part[name].shape) for name in ("positional_embedding", "positional_embedding_res")]
         if tables[0] != tables[1]:
             raise UserError(f"{os.fspath(file)!r} is a Long-CLIP with two tables of positions of sizes {tables}.")
-        return text_to_transformers(fold_long_clip(part)), prefix != "text."
+        return to_transformers_names(fold_long_clip(part)), prefix != "text."
     # OpenAI's files also hold their sizes; Stable Diffusion checkpoints hold LAION's larger models under a prefix.
-    return text_to_transformers(part), "input_resolution" in tensors or prefix not in ("", "text.")
+    return to_transformers_names(part), "input_resolution" in tensors or prefix not in ("", "text.")
 
 
 def _describe_weights(names: Iterable[str]) -> str:
@@ -205,7 +199,7 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
         intermediate_size=len(fc1),
         projection_dim=None if projection is None else len(projection),
         num_hidden_layers=len(blocks),
-        num_attention_heads=settings.get("num_attention_heads") or max(1, width // _HEAD_WIDTH),
+        num_attention_heads=settings.get("num_attention_heads") or max(1, width // 64),
         max_position_embeddings=len(table),
         hidden_act=settings.get("hidden_act") or usual_activation(len(blocks)),
         bos_token_id=vocabulary - 2,
@@ -217,35 +211,25 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
 
 def usual_activation(blocks: int) -> str:
     """The activation that a text tower of so many blocks most likely has; see above."""
-    return "quick_gelu" if blocks == _OPENAIS_BLOCKS else "gelu"
+    return "quick_gelu" if blocks == 12 else "gelu"
 
 
 def sidecar_config(file: Path, width: int, blocks: int) -> dict:
     """ "hidden_act" and "num_attention_heads" from the file's metadata, else from a configuration beside it."""
-    for settings in (_metadata(file), _beside(file, width, blocks)):
-        heads, act = settings.get("num_attention_heads"), settings.get("hidden_act")
-        if act in _ACTIVATIONS and isinstance(heads, int) and 1 <= heads <= width and width % heads == 0:
-            return {"hidden_act": act, "num_attention_heads": heads}
-    return {}
-
-
-def _metadata(file: Path) -> dict:
-    written = written_metadata(file)
-    if written.get("written_by") != WRITTEN_BY or not written.get("num_attention_heads", "").isdecimal():
-        return {}
-    return written | {"num_attention_heads": int(written["num_attention_heads"])}
-
-
-def _beside(file: Path, width: int, blocks: int) -> dict:
-    config = read_json_object(file.parent / "config.json")
-    config = config.get("text_config", config)
-    if isinstance(config, dict) and (config.get("hidden_size"), config.get("num_hidden_layers")) == (width, blocks):
-        return config
+    written, beside = written_metadata(file), read_json_object(file.parent / "config.json")
+    beside = beside.get("text_config", beside)
     model = read_json_object(file.parent / CONFIG_FILE).get("model_cfg")
     text = model.get("text_cfg") if isinstance(model, dict) else None
-    if isinstance(text, dict) and (text.get("width"), text.get("layers")) == (width, blocks):
-        act = "quick_gelu" if model.get("quick_gelu") else "gelu"
-        return {"hidden_act": act, "num_attention_heads": text.get("heads")}
+    settings = []
+    if written.get("written_by") == WRITTEN_BY and written.get("num_attention_heads", "").isdecimal():
+        settings.append((written.get("hidden_act"), int(written["num_attention_heads"])))
+    if isinstance(beside, dict) and (beside.get("hidden_size"), beside.get("num_hidden_layers")) == (width, blocks):
+        settings.append((beside.get("hidden_act"), beside.get("num_attention_heads")))
+    elif isinstance(text, dict) and (text.get("width"), text.get("layers")) == (width, blocks):
+        settings.append(("quick_gelu" if model.get("quick_gelu") else "gelu", text.get("heads")))
+    for act, heads in settings:
+        if act in ("quick_gelu", "gelu") and isinstance(heads, int) and 1 <= heads <= width and width % heads == 0:
+            return {"hidden_act": act, "num_attention_heads": heads}
     return {}
 
 

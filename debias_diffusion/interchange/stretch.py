@@ -45,9 +45,8 @@ def stretch_text_encoder(
         ValueError: `keep` or `factor` is out of range.
     """
     _check(text_encoder)
-    length = stretched_length(text_encoder.config.max_position_embeddings, keep, factor)
     config = copy.deepcopy(text_encoder.config)
-    config.max_position_embeddings = length
+    config.max_position_embeddings = length = stretched_length(config.max_position_embeddings, keep, factor)
     with torch.device("meta"):  # no memory for weights that are replaced below
         stretched = type(text_encoder)(config)
     _check_layers(text_encoder, stretched)
@@ -58,16 +57,11 @@ def stretch_text_encoder(
         if name.endswith(_IDS):
             buffer = torch.arange(length, device=buffer.device).expand(1, -1)
         _set(stretched, name, buffer)
-    tokenizer = _copy(tokenizer)
+    with TemporaryDirectory() as folder:  # copies by copy.deepcopy decode to "red</w>cat</w>" with transformers 5
+        tokenizer.save_pretrained(folder)
+        tokenizer = type(tokenizer).from_pretrained(folder, local_files_only=True)
     tokenizer.model_max_length = length
     return stretched.train(text_encoder.training), tokenizer
-
-
-def _copy(tokenizer: CLIPTokenizer) -> CLIPTokenizer:
-    # Copies by copy.deepcopy decode to "red</w>cat</w>" with transformers 5.
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return type(tokenizer).from_pretrained(folder, local_files_only=True)
 
 
 def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
