@@ -27,7 +27,6 @@ from debias_diffusion.training.config import CHOOSING, TrainConfig, method_setti
 from .options import AblateConfig, ExportConfig
 
 if TYPE_CHECKING:
-    from debias_diffusion.ablation.heads import Ablation
     from debias_diffusion.models.backbone import Backbone
 
 OPEN_CLIP_UNABLATED = (
@@ -55,12 +54,10 @@ def model_card(
     Raises:
         UserError: the folder of scores holds no results, broken results, or results of other weights.
     """
-    run, base, command, ablations = _find_run(config.model), (config.model, config.pretrained), None, []
-    rows, held_out = {}, None
+    run, base, command, ablations = _read_run(config.model), (config.model, config.pretrained), None, []
     if run:
-        base = (run[0].settings.get("model"), run[0].settings.get("pretrained"))
-        command = _command("debias-diffusion train", run[0].settings, TrainConfig)
-        rows, held_out = _describe_run(*run), _held_out(*run)
+        base = (run["settings"].get("model"), run["settings"].get("pretrained"))
+        command = _command("debias-diffusion train", run["settings"], TrainConfig)
     if is_ablation(config.model):
         name, _, ablation = read_ablation(config.model)
         spec, ablations = EncoderSpec.parse(name), [ablation]
@@ -68,117 +65,69 @@ def model_card(
         search = read_json_object(Path(config.model) / ABLATION_FILE).get("settings", {})
         command = _command("debias-diffusion ablate", search, AblateConfig)
     elif backbone:
-        from debias_diffusion.ablation.heads import TOWERS, noted
+        from debias_diffusion.ablation.heads import TOWERS, noted  # with open_clip, which is optional
 
         ablations = [ablation for tower in TOWERS if (ablation := noted(backbone, tower))]
-    for ablation in ablations:
-        rows |= _describe_heads(ablation, with_images=encoder is None)
-    if command or _hub_repository(*base) or base[0] in open_clip_models():
-        weights = f", weights {code(_public(base[1]))}" if base[1] else ""
-        if base[0] in open_clip_models() and base[1] in (None, "none"):
-            weights += ", **random weights**: not pretrained"
-        rows = {"base model": code(_public(base[0])) + weights} | rows
-    positions = backbone.config.get("debias_diffusion", {}) if backbone else {}  # of open_clip_config.json
-    if "keep" in positions and "factor" in positions:
-        stretched = f"each other one stretched to {positions['factor']}"
-        rows["positions"] = f"{backbone.context_length}: the first {positions['keep']} kept, {stretched}"
-    if backbone and backbone.pooling != "eot":
-        rows["pooling"] = f"{backbone.pooling}; other programs lack it and pool at EOT"
+    repository, is_named = _hub_repository(*base), base[0] in open_clip_models()
     front = ModelCardData(
         license="unknown",
         library_name="open_clip" if config.to == "open_clip" else "transformers",
         pipeline_tag="feature-extraction" if encoder else "zero-shot-image-classification",
         tags=["clip", "long-prompts", "text-encoder", "debias-diffusion"],
-        base_model=_hub_repository(*base),
+        base_model=repository,
     )
     card = ModelCard.from_template(
         front,
         template_path=str(Path(__file__).with_name("model_card.md.j2")),
+        config=config,
         title=title,
-        model=code(_public(config.model)),
-        pretrained=config.pretrained and code(_public(config.pretrained)),
-        format=config.to,
         encoder=encoder,
-        ablated=backbone and bool(backbone.image_attention or backbone.text_attention),
-        images_ablated=backbone and bool(backbone.image_attention),
-        unablated=OPEN_CLIP_UNABLATED,
+        backbone=backbone,
         folder=config.push_to_hub or "this folder",
-        rows=rows | {"exported with": f"debias-diffusion {version('debias-diffusion')}"},
+        unablated=OPEN_CLIP_UNABLATED,
+        base=base if command or repository or is_named else None,
+        is_random=is_named and base[1] in (None, "none"),
+        run=run,
+        ablations=ablations,
+        positions=backbone and backbone.config.get("debias_diffusion"),  # of open_clip_config.json
+        version=version("debias-diffusion"),
         command=command,
-        held_out=held_out,
         evaluations=_read_scores(config, digest) if config.scores else [],
+        code=code,
     )
     return f"{card}\n"
 
 
-def _describe_heads(ablation: "Ablation", with_images: bool) -> dict[str, str]:
-    """The table's row of a tower's ablated heads. Where each has a beta of its own, those below 0.5 are named.
-
-    Args:
-        with_images: whether the image tower is exported, too.
-    """
-    from debias_diffusion.ablation.heads import ABLATED
-
-    verb = "suppressed" if ablation.means is None else "replaced"
-    betas = sorted({beta for row in ablation.beta for beta in row if beta < 1})
-    if ablation.means is not None:
-        heads = f"{', '.join(ablation.names)} (by their means, in the weights)"
-    elif len(betas) == 1:
-        heads = f"{', '.join(ablation.names)} (beta {betas[0]:.3g})"
-    else:
-        names = ", ".join(ablation.names_below(ABLATED)) or "none"
-        heads = f"{len(ablation.names)} with beta {betas[0]:.2g} to {betas[-1]:.2g}; below {ABLATED}: {names}"
-    if ablation.tower == "image" and not with_images:
-        heads += ": not part of this text encoder, which is that of the base model"
-    return {f"{verb} heads of the {ablation.tower} tower": heads}
-
-
-def _find_run(model: str) -> tuple[Job, Path] | None:
-    """The training run of `model`, which is the run's folder or its last/ or best/, and the folder of its model."""
+def _read_run(model: str) -> dict | None:
+    """What is known of the training run of `model`, which is the run's folder or its last/ or best/."""
     path = Path(model)
     for folder, names in ((path, MODELS_OF_RUN), (path.parent, (path.name,))):
         with suppress(UserError):  # damaged
             job = Job.read(folder)
-            weights = next((folder / name for name in names if (folder / name / "scores.json").is_file()), None)
-            if job.command == "train" and weights:
-                return job, weights
-    return None
-
-
-def _describe_run(job: Job, model: Path) -> dict[str, str]:
-    """The table of how a model was trained: name to Markdown."""
-    from debias_diffusion.methods import find_method
-
-    settings = job.settings
-    changes = method_settings(settings)
-    changed = ", ".join(f"{name} {value}" for name, value in changes.items())
-    rows = {"recipe": code(settings["recipe"]) + (f" with {code(changed)}" if changed else "")}
-    with suppress(UserError):  # a method of another version
-        rows["learned from"] = find_method(settings["recipe"], changes).describe_all()
-    if settings.get("data"):
-        digest = job.inputs.get("data")
-        rows["data"] = code(_public(settings["data"])) + (f", sha256 {code(digest)}" if digest else "")
-    if "step" in (scores := read_json_object(model / "scores.json")):
-        rows["steps"] = str(scores["step"])
-    options = ("batch", "epochs", "learning_rate", "seed", "precision")
-    return rows | {name.replace("_", " "): code(settings[name]) for name in options if name in settings}
-
-
-def _held_out(job: Job, model: Path) -> dict | None:
-    """R@1 on held-out pairs, of the base model and of the exported one; None if it was not measured."""
-    scores, measured = read_json_object(model / "scores.json"), {}
-    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # a kill or a damaged disk
-        for line in map(json.loads, (job.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()):
-            measured |= {line.get("step"): line} if "t2i_r1" in line else {}
-    if scores.get("step") not in measured:
+            scores = next(filter(None, (read_json_object(folder / name / "scores.json") for name in names)), None)
+            if job.command == "train" and scores:
+                break
+    else:
         return None
-    steps = sorted({0, scores["step"]} & measured.keys())
-    lines = {f"this one, step {step}" if step else "the base model": measured[step] for step in steps}
-    chosen = "the one after the last step of the training run above"
-    if f"{CHOOSING}t2i_r1" in scores:
-        count = scores[f"{CHOOSING}pairs"]
-        chosen = f"the best of the training run above by R@1 on {count} other pairs, not trained on either"
-    return {"pairs": measured[scores["step"]]["pairs"], "chosen": chosen, "lines": lines}
+    from debias_diffusion.methods import find_method  # with open_clip, which is optional
+
+    changes, learned_from, measured = method_settings(job.settings), None, {}
+    with suppress(UserError):  # a method of another version
+        learned_from = find_method(job.settings["recipe"], changes).describe_all()
+    with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # a kill or a damaged disk
+        for line in map(json.loads, (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()):
+            measured |= {line["step"]: line} if "t2i_r1" in line else {}
+    step = scores.get("step")
+    return {
+        "settings": job.settings,
+        "changes": ", ".join(f"{name} {value}" for name, value in changes.items()),
+        "learned_from": learned_from,
+        "data_digest": job.inputs.get("data"),
+        "step": step,
+        # R@1 of the base model and of this one
+        "held_out": {at: measured[at] for at in sorted({0, step} & measured.keys())} if step in measured else None,
+        "chosen_by": scores.get(f"{CHOOSING}pairs"),
+    }
 
 
 def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
@@ -270,6 +219,6 @@ def _public(name: str) -> str:
 
 
 def code(value) -> str:
-    """A value as one line of Markdown code that cannot end the code or a table cell."""
-    text = "".join(character if character.isprintable() else " " for character in str(value))
+    """A value or name as one line of Markdown code that cannot end the code or a table cell."""
+    text = "".join(character if character.isprintable() else " " for character in _public(str(value)))
     return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
