@@ -28,7 +28,7 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..errors import UserError
 from ..files import atomic_file, read_json_object
-from ..models.model_files import CONFIG_FILE, check_finite, explain_failure, loading_reason
+from ..models.model_files import CONFIG_FILE, check_finite, explain_failure
 from ..models.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
 from .names import State, to_transformers_names
@@ -95,24 +95,21 @@ def read_tensors(file: Path) -> State:
         UserError: it holds no weights, or more than weights; the message names its content, if known.
     """
     label = repr(os.fspath(file))
-    try:
+    with explain_failure(f"The file {label} could not be read; it may be cut short, or no file of weights"):
         with open(file, "rb") as opened:
             start = opened.read(512)
         for pattern, description in _BEGINNINGS:
             if re.match(pattern, start):
                 raise UserError(f"{label} is {description}.")
-        content = read_state(file)
-    except UserError:
-        raise
-    except Exception as error:  # any error of the libraries for a wrong or hostile file
-        if "TorchScript" in str(error):
+        try:
+            content = read_state(file)
+        except RuntimeError as error:
+            if "TorchScript" not in str(error):
+                raise
             raise UserError(
                 f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
                 "instead: --model ViT-L-14-quickgelu --pretrained openai."
             ) from error
-        raise UserError(
-            f"The file {label} could not be read; it may be cut short, or no file of weights: {loading_reason(error)}."
-        ) from error
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 

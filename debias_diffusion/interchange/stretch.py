@@ -89,12 +89,13 @@ def _check(text_encoder: TextEncoder) -> None:
 
 
 def _check_layers(text_encoder: TextEncoder, fresh: TextEncoder) -> None:
-    """Raises UserError if the encoder has layers that a fresh one lacks."""
-    layers, fresh_layers = ({name: type(module) for name, module in m.named_modules()} for m in (text_encoder, fresh))
-    if layers == fresh_layers and text_encoder.state_dict().keys() == fresh.state_dict().keys():
-        return
-    odd = next((name for name in layers if layers[name] is not fresh_layers.get(name)), "its weights")
-    raise UserError(
-        f"This text encoder has layers that a {type(fresh).__name__} lacks ({odd}: "
-        f"{getattr(layers.get(odd), '__name__', 'more or fewer')}), such as LoRA's. Stretch it before they are added."
+    """Raises UserError if the encoder has layers or weights that a fresh one lacks."""
+    layers, fresh_layers = (
+        {name: type(module).__name__ for name, module in m.named_modules()} for m in (text_encoder, fresh)
     )
+    odd = layers.items() - fresh_layers.items() or text_encoder.state_dict().keys() ^ fresh.state_dict().keys()
+    if odd:
+        raise UserError(
+            f"This text encoder has layers that a {type(fresh).__name__} lacks ({min(map(str, odd))}), such as LoRA's. "
+            "Stretch it before they are added."
+        )
