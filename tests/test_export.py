@@ -169,17 +169,24 @@ def test_comfyui_gets_no_encoder_that_it_would_run_otherwise(tmp_path, monkeypat
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_nothing_of_anyone_else_is_overwritten(tmp_path, world, whole):
-    def refused(output, message, to="transformers", model=world.base):
-        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+def files(folder: Path) -> dict:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
+    def refused(output, message, to="transformers"):
+        before = files(tmp_path)
         with pytest.raises(UserError, match=message):
-            export(ExportConfig(model, str(output), to))
-        assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+            export(ExportConfig(world.base, str(output), to))
+        assert before == files(tmp_path)
 
     # An SDXL has a text_encoder/ too.
     (tmp_path / "sdxl" / "text_encoder").mkdir(parents=True)
     (tmp_path / "sdxl" / "text_encoder" / "config.json").write_text("{}")
     refused(tmp_path / "sdxl", "holds 'text_encoder/config.json', which `export` did not write")
+    (tmp_path / "cache" / ".cache").mkdir(parents=True)
+    (tmp_path / "cache" / ".cache" / "precious").touch()
+    refused(tmp_path / "cache", "holds '.cache/precious', which `export` did not write")
     file = tmp_path / "file.safetensors"
     file.write_text("mine")
     refused(file, "exists and is no file of an export", "comfyui")
@@ -188,27 +195,60 @@ def test_nothing_of_anyone_else_is_overwritten(tmp_path, world, whole):
     (tmp_path / "d.safetensors").mkdir()
     refused(tmp_path / "d.safetensors", "exists and is no file of an export", "comfyui")
 
-    # Its own it does overwrite, but not what was put there since.
-    for output, to, models in (
-        (tmp_path / "mine", "transformers", (world.base, world.run)),
-        (tmp_path / "mine.safetensors", "comfyui", (whole.base, whole.long)),
-    ):
-        for model in models:
-            export(ExportConfig(model, str(output), to))
-        assert load_text_encoder(output)[0].config.max_position_embeddings == 248
-    export(ExportConfig(world.run, str(tmp_path / "mine"), "clip"))
-    assert not (tmp_path / "mine" / "text_encoder").exists()
-    card = tmp_path / "mine" / "README.md"
-    written = card.read_text()
-    card.write_text(written.replace("license: unknown", "license: mit"))
-    refused(tmp_path / "mine", "would be replaced, but holds 'README.md', .* which was changed since")
-    card.write_text(written)
+
+def test_an_export_replaces_another_where_nothing_was_changed_since(tmp_path, world, whole):
+    output = tmp_path / "mine"
+    output.symlink_to("there")
+    for model, to in ((world.base, "transformers"), (world.run, "transformers"), (world.run, "clip")):
+        export(ExportConfig(model, str(output), to))
+        (output / "__pycache__").mkdir()  # of pipeline.py
+    assert output.is_symlink() and not (tmp_path / "there" / "text_encoder").exists()
+    for model in (whole.base, whole.long):
+        export(ExportConfig(model, str(tmp_path / "mine.safetensors"), "comfyui"))
+    assert load_text_encoder(tmp_path / "mine.safetensors")[0].config.max_position_embeddings == 248
+
+    def refused(name):
+        with pytest.raises(UserError, match=f"would be replaced, but holds '{name}', .* which was changed since"):
+            export(ExportConfig(world.base, str(output)))
+
+    written = (output / "README.md").read_text()
+    (output / "README.md").write_text(written.replace("license: unknown", "license: mit"))
+    refused("README.md")
+    (output / "README.md").write_text(written)
     for name in ("text_encoder", "picture.png"):  # files of others, one with the name of an export's folder
-        (tmp_path / "mine" / name).symlink_to(file)
-        refused(tmp_path / "mine", f"would be replaced, but holds '{name}'")
-        (tmp_path / "mine" / name).unlink()
+        (output / name).symlink_to(tmp_path / "mine.safetensors")
+        refused(name)
+        (output / name).unlink()
     with pytest.raises(UserError, match="`comfyui` did not write"):
-        write_node(ComfyUIConfig(str(tmp_path / "mine")))
+        write_node(ComfyUIConfig(str(output)))
+
+
+def test_a_node_of_anyone_else_is_not_replaced(tmp_path):
+    """Its files have the names of ours, and even a mark."""
+    for name in ("ours", "theirs"):
+        write_node(ComfyUIConfig(str(tmp_path / name)))
+    write_node(ComfyUIConfig(str(tmp_path / "ours")))
+    for content in ("NODE_CLASS_MAPPINGS = {}", None):
+        if content:
+            (tmp_path / "theirs" / "__init__.py").write_text(content)
+        else:
+            (tmp_path / "theirs" / MARK).unlink()
+        before = files(tmp_path / "theirs")
+        with pytest.raises(UserError, match=r"holds '__init__.py', which `comfyui` did not write"):
+            write_node(ComfyUIConfig(str(tmp_path / "theirs")))
+        assert files(tmp_path / "theirs") == before
+
+
+def test_what_another_wrote_meanwhile_is_not_replaced(tmp_path, world, monkeypatch):
+    def write_meanwhile(*arguments):
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "other.txt").touch()
+        return ""
+
+    monkeypatch.setattr(export_module, "model_card", write_meanwhile)
+    with pytest.raises(UserError, match="holds 'other.txt'"):
+        export(ExportConfig(world.base, str(tmp_path / "mine")))
+    assert list(files(tmp_path)) == [tmp_path / "mine", tmp_path / "mine" / "other.txt"]
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, world, monkeypatch):
@@ -412,11 +452,3 @@ def test_without_a_network_the_folder_is_whole_and_that_is_said(tmp_path, world)
     with pytest.raises(UserError, match="is complete, but could not be uploaded to 'me/x': .*offline.*hf upload"):
         export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/x"))
     assert load_text_encoder(tmp_path / "x")[0].config.max_position_embeddings == 248
-
-
-def test_the_library_still_has_the_calls_that_an_upload_makes():
-    import inspect
-
-    assert {"private", "exist_ok"} <= inspect.signature(huggingface_hub.HfApi.create_repo).parameters.keys()
-    wanted = {"repo_id", "folder_path", "commit_message", "ignore_patterns"}
-    assert wanted <= inspect.signature(huggingface_hub.HfApi.upload_folder).parameters.keys()

@@ -158,10 +158,15 @@ def test_the_gelu_of_a_smaller_model_is_carried_by_every_format_that_can(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "prefix",
-    ["", "clip_l.", "clip_l.transformer.", "cond_stage_model.transformer.", "conditioner.embedders.0.transformer."],
+    ("prefix", "kind"),
+    [
+        ("", "safetensors"),
+        ("clip_l.", "pt"),
+        ("clip_l.transformer.", "sft.bin"),
+        ("cond_stage_model.transformer.", "pt"),
+        ("conditioner.embedders.0.transformer.", "safetensors"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["safetensors", "pt", "sft.bin"])
 def test_clip_l_is_found_under_every_prefix_whatever_the_file_is_called(tmp_path, small, wider, prefix, kind):
     encoder, _ = to_transformers(small)
     state = {name: t.half() if t.is_floating_point() else t for name, t in comfyui_state(encoder, prefix).items()}
@@ -288,10 +293,6 @@ def written(save_to, content) -> bytes:
     return file.getvalue()
 
 
-def half(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
 def having(name: str, tensor: torch.Tensor):
     return lambda state, _: state | {f"text_model.{name}": tensor}
 
@@ -308,14 +309,10 @@ WRONG_FILES = {
     "empty": (b"", "is empty"),
     "html": (b"\n<!DOCTYPE html><html>Not found</html>", "is a web page or XML"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
-    "text": (b"Invalid username or password.\n", "could not be read"),
     "gguf": (b"GGUF\x03\x00\x00\x00", "is a GGUF file"),
-    "noise": (bytes(range(256)) * 9, "could not be read"),
     "noise.pt": (bytes(range(255, 0, -1)) * 9, "is damaged, not a file of weights, or a pickle"),
     "header": ((1 << 62).to_bytes(8, "little") + b"{" + b"\0" * 99, "could not be read"),
-    "zip": (b"PK\5\6" + bytes(18), "could not be read"),
-    "truncated": (lambda state, _: half(save(state)), "could not be read; it may be cut short"),
-    "truncated.pt": (lambda state, _: half(written(torch.save, state)), "could not be read; it may be cut short"),
+    "truncated.pt": (lambda state, _: written(torch.save, state)[:-999], "could not be read; it may be cut short"),
     "code.ckpt": (lambda state, ran: written(torch.save, {"state_dict": state, "parameters": Runs(ran)}), CODE),
     "old code.bin": (lambda _, ran: pickle.dumps(Runs(ran), protocol=2), CODE),
     "torchscript.pt": (
@@ -325,7 +322,6 @@ WRONG_FILES = {
     "tensor.pt": (written(torch.save, WEIGHT), "holds no state dict"),
     "lora": ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": WEIGHT}, "it is a LoRA"),
     "unet": ({"model.diffusion_model.input_blocks.1.1.proj_in.weight": WEIGHT}, "it is a diffusion model"),
-    "diffusers unet": ({"down_blocks.0.attentions.0.proj_in.weight": WEIGHT}, "it is a diffusion model"),
     "vae": ({"decoder.conv_in.weight": WEIGHT, "quant_conv.bias": torch.zeros(4)}, "it is a VAE"),
     "t5": ({"encoder.block.0.layer.0.SelfAttention.q.weight": WEIGHT}, "it is a T5 text encoder"),
     "inversion": ({"clip_l": WEIGHT, "clip_g": torch.zeros(4, 5)}, "it is a textual inversion"),
@@ -337,10 +333,6 @@ WRONG_FILES = {
     "scaled fp8": (having("encoder.layers.0.mlp.fc1.scale_weight", torch.ones(1)), "is quantised"),
     "strange part": (having("encoder.layers.0.gate.weight", WEIGHT), "layers.0.gate.weight has no place in it"),
     "no blocks": (lacking(".layers."), "without positions or without blocks"),
-    "a gap": (
-        lambda state, _: lacking(".layers.0.")(state, _) | {"text_model.encoder.layers.0.mlp.fc1.weight": WEIGHT},
-        "size mismatch for .*layers.0.mlp.fc1.weight",
-    ),
     "flat table": (having("embeddings.position_embedding.weight", torch.tensor(3.0)), "without positions or without"),
     "a layer less": (lacking(".layers.0.self_attn.q_proj"), "lack 2 tensors of the model, such as .*0.self_attn.q_"),
 }
