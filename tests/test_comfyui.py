@@ -238,14 +238,6 @@ def test_tokens_and_cuts_are_those_of_our_pipeline(tokenizing, text):
         assert read == tokens
 
 
-def test_diffusers_reads_an_exclamation_mark_as_a_pad_of_the_second_encoder(sdxl):
-    # its name is that of the pad token; the docs say so
-    clip, pipe = sdxl
-    first, second = (tokens[0].ids for tokens in pipe._tokenize("a cat!", None))
-    assert (first[-1], second[-1]) == (256, pipe.tokenizer_2.pad_token_id)
-    assert [read.ids[-1] for read in read_text(clip, "a cat!", ("l", "g")).values()] == [256, 256]
-
-
 def test_tokens_are_those_of_comfyui(tokenizing):
     for text in (LONG, WEIGHTED, "(a) b(c:1.2)d, ((e:1.3)) \\(f\\)"):
         for name, read in read_text(tokenizing, text, ("l", "g")).items():
