@@ -1,9 +1,10 @@
 import json
 import shutil
 import stat
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import open_clip
@@ -15,7 +16,6 @@ from helpers.tiny_clip import CONFIG, byte_tokenizer, registered, save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from huggingface_hub import ModelCard
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
@@ -114,35 +114,30 @@ def test_bigg_keeps_its_projection_and_its_length(tmp_path, capsys):
     backbone = text_backbone(BIGG, 128, quick_gelu=False)
     backbone.save(tmp_path / "run")
     export(ExportConfig(str(tmp_path / "run"), str(tmp_path / "folder")))
-    assert "--encoder-2" in capsys.readouterr().out
-    assert not (tmp_path / "folder" / "pipeline.py").exists()
-    whole = text_backbone(BIGG, 128, quick_gelu=False, vocabulary=clip_tokenizer)
-    whole.save(tmp_path / "whole")
-    export(ExportConfig(str(tmp_path / "whole"), str(tmp_path / "clip_g.safetensors"), "comfyui"))
-    assert "text_projection.weight" in load_file(tmp_path / "clip_g.safetensors")
-    for name, expected in (("folder", Expected(backbone)), ("clip_g.safetensors", Expected(whole))):
-        encoder, tokenizer = load_text_encoder(tmp_path / name)
-        assert type(encoder) is CLIPTextModelWithProjection
-        expected.check(encoder, tokenizer)
-        assert encoder.config.max_position_embeddings == 248
+    assert "--encoder-2" in capsys.readouterr().out and not (tmp_path / "folder" / "pipeline.py").exists()
+    encoder, tokenizer = load_text_encoder(tmp_path / "folder")
+    assert type(encoder) is CLIPTextModelWithProjection and encoder.config.max_position_embeddings == 248
+    Expected(backbone).check(encoder, tokenizer)
 
 
 def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
     backbone = text_backbone(SMALL, 64, quick_gelu=True, vocabulary=clip_tokenizer)
-    expected = Expected(backbone)
     torch.save(long_clip_state(backbone), tmp_path / "longclip.pt")
-    export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "clip_l.safetensors"), "comfyui"))
-    export(ExportConfig(str(tmp_path / "clip_l.safetensors"), str(tmp_path / "folder")))
-    export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "again.safetensors"), "comfyui"))
-    for name in ("clip_l.safetensors", "folder", "again.safetensors"):
-        expected.check(*load_text_encoder(tmp_path / name))
+    names = ("longclip.pt", "clip_l.safetensors", "folder", "again.safetensors")
+    for source, name in pairwise(names):
+        to = "comfyui" if name.endswith(".safetensors") else "transformers"
+        export(ExportConfig(str(tmp_path / source), str(tmp_path / name), to))
+    Expected(backbone).check(*load_text_encoder(tmp_path / "again.safetensors"))
     with safe_open(tmp_path / "again.safetensors", framework="pt") as file:
         assert "does not align a CLIP-L of 248 positions" in file.metadata()["note"]
-    for to in ("open_clip", "clip"):
-        with pytest.raises(UserError, match=f"--to {to} needs both towers.*longclip.pt"):
-            export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), to))
-    with pytest.raises(UserError, match="has no projection to export"):
-        export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "x"), projection=True))
+    for settings, message in (
+        ({"to": "open_clip"}, "--to open_clip needs both towers.*longclip.pt"),
+        ({"to": "clip"}, "--to clip needs both towers.*longclip.pt"),
+        ({"projection": True}, "has no projection to export"),
+        ({"positions": "short"}, "is a text encoder alone. Give the training run"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), **settings))
     assert not (tmp_path / "x").exists()
     # With its model's name the same kind of file is a two-tower.
     tiny = tiny_clip(quick_gelu=True, context_length=248, tokenizer=clip_tokenizer(248))
@@ -417,31 +412,18 @@ def test_names_cannot_break_out_of_the_card(tmp_path, world):
     assert "recipe" not in (tmp_path / "y" / "README.md").read_text()
 
 
-class FakeHub:
-    """Stands where the hub's library would reach the network."""
-
-    calls: ClassVar[list] = []
-
-    def create_repo(self, name, **options):
-        self.calls.append(("create_repo", name, options))
-        return f"https://huggingface.co/{name}"
-
-    def upload_folder(self, **options):
-        ignored = options["ignore_patterns"]
-        files = sorted(path.name for path in Path(options["folder_path"]).iterdir() if path.name != ignored)
-        self.calls.append(("upload_folder", options["repo_id"], files))
-
-
 def test_a_finished_folder_is_uploaded_when_asked(tmp_path, world, monkeypatch, capsys):
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
-    monkeypatch.setattr(FakeHub, "calls", [])
+    hub = create_autospec(huggingface_hub.HfApi)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    hub().create_repo.return_value = "https://huggingface.co/me/long-clip"
     export(ExportConfig(world.run, str(tmp_path / "quiet")))
-    assert FakeHub.calls == []
+    hub().create_repo.assert_not_called()
     export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/long-clip"))
-    assert FakeHub.calls == [
-        ("create_repo", "me/long-clip", {"private": True, "exist_ok": True}),
-        ("upload_folder", "me/long-clip", ["README.md", "pipeline.py", "text_encoder", "tokenizer"]),
-    ]
+    hub().create_repo.assert_called_once_with("me/long-clip", private=True, exist_ok=True)
+    uploaded = hub().upload_folder.call_args.kwargs
+    assert uploaded | {"commit_message": ""} == {
+        "repo_id": "me/long-clip", "folder_path": tmp_path / "x", "ignore_patterns": MARK, "commit_message": ""
+    }  # fmt: skip
     assert "Uploaded to https://huggingface.co/me/long-clip (a new repository is private)" in capsys.readouterr().out
     card = (tmp_path / "x" / "README.md").read_text()
     assert 'from_pretrained("me/long-clip", subfolder="text_encoder")' in card and "this folder" not in card
