@@ -1,9 +1,8 @@
 """Exports a training run, or any other text encoder, for other programs."""
 
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -49,16 +48,17 @@ def export(config: ExportConfig) -> Path:
     """
     output = Path(config.output)
     _check(config, output)
-    source = _load(config)
+    source, digest = _load(config)
+    backbone = None if isinstance(source, tuple) else source
     if config.to == "comfyui":
         lines = _write_comfyui(config, source, output)
     else:
         write = {"transformers": _write_transformers, "open_clip": _write_open_clip, "clip": _write_clip}[config.to]
         with written_folder(output, "export") as folder:
             title, encoder, lines = write(config, source, folder)
-            card = model_card(config, title, encoder, source.backbone, source.digest)
+            card = model_card(config, title, encoder, backbone, digest)
             (folder / "README.md").write_text(card, encoding="utf-8")
-    if source.backbone and source.backbone.image_attention and config.to not in _BOTH_TOWERS:
+    if backbone and backbone.image_attention and config.to not in _BOTH_TOWERS:
         lines.insert(1, "The suppressed heads are the image tower's. This text encoder is that of the base model.")
     print(f"Wrote {output}: {lines[0]}", *lines[1:], sep="\n")
     if config.push_to_hub:
@@ -88,37 +88,19 @@ def _check(config: ExportConfig, output: Path) -> None:
         raise UserError(f"The output {config.output!r} exists and is no file of an export. Give a new file.")
 
 
-@dataclass
-class _Source:
-    """The model to export: two towers, or a text encoder alone with its tokenizer.
-
-    Attributes:
-        backbone: suppressed text heads are ordinary weights, where they can be.
-        alone: the text encoder and its tokenizer.
-        digest: of the two towers as evaluations read them; None if no scores are wanted.
-    """
-
-    backbone: "Backbone | None" = None
-    alone: tuple[TextEncoder, CLIPTokenizer] | None = None
-    digest: str | None = None
-
-    def text_encoder(self, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
-        """The text encoder with its tokenizer; bigG always keeps its projection."""
-        if self.backbone:
-            return to_transformers(self.backbone, projection or keeps_projection(self.backbone))
-        if projection and not isinstance(self.alone[0], CLIPTextModelWithProjection):
-            raise UserError("This text encoder has no projection to export. Leave out --projection.")
-        return self.alone
+# What is exported: two towers, suppressed text heads as ordinary weights where they can be, or a text encoder alone.
+_Source = Union["Backbone", tuple[TextEncoder, CLIPTokenizer]]
 
 
-def _load(config: ExportConfig) -> _Source:
+def _load(config: ExportConfig) -> tuple[_Source, str | None]:
+    """The model, and the digest of two towers as evaluations read them, if scores are wanted."""
     spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
     if config.to not in _BOTH_TOWERS and spec.kind not in (Kind.OPEN_CLIP, Kind.ABLATION):
         if config.positions == "short":
             raise UserError(
                 f"{config.model!r} is a text encoder alone. Give the training run, or leave out --positions."
             )
-        return _Source(alone=spec.load_text_encoder())
+        return spec.load_text_encoder(), None
     from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads  # with open_clip, which is optional
     from debias_diffusion.models.loading import load_backbone
 
@@ -141,7 +123,16 @@ def _load(config: ExportConfig) -> _Source:
     # Soft heads stay in the configuration, which open_clip's format has.
     if not (config.to == "open_clip" and text and soft_heads(text)):
         fold_text_heads(backbone)
-    return _Source(backbone, digest=digest)
+    return backbone, digest
+
+
+def _text_encoder(source: _Source, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text encoder with its tokenizer; bigG always keeps its projection."""
+    if not isinstance(source, tuple):
+        return to_transformers(source, projection or keeps_projection(source))
+    if projection and not isinstance(source[0], CLIPTextModelWithProjection):
+        raise UserError("This text encoder has no projection to export. Leave out --projection.")
+    return source
 
 
 # Each writes a format: (title of the card, class of the text encoder alone, lines to print, the first after the output)
@@ -149,7 +140,7 @@ _Written = tuple[str, str | None, list[str]]
 
 
 def _write_transformers(config: ExportConfig, source: _Source, folder: Path) -> _Written:
-    encoder, tokenizer = source.text_encoder(config.projection)
+    encoder, tokenizer = _text_encoder(source, config.projection)
     write_text_encoder(encoder, tokenizer, folder)
     if type(encoder) is CLIPTextModel:  # the class of SDXL's first encoder
         write_custom_pipeline(folder / "pipeline.py")
@@ -162,8 +153,7 @@ def _write_transformers(config: ExportConfig, source: _Source, folder: Path) -> 
     return f"A CLIP text encoder that reads {sizes.max_position_embeddings} tokens", name, lines
 
 
-def _write_open_clip(config: ExportConfig, source: _Source, folder: Path) -> _Written:
-    backbone = source.backbone
+def _write_open_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Written:
     backbone.save(folder)
     lines = [f"both towers, for open_clip.create_model('local-dir:{config.output}')."]
     if backbone.image_attention or backbone.text_attention:
@@ -173,18 +163,18 @@ def _write_open_clip(config: ExportConfig, source: _Source, folder: Path) -> _Wr
     return f"A {backbone.family.name} that reads {backbone.context_length} tokens", None, lines
 
 
-def _write_clip(config: ExportConfig, source: _Source, folder: Path) -> _Written:
+def _write_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Written:
     from debias_diffusion.interchange.clip_model import export_clip_model
 
-    export_clip_model(source.backbone, folder)
+    export_clip_model(backbone, folder)
     load = f"transformers.CLIPModel.from_pretrained('{config.output}')"
-    if source.backbone.image_attention:
+    if backbone.image_attention:
         load = f"AutoModel.from_pretrained('{config.output}', trust_remote_code=True)"
-    return f"A CLIP that reads {source.backbone.context_length} tokens", None, [f"both towers, for {load}."]
+    return f"A CLIP that reads {backbone.context_length} tokens", None, [f"both towers, for {load}."]
 
 
 def _write_comfyui(config: ExportConfig, source: _Source, output: Path) -> list[str]:
-    sizes = text_config(source.backbone) if source.backbone else source.alone[0].config
+    sizes = source[0].config if isinstance(source, tuple) else text_config(source)
     if sizes.vocab_size != VOCABULARY:
         raise UserError(
             f"{config.model!r} has a vocabulary of {sizes.vocab_size}, and ComfyUI knows only CLIP's of {VOCABULARY}. "
@@ -198,7 +188,7 @@ def _write_comfyui(config: ExportConfig, source: _Source, output: Path) -> list[
             "train from OpenAI's weights (ViT-L-14-quickgelu)."
         )
     program = f"debias-diffusion {version('debias-diffusion')}"
-    write_file(source.text_encoder()[0], output, {"note": _COMFYUI_NOTE, "exported_with": program})
+    write_file(_text_encoder(source)[0], output, {"note": _COMFYUI_NOTE, "exported_with": program})
     width = sizes.hidden_size
     lines = [f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."]
     if not known:

@@ -60,8 +60,7 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
         )
     text, vision = text_config(backbone), _vision_config(backbone)
     processor = CLIPProcessor(_image_processor(backbone), backbone.tokenizer.tokenizer)
-    state = to_transformers_names(text_state(backbone.text.tower))
-    state |= to_transformers_names(backbone.model.visual.state_dict(), "vision")
+    state = text_state(backbone.text.tower) | to_transformers_names(backbone.model.visual.state_dict(), "vision")
     state["logit_scale"] = backbone.logit_scale
     sizes = dict(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=text.projection_dim)
     if ablation is None:

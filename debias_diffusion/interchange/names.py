@@ -12,6 +12,8 @@ import torch
 from ..errors import UserError
 
 State = dict[str, torch.Tensor]
+# How OpenAI's names of a text tower's weights begin; those of an image tower beside it begin with `visual.`
+OPENAIS_TEXT = ("token_embedding.", "positional_embedding", "ln_final.", "transformer.", "text_projection")
 
 # Outside the blocks: OpenAI's name -> transformers', below `text_model.` and `vision_model.`
 _OUTSIDE = {

@@ -31,13 +31,12 @@ from ..files import atomic_file, read_json_object
 from ..models.model_files import CONFIG_FILE, check_finite, explain_failure
 from ..models.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
-from .names import State, to_transformers_names
+from .names import OPENAIS_TEXT, State, to_transformers_names
 from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
 _TRANSFORMERS = "embeddings.token_embedding.weight"
 _OPENAI = "token_embedding.weight"
-_OPENAIS_PARTS = ("positional_embedding", "ln_final.", "transformer.", "text_projection", _OPENAI)
 VOCABULARY = 49408
 WRITTEN_BY = "debias-diffusion"
 # The beginning of a file that holds no weights -> its description.
@@ -139,7 +138,7 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
     part = {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
-        if name.startswith(tuple(prefix + part for part in _OPENAIS_PARTS))
+        if name.startswith(tuple(prefix + part for part in OPENAIS_TEXT))
     }
     if is_long_clip(part):
         tables = [tuple(part[name].shape) for name in ("positional_embedding", "positional_embedding_res")]
