@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, Reading, parse_encoders
 from debias_diffusion.errors import UserError
@@ -15,6 +15,7 @@ from debias_diffusion.limits import (
     NonNegativeInt,
     PositiveInt,
     Precision,
+    Rule,
     Seed,
     Share,
     Side,
@@ -27,7 +28,13 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
 
 MOST_SCENES = 1000  # of a split of the toy world
-_SPLITS = ("development", "test")
+_Split = Annotated[
+    str,
+    Rule(
+        "development or test, or one of them with a suffix such as test-2: the models were trained on the others",
+        lambda split: split.partition("-")[0] in ("development", "test"),
+    ),
+]
 
 
 @dataclass
@@ -51,18 +58,10 @@ class QuickstartConfig(Checked):
 
     output: str = "runs/quickstart"
     seed: RunSeed = 0
-    split: str = "test"
+    split: _Split = "test"
     scenes: between(int, 1, MOST_SCENES) = 400
     prompts: between(int, 2, MOST_SCENES) = 100
     train: Literal["debias-clip-sdxl", "debias-clip", "long-clip", "all"] = "debias-clip-sdxl"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.split.partition("-")[0] not in _SPLITS:
-            raise UserError(
-                f"split is {self.split!r}, but must be one of {', '.join(_SPLITS)}, or one of them with -suffix, such "
-                "as test-2. The models were trained on the others."
-            )
 
 
 @dataclass(kw_only=True)

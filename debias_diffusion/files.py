@@ -192,9 +192,9 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     unfinished = hidden_sibling(path, f".{MACHINE}-{os.getpid()}.unfinished")
     beginning = unfinished.name.removesuffix(f"{os.getpid()}.unfinished")
     for leftover in path.parent.glob(f"{glob.escape(beginning)}*.unfinished"):
-        process = int(leftover.name.removeprefix(beginning).removesuffix(".unfinished"))
-        # The name alone does not make it ours.
-        if (leftover / _MARK).is_file() and (process == os.getpid() or not psutil.pid_exists(process)):
+        process = leftover.name.removeprefix(beginning).removesuffix(".unfinished")
+        is_ours = process.isdecimal() and (leftover / _MARK).is_file()  # the name alone does not make it ours
+        if is_ours and (int(process) == os.getpid() or not psutil.pid_exists(int(process[:9]))):
             _end_folder(leftover, path)
     unfinished.mkdir()
     (unfinished / _MARK).touch()

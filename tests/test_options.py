@@ -121,7 +121,7 @@ REFUSED = [
     (GenerateConfig, {"prompts": "p.txt"}, "either a prompt or a file of prompts, not both"),
     (QuickstartConfig, {"prompts": 1}, "prompts is 1, but must be a whole number, from 2 to 1000."),
     (QuickstartConfig, {"scenes": 1001}, "scenes is 1001"),
-    (QuickstartConfig, {"split": "train"}, "split is 'train', but must be one of development, test"),
+    (QuickstartConfig, {"split": "train"}, "split is 'train', but must be text, development or test, or"),
     (QuickstartConfig, {"seed": 2**32}, "seed is 4294967296"),
     (ReproduceConfig, {"target": []}, "Give a table, such as `reproduce table-S4`"),
     (ReproduceConfig, {"seeds": []}, "There are no seeds"),
