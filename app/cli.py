@@ -1,8 +1,4 @@
-"""`debias-diffusion`: its commands are those of `COMMANDS`.
-
-Each command's options are the fields of one dataclass; its docstring is their help. Values come from YAML
-(`--config file.yaml`) and from the command line; the last one given counts.
-"""
+"""The command line, `debias-diffusion`: its commands are those of `COMMANDS`."""
 
 import errno
 import os
@@ -18,16 +14,13 @@ from debias_diffusion.files import explain_full_disk
 
 
 class Command(NamedTuple):
-    """One command.
-
-    Modules are named, not imported, because an import takes seconds: help needs those of the options alone, which
-    import no large library.
+    """One command. Its modules are named, not imported, because an import takes seconds.
 
     Attributes:
         summary: for the list of commands.
-        options: "module:dataclass", with the module's name in the package.
+        options: "module:dataclass" in the package. The fields are the options; nothing large is imported.
         function: "module:function", which takes the options.
-        example: arguments that a user may start from.
+        example: arguments to start from.
         extra: the optional dependencies that it needs, as in pyproject.toml; "" for none.
     """
 
@@ -97,13 +90,13 @@ COMMANDS = {
     "export": Command(
         "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
         "app.options:ExportConfig",
-        "app.export.command:export",
+        "app.export:export",
         "--model runs/a --output my-encoder",
     ),
     "comfyui": Command(
         "write ComfyUI's node for long prompts",
         "app.options:ComfyUIConfig",
-        "app.comfyui.command:write_node",
+        "app.comfyui.write:write_node",
         "--output ComfyUI/custom_nodes/long_prompt",
     ),
     "generate": Command(
@@ -142,9 +135,7 @@ COMMANDS = {
     ),
     "evaluate": EVALUATIONS,
 }
-# Of a group of commands.
-_SUMMARIES = {"evaluate": "measure what an encoder reads: " + ", ".join(EVALUATIONS)}
-
+_GROUP_SUMMARIES = {"evaluate": "measure what an encoder reads: " + ", ".join(EVALUATIONS)}
 # Errors of the path that the user gave, not of the program.
 _PATH_ERRORS = {
     getattr(errno, name)
@@ -204,29 +195,23 @@ def _run(program: str, commands: dict, arguments: list[str]) -> None:
 
 def _list_commands(program: str, commands: dict) -> str:
     width = max(map(len, commands)) + 2
-    summaries = {name: _SUMMARIES.get(name) or command.summary for name, command in commands.items()}
-    return "\n".join(
-        [
-            f"usage: {program} COMMAND [options]\n",
-            *(f"  {name:<{width}}{summary}" for name, summary in summaries.items()),
-            f"\n`{program} COMMAND --help` lists a command's options.",
-        ]
-    )
+    lines = [f"  {name:<{width}}{_GROUP_SUMMARIES.get(name) or command.summary}" for name, command in commands.items()]
+    footer = f"`{program} COMMAND --help` lists a command's options."
+    return "\n".join([f"usage: {program} COMMAND [options]\n", *lines, "", footer])
 
 
 def _run_command(program: str, command: Command, arguments: list[str]) -> None:
-    # Its libraries take a tenth of a second, which a mistyped command need not wait for.
-    from .command_line import parse
+    from .command_line import parse  # takes a tenth of a second, which a mistyped command need not wait for
 
-    options = _import(command.options)
-    values = parse(program, command.summary, options, command.example, arguments)
-    # Before the options are made, because their checks import what warns.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for category in (FutureWarning, DeprecationWarning):  # of libraries that checks of options import, too
+        warnings.filterwarnings("ignore", category=category)
     try:
-        settings = options(**values)  # checks what it can before libraries take seconds
+        settings = parse(program, command.summary, _import(command.options), command.example, arguments)
         function = _import(command.function)
-        _quiet_transformers()
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()  # ours stay
         function(settings)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in EXTRAS:
@@ -240,7 +225,6 @@ def _import(name: str):
 
 
 def _fail(message: str, exit_code: int = 2):
-    """Exits with one message and no traceback."""
     print(f"error: {message}", file=sys.stderr)
     _leave(exit_code)
 
@@ -251,14 +235,6 @@ def _leave(code: int):
 
         leave(code)
     raise SystemExit(code)
-
-
-def _quiet_transformers() -> None:
-    """Hides the library's warnings and progress bars; our messages and progress bars stay."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

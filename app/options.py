@@ -10,9 +10,9 @@ from debias_diffusion.eval.options import TOYS, check_output, check_source
 from debias_diffusion.limits import (
     Checked,
     Guidance,
+    LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Precision,
     Rule,
@@ -28,8 +28,13 @@ from debias_diffusion.models.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
 
 MOST_SCENES = 1000  # of a split of the toy world
-_SPLITS = ("development", "test")
-_PROMPT_SEED = Annotated[int, Rule("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63)]
+_Split = Annotated[
+    str,
+    Rule(
+        "development or test, or one of them with a suffix such as test-2: the models were trained on the others",
+        lambda split: split.partition("-")[0] in ("development", "test"),
+    ),
+]
 
 
 @dataclass
@@ -44,28 +49,19 @@ class QuickstartConfig(Checked):
         seed: Of the training, and of the noise that images start from.
         split: Scenes for retrieval and prompts: test, or development to choose settings by; test-2 and the like are
             more of them.
-        scenes: Scenes that retrieval searches among, at most 1000. With 400, the 95% interval of R@1 reaches at most 5
-            points to either side.
-        prompts: Long prompts drawn with each encoder, from 2 to 1000. With 100, the 95% interval of a difference in
-            objects right reaches 3 to 5 points to either side.
-        train: The recipe to train. The other encoders are then those that come with the package, trained in the same
-            way. all trains all three, in three times the time.
+        scenes: Scenes that retrieval searches among, at most 1000. 400 give R@1 to within 5 points (95% interval).
+        prompts: Long prompts rendered with each encoder, from 2 to 1000. 100 give a difference in objects right to
+            within 3 to 5 points (95% interval).
+        train: The recipe to train; the other encoders come with the package, trained in the same way. all trains all
+            three, in three times the time.
     """
 
     output: str = "runs/quickstart"
     seed: RunSeed = 0
-    split: str = "test"
+    split: _Split = "test"
     scenes: between(int, 1, MOST_SCENES) = 400
     prompts: between(int, 2, MOST_SCENES) = 100
     train: Literal["debias-clip-sdxl", "debias-clip", "long-clip", "all"] = "debias-clip-sdxl"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.split.partition("-")[0] not in _SPLITS:
-            raise UserError(
-                f"split is {self.split!r}, but must be one of {', '.join(_SPLITS)}, or one of them with -suffix, such "
-                "as test-2. The models were trained on the others."
-            )
 
 
 @dataclass(kw_only=True)
@@ -78,61 +74,28 @@ class AlignConfig(RunConfig):
     Attributes:
         base: SDXL checkpoint, which is not changed: a folder in diffusers' layout, a single .safetensors file, a hub
             id, or toy/sdxl.
-        data: Image-caption pairs: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset shards, a
-            folder of images with captions beside them, or scenes of the toy world (toy/train-2).
-        output: Folder of the run. A stopped run resumes there when it is started again with the same settings.
-        images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
         encoder: Text encoder to fit in the place of SDXL's first one: a training run, a folder, a file, a hub id;
             original is the checkpoint's own, read in chunks. null leaves that one as it is.
-        encoder_2: The same for SDXL's second one, with a projection; stretch is the checkpoint's own with 248
-            positions.
+        encoder_2: The same for the second one, with a projection; stretch is the checkpoint's own with 248 positions.
         denoising: Weight of the UNet's loss.
         keep_states: Weight of the term that keeps the hidden states of words near the checkpoint's own encoder's.
         keep_features: Weight of the term that keeps the pooled features: the first encoder's where training has put
             them, so that retrieval stays, the second's near the checkpoint's own, which the UNet reads.
-        reading: How encoders of 77 positions read long prompts: in chunks that overlap, as the pipelines do, or in
-            separate ones.
+        reading: Of long prompts by encoders of 77 positions: overlap, in overlapping chunks as the pipelines do, or
+            separate.
         pixels: Images are scaled and cropped to squares of this side, a multiple of 8; null is the checkpoint's own.
-        validation: How many of the first pairs are held out, and measured on, at most 64 of them. auto is 1000, and a
-            tenth of fewer than 10,000 pairs.
-        batch: Pairs per step, over all processes together.
-        chunk: Pairs whose activations a process holds at once; the gradient is the same. null holds all.
-        epochs: Passes over the data.
-        max_steps: Stop after this many steps, if the epochs take more.
-        learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
-        warmup: Steps of linear warm-up.
-        weight_decay: On matrices only.
-        betas: AdamW's averages.
-        eps: AdamW's epsilon.
+        validation: How many of the first pairs are held out; at most 64 of them are measured. auto is 1000, and a tenth
+            of fewer than 10,000 pairs.
         precision: fp32, or bf16 or fp16 for a UNet and frozen encoders of that dtype, and mixed precision in the
             encoders that are fitted. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
-        checkpoint_activations: Recompute activations in the backward pass instead of keeping them.
         latent_cache: Folder of the images' latents, which runs can share; null is latents beside the output folder.
         seed: Of all random draws: order of samples, noise, times.
-        workers: Processes that read images and captions, for each training process. 0 reads them in the training
-            process.
-        eval_every: Steps between measurements on the held-out pairs.
-        checkpoint_every: Steps between checkpoints.
-        keep: How many of the newest checkpoints are kept.
-        log_every: Steps between lines in log.jsonl.
-        trackers: tensorboard, wandb, or both, beside log.jsonl, which is always written.
-        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
-            another pair that the epoch reads, always the same; with 0 by none. A stopped run may resume with another
-            value.
     """
 
-    GROUPS = {  # noqa: RUF012 - without an annotation, so no option
+    GROUPS = {
         "Data and models": ("base", "data", "images", "output", "encoder", "encoder_2", "reading", "pixels"),
         "Loss": ("denoising", "keep_states", "keep_features"),
-        "Optimization": (
-            *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
-        ),
-        "Speed and memory": ("precision", "chunk", "checkpoint_activations", "workers", "latent_cache"),
-        "Validation, checkpoints and logs": (
-            *("validation", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
-        ),
-        "Bad records": ("max_bad",),
-    }
+    } | RunConfig.GROUPS
 
     base: str
     encoder: str | None = None
@@ -170,8 +133,7 @@ class AblateConfig(Checked):
 
     Attributes:
         model: CLIP: a training run, folder, file, hub id, MODEL:PRETRAINED as open_clip names them, or toy/clip.
-        output: Folder for ablation.json, which every `evaluate` takes as a model. A search that was
-            stopped continues there.
+        output: Folder for ablation.json, which every `evaluate` takes as a model. A stopped search continues there.
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/validation, scenes of the toy world.
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
@@ -179,8 +141,8 @@ class AblateConfig(Checked):
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Search on the first so many images, each with its first caption. null uses all.
         search: probe measures each head alone and leaves no ablation; single takes the head that alone raises mean-R
-            most; naive takes all heads that alone raise it; ga is the genetic algorithm; bp learns a beta for each head
-            by gradient descent; all tries every set of heads, of up to 16.
+            most, naive all that raise it; ga is the genetic algorithm; bp learns each head's beta by gradient descent;
+            all tries every set of heads, of up to 16.
         tower: image, as in the paper, or text.
         way: suppress, as in the paper, moves attention to the first token; mean lets an ablated head always give what
             it gives on average over the pairs of the search, which ordinary weights can hold.
@@ -213,7 +175,7 @@ class AblateConfig(Checked):
     fitness: Literal["margin", "robust"] = "margin"
     generations: PositiveInt = 100
     efficient: bool = False
-    learning_rate: PositiveFloat = 2e-2
+    learning_rate: LearningRate = 2e-2
     epochs: PositiveInt = 32
     bp_batch: PositiveInt = 256
     constant: bool = False
@@ -237,25 +199,22 @@ class ExportConfig(Checked):
     """Export a text encoder, or both towers, for other programs.
 
     Attributes:
-        model: Folder of a training run (its model after the last step is exported) or of `ablate`, an open_clip
-            folder, or an open_clip model name.
-            For transformers and comfyui also any other text encoder: a transformers folder, a weights file such as
-            longclip-L.pt or clip_l.safetensors, or a hub id.
+        model: Folder of a training run (its model after the last step is exported) or of `ablate`, open_clip folder or
+            model name. For transformers and comfyui also any other text encoder: a transformers folder, a weights file
+            such as longclip-L.pt or clip_l.safetensors, or a hub id.
         output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
             overwritten.
         to: transformers, or diffusers, writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which
-            both load; comfyui writes one file for ComfyUI; open_clip and clip
-            write folders with both towers, for open_clip and for transformers' CLIPModel. Suppressed text heads become
-            ordinary weights; plain open_clip ignores suppressed image heads, and transformers runs them by code in the
-            folder.
+            both load; comfyui writes one file for ComfyUI; open_clip and clip write folders with both towers, for
+            open_clip and for transformers' CLIPModel. Suppressed text heads become ordinary weights; plain open_clip
+            ignores suppressed image heads, and transformers runs them by code in the folder.
         pretrained: Tag or file of the weights, for a model given by name.
         positions: long reads up to 248 tokens; short writes the encoder of 77 tokens with the rows of positions that
             Fix-CLIP's short captions were trained with (train --recipe fix-clip).
         projection: Export a CLIPTextModelWithProjection, whose text_embeds are the trained features. SDXL's first
             encoder must not have it; its second, bigG, always has.
         scores: Folder with results of `evaluate` for this model, for the model card (README.md).
-        push_to_hub: owner/name of the Hugging Face repository to upload the folder to. A new repository is private.
-            null uploads nothing.
+        push_to_hub: owner/name of the Hugging Face repository to upload the folder to. A new one is private.
     """
 
     model: str
@@ -296,8 +255,8 @@ class GenerateConfig(Checked):
         encoder: Text encoder that replaces the checkpoint's first one: a folder written by `export`, or any
             transformers CLIPTextModel folder. An alignment's folder brings its second encoder, too, if it has one.
             original, and none, is the checkpoint's own. separate:NAME and cut:NAME are `reading`.
-        encoder_2: Text encoder that replaces SDXL's second one, with a projection. "stretch" stretches the checkpoint's
-            own to 248 positions, untrained, as Long-CLIP does.
+        encoder_2: The same for SDXL's second one, with a projection. "stretch" is the checkpoint's own with 248
+            positions, untrained, as in Long-CLIP.
         output: PNG to write, picture.png by default; for several images the folder, pictures by default. Each PNG
             holds the settings that made it.
         overwrite: Replace an image at `output` that has other settings, such as another prompt.
@@ -309,17 +268,15 @@ class GenerateConfig(Checked):
             + i unless it names one.
         images_per_prompt: Images of each prompt, with its seed, the next seed, and so on.
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
-        low_memory: Encode all prompts first, then free the text encoders and load UNet and autoencoder. The images are
-            the same.
+        low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
         reading: Of a prompt longer than a text encoder's context length. overlap, the default, reads chunks, each but
             the first together with the end of the text before it, so that "it" finds what it means; up to twice the
             work of the text encoders. separate reads each chunk by itself, as other programs do. cut cuts the prompt at
             77 tokens, as diffusers does.
         weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
         steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
-        guidance_scale: How strongly the prompt is followed; 1 is no guidance and half the time. The default is above
-            diffusers' 5, for a closer reading of a long prompt's details; above 10 colours oversaturate, and 1000 is
-            the maximum.
+        guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. The
+            default is above diffusers' 5, for the details of long prompts; above 10 colours oversaturate.
         height: Pixels, a multiple of 8; the model's own size by default (1024 for SDXL).
         width: Likewise.
         device: cpu, cuda, cuda:1, mps; the fastest available by default.
@@ -339,7 +296,7 @@ class GenerateConfig(Checked):
     output: str | None = None
     overwrite: bool = False
     negative_prompt: str | None = None
-    seed: _PROMPT_SEED = 0
+    seed: Seed = 0
     steps: Steps = 30
     guidance_scale: Guidance = 7.0
     height: Side | None = None
@@ -439,7 +396,7 @@ class SynthesizeConfig(Checked):
     kind: Literal["long", "short"] = "long"
     batch: PositiveInt = 8
     max_new_tokens: PositiveInt = 300
-    seed: int = 0
+    seed: Seed = 0
     precision: Precision = "auto"
     per_part: PositiveInt = 1000
     workers: NonNegativeInt = 2
@@ -476,8 +433,8 @@ class ReproduceConfig(Checked):
         results: Also write the claims' results into this JSON file.
         list: Name every table and figure, what it needs and whether it is here.
         plan: Print what would run and what it costs, and do nothing.
-        finished: Decide the claims by what is finished, and run nothing: each by the seeds that all its
-            models have, at least three if so many are wanted.
+        finished: Decide the claims by what is finished, and run nothing: each by the seeds that all its models have, at
+            least three if so many are wanted.
     """
 
     target: list[str]
@@ -518,8 +475,7 @@ class AppConfig(Checked):
             in overlapping chunks, separate:NAME in separate ones; cut:NAME cuts them at 77 tokens.
         host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
         port: Port to listen on. The default is the first free one from 7860.
-        user: User name for the login, with a password in password_file or in the environment variable
-            DEBIAS_DIFFUSION_PASSWORD.
+        user: For the login, with a password in password_file or the environment variable DEBIAS_DIFFUSION_PASSWORD.
         password_file: File whose first line is the password.
         budget: Denoising steps of one request, over all its images and encoders. Images larger than the SDXL
             checkpoint's native size, and prompts beyond the longest context length, count more.

@@ -23,7 +23,7 @@ from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_trai
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.loop import train
 
-from .export.command import export
+from .export import export
 from .options import ExportConfig, QuickstartConfig
 from .written_folder import check_free
 

@@ -29,9 +29,9 @@ def check_replaceable(folder: Path, command: str) -> None:
     if folder.is_file():
         raise UserError(f"The output {str(folder)!r} is a file. Give a new folder.")
     mark = read_json_object(folder / MARK)
-    files = mark.get("files", {}) if mark.get("command") == command else {}
-    for name, digest in _digests(folder).items():
-        if files.get(name) != digest:
+    is_ours = mark.get("command") == command
+    for name, digest in _digests(folder, _LEFT_BY_OTHERS if is_ours else set()).items():
+        if not is_ours or mark["files"].get(name) != digest:
             raise UserError(
                 f"The output {str(folder)!r} would be replaced, but holds {name!r}, which `{command}` did not write or "
                 "which was changed since. Move it away, or give a new folder."
@@ -43,13 +43,14 @@ def written_folder(path: Path, command: str) -> Iterator[Path]:
     """Gives a temporary folder to fill, which replaces `path`, marked, once it is complete; see `check_replaceable`."""
     with atomic_folder(path) as folder:
         yield folder
-        write_json(folder / MARK, {"command": command, "files": _digests(folder)})
+        write_json(folder / MARK, {"command": command, "files": _digests(folder, _LEFT_BY_OTHERS)})
+        check_replaceable(path, command)
 
 
-def _digests(folder: Path) -> dict[str, str]:
+def _digests(folder: Path, left_out: set[str]) -> dict[str, str]:
     """By path in the folder, sha256 of each file; "" for a link and what is no file."""
     return {
         path.relative_to(folder).as_posix(): sha256(path) if path.is_file() and not path.is_symlink() else ""
         for path in sorted(folder.rglob("*"))
-        if not _LEFT_BY_OTHERS & set(path.relative_to(folder).parts) and (path.is_symlink() or not path.is_dir())
+        if not left_out & set(path.relative_to(folder).parts) and (path.is_symlink() or not path.is_dir())
     }

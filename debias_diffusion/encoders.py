@@ -194,8 +194,7 @@ class EncoderSpec:
             return backbone
 
     def _read_two_tower(self) -> "Backbone":
-        from .interchange.chinese_clip_model import read_chinese_clip
-        from .interchange.clip_model import read_clip_model
+        from .interchange.clip_model import read_chinese_clip, read_clip_model
         from .interchange.two_tower_file import read_two_tower
         from .models.loading import load_backbone
         from .models.weight_difference import load_fine_tuned

@@ -22,7 +22,7 @@ from .errors import UserError, reason
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # not every system has it
 MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
-# What a process is writing (`.tmp`), and the folder that it replaces (`.old`).
+# What a process is writing (`.tmp`), and the folder that it replaces (`.old`): a name that nobody else gives.
 _UNFINISHED = re.compile(r"\.([0-9a-f]{16})\.(.+)-(\d{1,9})\.(tmp|old)", re.DOTALL)
 
 
@@ -163,11 +163,13 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """Gives a temporary folder to fill, which replaces `path` once it is complete and on the disk.
+    """Gives a temporary folder to fill, which replaces `path`, or what that links to, once it is complete and on the
+    disk.
 
     After a failure `path` is as it was. After a kill between the two renames the next call puts the old folder back.
+    Processes that write the same folder at once replace it one after the other.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path.parent, [path.name])
     with replacing(path.parent, path.name) as temporary:
@@ -190,15 +192,25 @@ def replacing(folder: Path, name: str, record: Callable[[Path], None] = lambda t
             _sync(part)
         record(temporary)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(path) and (path.is_dir() or temporary.is_dir()):
-            remove_path(old)
-            os.replace(path, old)
-        os.replace(temporary, path)
+        _put(temporary, path, old)
         if os.path.lexists(old):
             _sync(path.parent)  # else a power failure could undo the renames, and not the removal
             remove_path(old)
     finally:
         remove_path(temporary)
+
+
+def _put(new: Path, path: Path, old: Path) -> None:
+    """Renames `new` to `path`. A folder, or what a folder replaces, becomes `old` first."""
+    for attempts_left in (2, 1, 0):  # another process may put a folder there between the two renames
+        try:
+            if os.path.lexists(path) and (path.is_dir() or new.is_dir()):
+                remove_path(old)
+                os.replace(path, old)
+            return os.replace(new, path)
+        except OSError as error:
+            if not attempts_left or error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
 
 def unfinished(folder: Path, name: str, kind: str) -> Path:

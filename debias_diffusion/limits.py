@@ -46,13 +46,13 @@ PositiveInt = at_least(int, 1)
 NonNegativeInt = at_least(int, 0)
 NonNegativeFloat = at_least(float, 0)
 PositiveFloat = Annotated[float, Rule("above 0", lambda value: value > 0, MOST)]
+LearningRate = Annotated[float, Rule("above 0, at most 1", lambda rate: 0 < rate <= 1)]
 Share = between(float, 0, 1)
 BelowOne = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Steps = between(int, 1, MOST_STEPS)
 Guidance = between(float, -MOST_GUIDANCE, MOST_GUIDANCE)
 Side = Annotated[int, Rule("a positive multiple of 8", lambda pixels: pixels > 0 and pixels % 8 == 0)]
-# What torch's generators take as they are.
-Seed = Annotated[int, Rule("from -2^63 to 2^64 - 1", lambda seed: -(2**63) <= seed < 2**64)]
+Seed = Annotated[int, Rule("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63)]
 
 _KINDS = {int: Integral, float: Real}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}

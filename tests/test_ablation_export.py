@@ -18,7 +18,7 @@ from transformers import AutoModel, CLIPModel, CLIPProcessor, CLIPTextModel, CLI
 
 from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_heads
 from debias_diffusion.ablation.saved import FILE, write_ablation
-from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError

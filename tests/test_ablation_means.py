@@ -15,7 +15,7 @@ from transformers import CLIPModel
 from debias_diffusion.ablation.heads import Ablation, image_means, text_means
 from debias_diffusion.ablation.saved import FILE, write_ablation
 from debias_diffusion.app.ablate import ablate
-from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError

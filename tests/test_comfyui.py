@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS, long_prompt_node
-from debias_diffusion.app.comfyui.command import WORKFLOW
 from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt, read_text, weighted_words
+from debias_diffusion.app.comfyui.write import WORKFLOW
 from debias_diffusion.chunks import TRAINED_POSITIONS, tokenize_text
 from debias_diffusion.interchange.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
@@ -236,14 +236,6 @@ def test_tokens_and_cuts_are_those_of_our_pipeline(tokenizing, text):
     tokens, _ = tokenize_text(text, clip_tokenizer(TRAINED_POSITIONS))
     for read in read_text(tokenizing, words, ("l", "g")).values():
         assert read == tokens
-
-
-def test_diffusers_reads_an_exclamation_mark_as_a_pad_of_the_second_encoder(sdxl):
-    # its name is that of the pad token; the docs say so
-    clip, pipe = sdxl
-    first, second = (tokens[0].ids for tokens in pipe._tokenize("a cat!", None))
-    assert (first[-1], second[-1]) == (256, pipe.tokenizer_2.pad_token_id)
-    assert [read.ids[-1] for read in read_text(clip, "a cat!", ("l", "g")).values()] == [256, 256]
 
 
 def test_tokens_are_those_of_comfyui(tokenizing):

@@ -1,9 +1,10 @@
 import json
 import shutil
 import stat
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import open_clip
@@ -15,15 +16,13 @@ from helpers.tiny_clip import CONFIG, byte_tokenizer, registered, save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from huggingface_hub import ModelCard
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.comfyui.command import write_node
-from debias_diffusion.app.export import command as export_module
-from debias_diffusion.app.export import model_card
-from debias_diffusion.app.export.command import export
-from debias_diffusion.app.export.model_card import Exported, code
+from debias_diffusion.app import export as export_module
+from debias_diffusion.app.comfyui.write import write_node
+from debias_diffusion.app.export import export
+from debias_diffusion.app.model_card import code, model_card
 from debias_diffusion.app.options import ComfyUIConfig, ExportConfig
 from debias_diffusion.app.written_folder import MARK
 from debias_diffusion.encoders import EncoderSpec
@@ -115,35 +114,30 @@ def test_bigg_keeps_its_projection_and_its_length(tmp_path, capsys):
     backbone = text_backbone(BIGG, 128, quick_gelu=False)
     backbone.save(tmp_path / "run")
     export(ExportConfig(str(tmp_path / "run"), str(tmp_path / "folder")))
-    assert "--encoder-2" in capsys.readouterr().out
-    assert not (tmp_path / "folder" / "pipeline.py").exists()
-    whole = text_backbone(BIGG, 128, quick_gelu=False, vocabulary=clip_tokenizer)
-    whole.save(tmp_path / "whole")
-    export(ExportConfig(str(tmp_path / "whole"), str(tmp_path / "clip_g.safetensors"), "comfyui"))
-    assert "text_projection.weight" in load_file(tmp_path / "clip_g.safetensors")
-    for name, expected in (("folder", Expected(backbone)), ("clip_g.safetensors", Expected(whole))):
-        encoder, tokenizer = load_text_encoder(tmp_path / name)
-        assert type(encoder) is CLIPTextModelWithProjection
-        expected.check(encoder, tokenizer)
-        assert encoder.config.max_position_embeddings == 248
+    assert "--encoder-2" in capsys.readouterr().out and not (tmp_path / "folder" / "pipeline.py").exists()
+    encoder, tokenizer = load_text_encoder(tmp_path / "folder")
+    assert type(encoder) is CLIPTextModelWithProjection and encoder.config.max_position_embeddings == 248
+    Expected(backbone).check(encoder, tokenizer)
 
 
 def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
     backbone = text_backbone(SMALL, 64, quick_gelu=True, vocabulary=clip_tokenizer)
-    expected = Expected(backbone)
     torch.save(long_clip_state(backbone), tmp_path / "longclip.pt")
-    export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "clip_l.safetensors"), "comfyui"))
-    export(ExportConfig(str(tmp_path / "clip_l.safetensors"), str(tmp_path / "folder")))
-    export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "again.safetensors"), "comfyui"))
-    for name in ("clip_l.safetensors", "folder", "again.safetensors"):
-        expected.check(*load_text_encoder(tmp_path / name))
+    names = ("longclip.pt", "clip_l.safetensors", "folder", "again.safetensors")
+    for source, name in pairwise(names):
+        to = "comfyui" if name.endswith(".safetensors") else "transformers"
+        export(ExportConfig(str(tmp_path / source), str(tmp_path / name), to))
+    Expected(backbone).check(*load_text_encoder(tmp_path / "again.safetensors"))
     with safe_open(tmp_path / "again.safetensors", framework="pt") as file:
         assert "does not align a CLIP-L of 248 positions" in file.metadata()["note"]
-    for to in ("open_clip", "clip"):
-        with pytest.raises(UserError, match=f"--to {to} needs both towers.*longclip.pt"):
-            export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), to))
-    with pytest.raises(UserError, match="has no projection to export"):
-        export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "x"), projection=True))
+    for settings, message in (
+        ({"to": "open_clip"}, "--to open_clip needs both towers.*longclip.pt"),
+        ({"to": "clip"}, "--to clip needs both towers.*longclip.pt"),
+        ({"projection": True}, "has no projection to export"),
+        ({"positions": "short"}, "is a text encoder alone. Give the training run"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), **settings))
     assert not (tmp_path / "x").exists()
     # With its model's name the same kind of file is a two-tower.
     tiny = tiny_clip(quick_gelu=True, context_length=248, tokenizer=clip_tokenizer(248))
@@ -170,17 +164,24 @@ def test_comfyui_gets_no_encoder_that_it_would_run_otherwise(tmp_path, monkeypat
     assert not (tmp_path / "x.safetensors").exists()
 
 
-def test_nothing_of_anyone_else_is_overwritten(tmp_path, world, whole):
-    def refused(output, message, to="transformers", model=world.base):
-        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+def files(folder: Path) -> dict:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
+    def refused(output, message, to="transformers"):
+        before = files(tmp_path)
         with pytest.raises(UserError, match=message):
-            export(ExportConfig(model, str(output), to))
-        assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+            export(ExportConfig(world.base, str(output), to))
+        assert before == files(tmp_path)
 
     # An SDXL has a text_encoder/ too.
     (tmp_path / "sdxl" / "text_encoder").mkdir(parents=True)
     (tmp_path / "sdxl" / "text_encoder" / "config.json").write_text("{}")
     refused(tmp_path / "sdxl", "holds 'text_encoder/config.json', which `export` did not write")
+    (tmp_path / "cache" / ".cache").mkdir(parents=True)
+    (tmp_path / "cache" / ".cache" / "precious").touch()
+    refused(tmp_path / "cache", "holds '.cache/precious', which `export` did not write")
     file = tmp_path / "file.safetensors"
     file.write_text("mine")
     refused(file, "exists and is no file of an export", "comfyui")
@@ -189,27 +190,60 @@ def test_nothing_of_anyone_else_is_overwritten(tmp_path, world, whole):
     (tmp_path / "d.safetensors").mkdir()
     refused(tmp_path / "d.safetensors", "exists and is no file of an export", "comfyui")
 
-    # Its own it does overwrite, but not what was put there since.
-    for output, to, models in (
-        (tmp_path / "mine", "transformers", (world.base, world.run)),
-        (tmp_path / "mine.safetensors", "comfyui", (whole.base, whole.long)),
-    ):
-        for model in models:
-            export(ExportConfig(model, str(output), to))
-        assert load_text_encoder(output)[0].config.max_position_embeddings == 248
-    export(ExportConfig(world.run, str(tmp_path / "mine"), "clip"))
-    assert not (tmp_path / "mine" / "text_encoder").exists()
-    card = tmp_path / "mine" / "README.md"
-    written = card.read_text()
-    card.write_text(written.replace("license: unknown", "license: mit"))
-    refused(tmp_path / "mine", "would be replaced, but holds 'README.md', .* which was changed since")
-    card.write_text(written)
+
+def test_an_export_replaces_another_where_nothing_was_changed_since(tmp_path, world, whole):
+    output = tmp_path / "mine"
+    output.symlink_to("there")
+    for model, to in ((world.base, "transformers"), (world.run, "transformers"), (world.run, "clip")):
+        export(ExportConfig(model, str(output), to))
+        (output / "__pycache__").mkdir()  # of pipeline.py
+    assert output.is_symlink() and not (tmp_path / "there" / "text_encoder").exists()
+    for model in (whole.base, whole.long):
+        export(ExportConfig(model, str(tmp_path / "mine.safetensors"), "comfyui"))
+    assert load_text_encoder(tmp_path / "mine.safetensors")[0].config.max_position_embeddings == 248
+
+    def refused(name):
+        with pytest.raises(UserError, match=f"would be replaced, but holds '{name}', .* which was changed since"):
+            export(ExportConfig(world.base, str(output)))
+
+    written = (output / "README.md").read_text()
+    (output / "README.md").write_text(written.replace("license: unknown", "license: mit"))
+    refused("README.md")
+    (output / "README.md").write_text(written)
     for name in ("text_encoder", "picture.png"):  # files of others, one with the name of an export's folder
-        (tmp_path / "mine" / name).symlink_to(file)
-        refused(tmp_path / "mine", f"would be replaced, but holds '{name}'")
-        (tmp_path / "mine" / name).unlink()
+        (output / name).symlink_to(tmp_path / "mine.safetensors")
+        refused(name)
+        (output / name).unlink()
     with pytest.raises(UserError, match="`comfyui` did not write"):
-        write_node(ComfyUIConfig(str(tmp_path / "mine")))
+        write_node(ComfyUIConfig(str(output)))
+
+
+def test_a_node_of_anyone_else_is_not_replaced(tmp_path):
+    """Its files have the names of ours, and even a mark."""
+    for name in ("ours", "theirs"):
+        write_node(ComfyUIConfig(str(tmp_path / name)))
+    write_node(ComfyUIConfig(str(tmp_path / "ours")))
+    for content in ("NODE_CLASS_MAPPINGS = {}", None):
+        if content:
+            (tmp_path / "theirs" / "__init__.py").write_text(content)
+        else:
+            (tmp_path / "theirs" / MARK).unlink()
+        before = files(tmp_path / "theirs")
+        with pytest.raises(UserError, match=r"holds '__init__.py', which `comfyui` did not write"):
+            write_node(ComfyUIConfig(str(tmp_path / "theirs")))
+        assert files(tmp_path / "theirs") == before
+
+
+def test_what_another_wrote_meanwhile_is_not_replaced(tmp_path, world, monkeypatch):
+    def write_meanwhile(*arguments):
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "other.txt").touch()
+        return ""
+
+    monkeypatch.setattr(export_module, "model_card", write_meanwhile)
+    with pytest.raises(UserError, match="holds 'other.txt'"):
+        export(ExportConfig(world.base, str(tmp_path / "mine")))
+    assert list(files(tmp_path)) == [tmp_path / "mine", tmp_path / "mine" / "other.txt"]
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, world, monkeypatch):
@@ -312,13 +346,11 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
         world.scores,
         "with a two-tower model, and --model is a text encoder alone",
     )
-    exported = Exported(
-        "T", "u", "transformers", "feature-extraction", world.run, backbone=trained, digest=trained.digest()
-    )
+    config = ExportConfig(world.run, "o", scores=str(tmp_path))
     for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
         with pytest.raises(UserError, match="is no result of `debias-diffusion evaluate retrieval`"):
-            model_card.model_card(exported, str(tmp_path))
+            model_card(config, "T", "CLIPTextModel", trained, trained.digest())
 
 
 def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
@@ -351,7 +383,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):
     def front(model, pretrained=None):
-        card = model_card.model_card(Exported("T", "u", "transformers", "feature-extraction", model, pretrained))
+        card = model_card(ExportConfig(model, "o", pretrained=pretrained), "T", "CLIPTextModel")
         return ModelCard(card).data.to_dict().get("base_model"), card
 
     assert front("ViT-L-14", "laion2b_s32b_b82k")[0] == "laion/CLIP-ViT-L-14-laion2B-s32B-b82K"
@@ -380,31 +412,18 @@ def test_names_cannot_break_out_of_the_card(tmp_path, world):
     assert "recipe" not in (tmp_path / "y" / "README.md").read_text()
 
 
-class FakeHub:
-    """Stands where the hub's library would reach the network."""
-
-    calls: ClassVar[list] = []
-
-    def create_repo(self, name, **options):
-        self.calls.append(("create_repo", name, options))
-        return f"https://huggingface.co/{name}"
-
-    def upload_folder(self, **options):
-        ignored = options["ignore_patterns"]
-        files = sorted(path.name for path in Path(options["folder_path"]).iterdir() if path.name != ignored)
-        self.calls.append(("upload_folder", options["repo_id"], files))
-
-
 def test_a_finished_folder_is_uploaded_when_asked(tmp_path, world, monkeypatch, capsys):
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
-    monkeypatch.setattr(FakeHub, "calls", [])
+    hub = create_autospec(huggingface_hub.HfApi)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    hub().create_repo.return_value = "https://huggingface.co/me/long-clip"
     export(ExportConfig(world.run, str(tmp_path / "quiet")))
-    assert FakeHub.calls == []
+    hub().create_repo.assert_not_called()
     export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/long-clip"))
-    assert FakeHub.calls == [
-        ("create_repo", "me/long-clip", {"private": True, "exist_ok": True}),
-        ("upload_folder", "me/long-clip", ["README.md", "pipeline.py", "text_encoder", "tokenizer"]),
-    ]
+    hub().create_repo.assert_called_once_with("me/long-clip", private=True, exist_ok=True)
+    uploaded = hub().upload_folder.call_args.kwargs
+    assert uploaded | {"commit_message": ""} == {
+        "repo_id": "me/long-clip", "folder_path": tmp_path / "x", "ignore_patterns": MARK, "commit_message": ""
+    }  # fmt: skip
     assert "Uploaded to https://huggingface.co/me/long-clip (a new repository is private)" in capsys.readouterr().out
     card = (tmp_path / "x" / "README.md").read_text()
     assert 'from_pretrained("me/long-clip", subfolder="text_encoder")' in card and "this folder" not in card
@@ -415,11 +434,3 @@ def test_without_a_network_the_folder_is_whole_and_that_is_said(tmp_path, world)
     with pytest.raises(UserError, match="is complete, but could not be uploaded to 'me/x': .*offline.*hf upload"):
         export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/x"))
     assert load_text_encoder(tmp_path / "x")[0].config.max_position_embeddings == 248
-
-
-def test_the_library_still_has_the_calls_that_an_upload_makes():
-    import inspect
-
-    assert {"private", "exist_ok"} <= inspect.signature(huggingface_hub.HfApi.create_repo).parameters.keys()
-    wanted = {"repo_id", "folder_path", "commit_message", "ignore_patterns"}
-    assert wanted <= inspect.signature(huggingface_hub.HfApi.upload_folder).parameters.keys()

@@ -230,3 +230,25 @@ def test_what_is_no_json_object_is_named_or_empty(tmp_path, content, message):
     assert read_json_object(file) == {}
     with pytest.raises(UserError, match=f"a.json' {message}"):
         read_json(file, advice="Get it again.")
+
+
+def test_processes_that_write_the_same_folder_at_once_replace_it_one_after_the_other(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "a").symlink_to("there")
+    replace = os.replace
+
+    def replace_with_another(source, target):
+        """Another process is faster, once, where the first is between its two renames."""
+        monkeypatch.setattr(os, "replace", replace)
+        replace(source, target)
+        (tmp_path / "there" / "other").mkdir(parents=True)
+
+    with atomic_folder(tmp_path / "a") as first, monkeypatch.context() as patch:
+        (first / "x").write_text("1")
+        patch.setattr(os, "getpid", os.getppid)
+        with atomic_folder(tmp_path / "a") as second:
+            (second / "x").write_text("2")
+        assert (tmp_path / "a" / "x").read_text() == "2"
+        monkeypatch.setattr(os, "replace", replace_with_another)
+    assert (tmp_path / "a" / "x").read_text() == "1" and (tmp_path / "a").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["a", "there"] and os.listdir(tmp_path / "there") == ["x"]

@@ -2,18 +2,17 @@
 
 import contextlib
 import json
-import logging
 import os
 import shutil
-import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
 from helpers.tiny_sdxl import build_tiny_sdxl
 from safetensors.torch import load_file, save, save_file
-from transformers import AutoModel, ViTConfig, ViTModel
+from transformers import ViTConfig, ViTModel
 
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
@@ -183,70 +182,6 @@ def test_nothing_is_exported_that_is_not_finite(tmp_path):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_inception_weights_that_are_not_finite_are_refused(tmp_path):
-    torch.save({"a": torch.tensor([1.0, float("nan")])}, tmp_path / "x.pth")
-    with pytest.raises(UserError, match="'a' there are 1 NaN"):
-        InceptionFeatures(tmp_path / "x.pth", CPU)
-
-
-def rewritten(file: Path, compression: int, change=lambda name, data: data) -> None:
-    with zipfile.ZipFile(file) as archive:
-        parts = [(info.filename, archive.read(info)) for info in archive.infolist()]
-    with zipfile.ZipFile(file, "w", compression) as archive:
-        for name, data in parts:
-            archive.writestr(name, change(name, data))
-
-
-def test_torch_files_that_were_packed_again_are_read_and_resized_ones_refused(tmp_path):
-    state = {name: tensor.clone() for name, tensor in whole_vocabulary().model.state_dict().items()}
-    file = tmp_path / "weights.pt"
-    torch.save(state, file)
-    expected = load_text_encoder(file)[0].state_dict()
-    rewritten(file, zipfile.ZIP_DEFLATED)
-    again = load_text_encoder(file)[0].state_dict()
-    assert all(torch.equal(again[name], expected[name]) for name in expected)
-    largest = max(state.values(), key=torch.numel).nbytes
-    for cut in (lambda data: data[:-64], lambda data: b""):
-        torch.save(state, file)
-        rewritten(file, zipfile.ZIP_STORED, lambda name, data, cut=cut: cut(data) if len(data) == largest else data)
-        with pytest.raises(UserError, match="could not be read"):
-            load_text_encoder(file)
-
-
-def test_a_model_in_several_files_is_read(tmp_path):
-    folder = export_text_encoder(tiny_clip(), tmp_path / "encoder")
-    expected = load_text_encoder(folder)[0].state_dict()
-    weights = folder / "text_encoder" / "model.safetensors"
-    state, shards = load_file(weights), {}
-    for index, name in enumerate(sorted(state)):
-        shards.setdefault(f"model-{index % 2}.safetensors", {})[name] = state[name]
-    weights.unlink()
-    for name, part in shards.items():
-        save_file(part, weights.with_name(name))
-    index = {"metadata": {}, "weight_map": {name: shard for shard, part in shards.items() for name in part}}
-    weights.with_suffix(".safetensors.index.json").write_text(json.dumps(index))
-    loaded = load_text_encoder(folder)[0].state_dict()
-    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
-
-
-def test_a_damaged_difference_is_refused(saved):
-    file = saved("difference") / "difference.safetensors"
-    state, whole = load_file(file), file.read_bytes()
-    some = next(name for name in state if name != "steps" and state[name].ndim == 1)
-    damaged = {
-        "no steps": {name: tensor for name, tensor in state.items() if name != "steps"},
-        "fewer steps": state | {"steps": state["steps"][:-1].clone()},
-        "a weight less": {name: tensor for name, tensor in state.items() if name != some},
-        "another shape": state | {some: state[some][:-1].clone()},
-    }
-    for content in damaged.values():
-        with replaced(file, save(content)), pytest.raises(UserError, match="could not be loaded.*Install the package"):
-            load_two_tower(file.parent)
-    for content in (whole[:1000], b"", (2**62).to_bytes(8, "little") + whole[8:]):
-        with replaced(file, content), pytest.raises(UserError, match="could not be loaded"):
-            load_text_encoder(file.parent)
-
-
 # ---- configurations
 
 
@@ -272,45 +207,23 @@ def test_a_configuration_that_is_none_is_named(saved, content):
             load_sdxl(base)
 
 
-def test_a_file_is_not_judged_by_a_deep_configuration_beside_it(tmp_path):
-    save_file_alone(tmp_path / "a")
-    expected, _ = load_text_encoder(tmp_path / "a" / "weights.safetensors")
-    for name in ("config.json", "open_clip_config.json"):
-        (tmp_path / "a" / name).write_bytes(DEEP)
-    encoder, _ = load_text_encoder(tmp_path / "a" / "weights.safetensors")
-    assert encoder.config.to_dict() == expected.config.to_dict()
-    weights = expected.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in encoder.state_dict().items())
-
-
 WRONG = [
     ("siglip", ["model_cfg", "text_cfg", "tokenizer_kwargs"], "abc", "tokenizer_kwargs: abc"),
-    ("open_clip", ["model_cfg", "text_cfg", "layers"], "3", "could not be loaded"),
-    ("open_clip", ["model_cfg", "text_cfg", "heads"], 0, "could not be loaded"),
-    ("open_clip", ["model_cfg", "vision_cfg", "image_size"], None, "could not be loaded"),
+    ("open_clip", ["model_cfg", "text_cfg", "layers"], 40, "could not be loaded"),
     ("open_clip", ["model_cfg"], None, "must be JSON objects"),
     ("open_clip", ["preprocess_cfg"], {"mean": "abc"}, "could not be loaded"),
-    ("open_clip", ["model_cfg", "text_cfg", "layers"], 40, "could not be loaded"),
-    ("text encoder", ["num_hidden_layers"], 4, "lack 16 tensors of the model, such as .*layers.3"),
-    ("text encoder", ["max_position_embeddings"], 78, r"position_embedding.weight is \(77, 32\), not \(78, 32\)"),
-    ("clip", ["vision_config", "num_hidden_layers"], 3, "lack 16 tensors of the model, such as .*layers.2"),
     ("open_clip", ["debias_diffusion"], {"pooling": []}, "pooling must be one of"),
-    ("text encoder", ["num_hidden_layers"], "abc", "could not be loaded"),
-    ("text encoder", ["hidden_act"], "abc", "could not be loaded"),
-    ("text encoder", ["hidden_act"], None, "could not be loaded"),
+    ("text encoder", ["num_hidden_layers"], 4, "lack 16 tensors of the model, such as .*layers.3"),
+    ("text encoder", ["num_hidden_layers"], 2, "layers.2.* has no place in it and [0-9]+ more"),
+    ("text encoder", ["max_position_embeddings"], 78, r"position_embedding.weight is \(77, 32\), not \(78, 32\)"),
     ("text encoder", ["num_attention_heads"], 0, "could not be loaded"),
+    ("clip", ["vision_config", "num_hidden_layers"], 3, "lack 16 tensors of the model, such as .*layers.2"),
+    ("clip", ["vision_config", "num_hidden_layers"], 1, "layers.1.* has no place in it and [0-9]+ more"),
     ("clip", ["text_config"], "abc", "CLIPModel"),
     ("vit", ["image_size"], None, "could not be loaded"),
-    ("vit", ["model_type"], "abc", "could not be loaded"),
-    ("text encoder", ["num_hidden_layers"], 2, "layers.2.* has no place in it and [0-9]+ more"),
-    ("clip", ["vision_config", "num_hidden_layers"], 1, "layers.1.* has no place in it and [0-9]+ more"),
     ("sdxl text", ["num_hidden_layers"], 2, "layers.2.* has no place in it"),
-    ("sdxl text", ["num_hidden_layers"], 4, "lack 16 tensors of the model, such as .*layers.3"),
-    ("sdxl vae", ["mid_block_add_attention"], False, "fit the model: .*mid_block.* has no place in it and .* more"),
-    ("sdxl", ["layers_per_block"], None, "could not be loaded"),
+    ("sdxl vae", ["mid_block_add_attention"], False, "they have no place for .*mid_block.* more"),
     ("sdxl", ["cross_attention_dim"], "abc", "could not be loaded"),
-    ("sdxl vae", ["block_out_channels"], 3, "could not be loaded"),
-    ("sdxl text", ["hidden_size"], {"a": 1}, "could not be loaded"),
 ]
 
 
@@ -333,25 +246,6 @@ def test_a_size_that_is_none_is_refused_and_two_are_height_and_width(saved, size
         default_size(base)
 
 
-def test_a_tokenizer_that_makes_its_library_panic_is_refused(saved, monkeypatch):
-    """Rust's panics are no Exception."""
-    places = {"open_clip": "tokenizer", "siglip": "", "text encoder": "tokenizer", "clip": "", "sdxl": "tokenizer_2"}
-    for kind, place in places.items():
-        file = saved(kind) / place / "tokenizer.json"
-        content = json.loads(file.read_text())
-        content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-        written = json.dumps(content).encode()
-        with replaced(file, written), pytest.raises(UserError, match="[Tt]okenizer|checkpoint"):
-            KINDS[kind][3](saved(kind))
-        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
-            patch.setattr(json, "loads", interrupt)  # Ctrl-C in the middle of loading
-            KINDS[kind][3](saved(kind))
-
-
-def interrupt(*arguments, **options):
-    raise KeyboardInterrupt
-
-
 def test_a_tokenizer_with_ids_that_the_encoder_has_not_is_refused(saved):
     folder = saved("text encoder")
     file = folder / "tokenizer" / "tokenizer.json"
@@ -366,63 +260,66 @@ def test_a_tokenizer_with_ids_that_the_encoder_has_not_is_refused(saved):
 # ---- what is not there, or cannot be read
 
 
-def test_a_path_that_is_missing_is_no_name_of_the_hub(tmp_path, monkeypatch):
+def test_a_tokenizer_that_makes_its_library_panic_is_refused(saved, monkeypatch):
+    """Rust's panics are no Exception; Ctrl-C is none either, and passes."""
+    for kind, place in {
+        "open_clip": "tokenizer",
+        "text encoder": "tokenizer",
+        "clip": "",
+        "sdxl": "tokenizer_2",
+    }.items():
+        file = saved(kind) / place / "tokenizer.json"
+        content = json.loads(file.read_text())
+        content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+        written = json.dumps(content).encode()
+        with replaced(file, written), pytest.raises(UserError, match="[Tt]okenizer|checkpoint"):
+            KINDS[kind][3](saved(kind))
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(json, "loads", Mock(side_effect=KeyboardInterrupt))
+            KINDS[kind][3](saved(kind))
+
+
+def test_a_damaged_difference_is_refused(saved):
+    file = saved("difference") / "difference.safetensors"
+    state, whole = load_file(file), file.read_bytes()
+    some = next(name for name in state if name != "steps" and state[name].ndim == 1)
+    damaged = [
+        {name: tensor for name, tensor in state.items() if name != "steps"},
+        state | {"steps": state["steps"][:-1].clone()},
+        {name: tensor for name, tensor in state.items() if name != some},
+        state | {some: state[some][:-1].clone()},
+    ]
+    for content in (*map(save, damaged), whole[:1000], b"", (2**62).to_bytes(8, "little") + whole[8:]):
+        with replaced(file, content), pytest.raises(UserError, match="could not be loaded.*Install the package"):
+            load_two_tower(file.parent)
+
+
+LOADERS = (
+    *(load_text_encoder, load_two_tower, load_backbone, check_base),
+    *(lambda path: ClsFeatures(path, CPU), lambda path: VqaModel(path, CPU), lambda path: InceptionFeatures(path, CPU)),
+)
+
+
+@pytest.mark.parametrize("path", ["runs/none", "/x", "../x/y", "~/x", "mine/none", "a/b/c", "a" * 300, "\0"])
+def test_a_path_that_is_missing_is_no_name_of_the_hub(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    paths = ["runs/none", "./x", "/x", "../x/y", "~/x", "mine/none", "a/b/c", "weights/x"]
-    for path in paths:
-        for load in (load_text_encoder, load_two_tower, check_base, default_size):
-            with pytest.raises(UserError, match=r"is not there|Unknown model"):
-                load(path)
-        for load in (lambda path: ClsFeatures(path, CPU), lambda path: VqaModel(path, CPU)):
-            with pytest.raises(UserError, match="it is not there"):
-                load(path)
-        with pytest.raises(UserError, match="are not there"):
-            InceptionFeatures(path, CPU)
-        with pytest.raises(UserError, match="Unknown model"):
-            load_backbone(path)
+    for load in LOADERS:
+        with pytest.raises(UserError, match=r"not there|Unknown model|could not be|cannot be"):
+            load(path)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="needs rights that can be taken away")
 def test_what_may_not_be_read_is_a_user_error(tmp_path):
-    small_clip().save(tmp_path / "closed" / "open_clip")
     export_text_encoder(small_clip(), tmp_path / "closed" / "text")
-    build_tiny_sdxl(tmp_path / "closed" / "sdxl")
-    loads = {"open_clip": load_two_tower, "text": load_text_encoder, "sdxl": load_sdxl}
-    loads = [(load, tmp_path / "closed" / name) for name, load in loads.items()]
-    loads += [(load_backbone, str(tmp_path / "closed" / "open_clip")), (default_size, tmp_path / "closed" / "sdxl")]
-    loads += [(lambda place: ClsFeatures(place, CPU), tmp_path / "closed")]
-    loads += [(lambda place: InceptionFeatures(place, CPU), tmp_path / "closed" / "x.pth")]
-    is_root = os.geteuid() == 0
     (tmp_path / "closed").chmod(0)
+    is_root = os.geteuid() == 0
     try:
         if is_root:  # for whom nothing is closed
             os.seteuid(65534)
-        for load, place in loads:
+        for load in LOADERS:
             with pytest.raises(UserError):
-                load(place)
+                load(str(tmp_path / "closed" / "text"))
     finally:
         if is_root:
             os.seteuid(0)
         (tmp_path / "closed").chmod(0o700)
-
-
-def test_names_that_no_file_can_have_are_user_errors():
-    for name in ("a" * 300, "a/" + "b" * 300, "\0", "a\0b/c"):
-        for load in (load_text_encoder, load_two_tower, load_backbone, check_base, lambda n: ClsFeatures(n, CPU)):
-            with pytest.raises(UserError):
-                load(name)
-
-
-def test_the_toy_network_loads_without_a_table_of_missing_weights(caplog):
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    caplog.set_level(logging.WARNING, "transformers")  # whatever a library has set
-    try:
-        AutoModel.from_pretrained(shipped("toy/features"))
-        assert "pooler" in caplog.text  # the table is caught here
-        caplog.clear()
-        ClsFeatures("toy/features", CPU)
-        assert not caplog.records
-    finally:
-        logger.removeHandler(caplog.handler)

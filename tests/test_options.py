@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import get_type_hints
 
 import pytest
 
@@ -61,12 +62,12 @@ REFUSED = [
     (AblateConfig, {"beta": 1.5}, "beta is 1.5, but must be a number, from 0 to 1."),
     (AblateConfig, {"generations": 0}, "generations is 0, but must be a whole number, at least 1."),
     (AblateConfig, {"max_bad": -0.1}, "max_bad is -0.1, but must be a number, from 0 to 1."),
-    (AblateConfig, {"learning_rate": 0.0}, "learning_rate is 0.0, but must be a number, above 0."),
+    (AblateConfig, {"learning_rate": 0.0}, "learning_rate is 0.0, but must be a number, above 0, at most 1."),
     (AblateConfig, {"learning_rate": NAN}, "learning_rate is nan"),
     (
         AblateConfig,
         {"seed": 2**64},
-        "seed is 18446744073709551616, but must be a whole number, from -2^63 to 2^64 - 1.",
+        "seed is 18446744073709551616, but must be a whole number, from 0 to 2^63 - 1.",
     ),
     (AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
     (AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
@@ -120,7 +121,7 @@ REFUSED = [
     (GenerateConfig, {"prompts": "p.txt"}, "either a prompt or a file of prompts, not both"),
     (QuickstartConfig, {"prompts": 1}, "prompts is 1, but must be a whole number, from 2 to 1000."),
     (QuickstartConfig, {"scenes": 1001}, "scenes is 1001"),
-    (QuickstartConfig, {"split": "train"}, "split is 'train', but must be one of development, test"),
+    (QuickstartConfig, {"split": "train"}, "split is 'train', but must be text, development or test, or"),
     (QuickstartConfig, {"seed": 2**32}, "seed is 4294967296"),
     (ReproduceConfig, {"target": []}, "Give a table, such as `reproduce table-S4`"),
     (ReproduceConfig, {"seeds": []}, "There are no seeds"),
@@ -140,15 +141,7 @@ REFUSED = [
     (SynthesizeConfig, {"data": "toy/test"}, "are no files and have long captions"),
     (TrainConfig, {"keep_best": -1}, "keep_best is -1"),
     (TrainConfig, {"max_bad": NAN}, "max_bad is nan, but must be a number, from 0 to 1."),
-    (TrainConfig, {"learning_rate": -1}, "learning_rate is -1, but must be a number, above 0."),
-    (
-        TrainConfig,
-        {"learning_rate": 1e300},
-        "learning_rate is 1e+300, but must be a number, above 0, at most 1,000,000,000.",
-    ),
-    (TrainConfig, {"batch": 10**12}, "batch is 1000000000000, but must be a whole number, at least 1, at most 1,0"),
-    (TrainConfig, {"weight_decay": 1e300}, "weight_decay is 1e+300, but must be a number, at least 0, at most 1,0"),
-    (TrainConfig, {"initial_scale": 1e300}, "initial_scale is 1e+300, but must be a number, above 0, at most 100, or"),
+    (TrainConfig, {"learning_rate": -1}, "learning_rate is -1, but must be a number, above 0, at most 1."),
     (TrainConfig, {"eps": -1.0}, "eps is -1.0"),
     (TrainConfig, {"seed": 2**32}, "seed is 4294967296, but must be a whole number, from 0 to 4294967295."),
     (TrainConfig, {"betas": (0.9, 1.0)}, "betas is (0.9, 1.0), but must be 2 values, each a number, at least 0 and"),
@@ -171,6 +164,22 @@ def test_options_that_cannot_be_used_are_explained(options, changes, message):
 def test_every_option_is_explained(options):
     text = "".join(cls.__doc__ or "" for cls in options.__mro__)
     assert [name for name in options.__dataclass_fields__ if f"\n        {name}: " not in text] == []
+
+
+MAY_BE_ZERO = set(
+    "seed seeds workers validation keep_best examples warmup weight_decay eps betas max_bad beta guidance_scale "
+    "denoising keep_states keep_features keep_positions components short_weight label_smoothing".split()
+)
+
+
+@pytest.mark.parametrize("options", USABLE)
+def test_every_number_has_a_range(options):
+    for name in (name for name, hint in get_type_hints(options).items() if re.search(r"\b(int|float)\b", str(hint))):
+        wrong = [NAN, *[-1] * (name != "guidance_scale"), *[0] * (name not in MAY_BE_ZERO)]
+        for value in (*wrong, *[1e300] * (name == "learning_rate")):
+            value = {"seeds": [value], "betas": (value, 0.9)}.get(name, value)
+            with pytest.raises(UserError, match=f"^{name} is .*, but must be "):
+                options(**USABLE[options] | {name: value})
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from helpers.released import CAPTIONS, DEEP, TEXT, released, two_tables
 from helpers.tiny_clip import everyday, tiny_siglip
 
-from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError

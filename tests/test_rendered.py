@@ -184,13 +184,6 @@ def test_an_encoder_of_another_width_is_refused_before_anything_is_rendered(long
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("seed", [2**64 - 4])
-def test_seeds_out_of_range_are_refused(base, tmp_path, seed):
-    with pytest.raises(UserError, match=r"seed is .*, but must be a whole number, from -2\^63 to 2\^64 - 1"):
-        rendered(tmp_path / "out", base, seed=seed)
-    assert not (tmp_path / "out").exists()
-
-
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5, unique=True))
 def test_folders_have_safe_and_different_names(labels):
     names = folder_names(labels)

@@ -6,7 +6,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from helpers.text_encoders import Runs, hub_repository, long_clip
+from helpers.text_encoders import hub_repository, long_clip
 from helpers.tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
 from helpers.vocabulary import tiny_tokenizer
 from huggingface_hub import constants
@@ -169,24 +169,6 @@ def test_a_small_vocabulary_and_a_hub_id(tmp_path, monkeypatch):
         load_two_tower("some/thing")
 
 
-def test_no_weight_is_made_up_and_nothing_is_run(tmp_path):
-    as_openai(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    state = load_file(weights)
-    kept = {name: tensor for name, tensor in state.items() if "vision_model.encoder.layers.1.mlp.fc1" not in name}
-    save_file(kept, weights, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lack 2 tensors of the model, such as .*layers.1.mlp.fc1.bias"):
-        load_two_tower(tmp_path)
-    save_file(state | {"logit_scale": torch.ones(3)}, weights, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"do not fit the model: logit_scale is \(3,\), not \(\)"):
-        load_two_tower(tmp_path)
-    weights.unlink()
-    torch.save(state | {"trap": Runs(tmp_path / "trace")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="It is refused"):
-        load_two_tower(tmp_path)
-    assert not (tmp_path / "trace").exists()
-
-
 def test_other_activations_and_other_models_are_refused(tmp_path):
     as_openai(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -238,12 +220,10 @@ def test_twelve_blocks_and_long_clips_weights_are_openais_activation(tmp_path):
         with pytest.warns(UserWarning, match="deep-quickgelu is assumed"):
             loaded = load_two_tower(tmp_path / "weights.pt")
         check(loaded, load_backbone("deep-quickgelu", str(tmp_path / "weights.pt")).eval())
-        both = [torch.randn(248, 32) for _ in range(2)]
-        tables = dict(zip(("positional_embedding", "positional_embedding_res"), both, strict=True))
+        tables = {name: torch.randn(248, 32) for name in ("positional_embedding", "positional_embedding_res")}
         torch.save(state | tables, tmp_path / "longclip.pt")
         loaded = load_two_tower(tmp_path / "longclip.pt")
     assert loaded.config["model_cfg"]["quick_gelu"] and loaded.context_length == 248
-    assert torch.equal(loaded.model.positional_embedding, torch.cat([both[0][:20], both[1][20:]]))
 
 
 def test_a_file_without_an_image_tower_or_of_unknown_sizes_is_refused(tmp_path, known):

@@ -1,7 +1,7 @@
 """ComfyUI's "CLIP Text Encode (long prompt)": chunks that end with sentences, both encoders of SDXL aligned."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -227,12 +227,6 @@ def join_encoders(
 
 def join_reading(states: torch.Tensor, reading: Reading, length: int) -> torch.Tensor:
     """One encoder's states of all rows, [positions of all rows, width], joined to [length, width]."""
-    rows = torch.stack(list(_used_positions(states, reading)))
-    n_chunks = len(reading.chunks)
+    starts, n_chunks = range(0, len(reading.rows) * len(reading.rows[0]), len(reading.rows[0])), len(reading.chunks)
+    rows = torch.stack([states[start : start + reading.context_length] for start in starts])
     return join_chunks(rows[:n_chunks], reading.chunks, rows[-1] if len(rows) > n_chunks else None, length)
-
-
-def _used_positions(states: torch.Tensor, reading: Reading) -> Iterator[torch.Tensor]:
-    for index, row in enumerate(reading.rows):
-        start = index * len(row)
-        yield states[start : start + reading.context_length]

@@ -1,4 +1,4 @@
-"""A two-tower as the folder of a transformers CLIPModel with its CLIPProcessor, and from one."""
+"""A two-tower as the folder of a transformers CLIPModel with its CLIPProcessor, and from one, or a ChineseCLIPModel."""
 
 import os
 import shutil
@@ -9,16 +9,28 @@ import open_clip
 from open_clip.transform import PreprocessCfg
 from open_clip.transformer import VisionTransformer
 from torch import nn
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPVisionConfig, PretrainedConfig
+from transformers import (
+    AutoTokenizer,
+    ChineseCLIPConfig,
+    ChineseCLIPModel,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPVisionConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from ..ablation.heads import Ablation, noted
 from ..errors import UserError
 from ..models.backbone import Backbone
+from ..models.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..models.families import find_family
 from ..models.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
 from . import modeling_ablated_clip
-from .modeling_ablated_clip import AblatedCLIPConfig
-from .names import State, text_from_transformers, text_to_transformers, vision_from_transformers, vision_to_transformers
+from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
+from .names import State, to_openai_names, to_transformers_names
 from .text_encoders import activation, check_plain_text, text_config, text_state
 from .transformers_folder import find_tokenizer, read_model_config, read_tokenizer, write_tokenizer, write_weights
 
@@ -48,14 +60,15 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
         )
     text, vision = text_config(backbone), _vision_config(backbone)
     processor = CLIPProcessor(_image_processor(backbone), backbone.tokenizer.tokenizer)
-    state = text_to_transformers(text_state(backbone.text.tower))
-    state |= vision_to_transformers(backbone.model.visual.state_dict())
+    state = text_state(backbone.text.tower) | to_transformers_names(backbone.model.visual.state_dict(), "vision")
     state["logit_scale"] = backbone.logit_scale
     sizes = dict(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=text.projection_dim)
     if ablation is None:
         write_weights(state, CLIPConfig(**sizes), "CLIPModel", folder)
     else:
-        config = AblatedCLIPConfig(**sizes, beta=ablation.beta, auto_map=_AUTO_MAP)
+        classes = {"AutoConfig": AblatedCLIPConfig.__name__, "AutoModel": AblatedCLIPModel.__name__}
+        classes = {auto: f"modeling_ablated_clip.{name}" for auto, name in classes.items()}
+        config = AblatedCLIPConfig(**sizes, beta=ablation.beta, auto_map=classes)
         write_weights(state, config, "AblatedCLIPModel", folder)
         shutil.copy(modeling_ablated_clip.__file__, folder)
     processor.save_pretrained(folder)
@@ -63,12 +76,6 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
     processor.image_processor.save_pretrained(folder)
     write_tokenizer(backbone.tokenizer.tokenizer, folder)
     return folder
-
-
-_AUTO_MAP = {
-    "AutoConfig": "modeling_ablated_clip.AblatedCLIPConfig",
-    "AutoModel": "modeling_ablated_clip.AblatedCLIPModel",
-}
 
 
 def _vision_config(backbone: Backbone) -> CLIPVisionConfig:
@@ -133,28 +140,107 @@ def read_clip_model(source: str | Path) -> Backbone:
     Raises:
         UserError: there is no whole CLIPModel, or open_clip's module cannot hold it.
     """
-    with explain_failure(f"The CLIPModel {os.fspath(source)!r} could not be loaded"):
-        return _read_clip_model(source)
+    label = repr(os.fspath(source))
+    with explain_failure(f"The CLIPModel {label} could not be loaded"):
+        config = _read_config(source)
+        model = load_pretrained(CLIPModel, source, label, config=config)
+        place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
+        tokenizer = read_tokenizer(place, config.text_config)
+        text, vision = config.text_config, config.vision_config
+        acts = {text.hidden_act, vision.hidden_act}
+        if len(acts) > 1:
+            raise UserError(
+                f"The towers of {label} have the activations {text.hidden_act} and {vision.hidden_act}; open_clip's "
+                "have both quick_gelu or both gelu."
+            )
+        text_cfg = {"context_length": text.max_position_embeddings}
+        model_cfg = _model_cfg(config, label, text_cfg)
+        with explain_failure(f"{label} cannot be an open_clip model"):  # for example sizes that do not divide
+            clip = open_clip.CLIP(**model_cfg)
+            towers = to_openai_names(model.state_dict())
+            backbone = _backbone(source, clip, towers, model, model_cfg, tokenizer, {})
+        if isinstance(config, AblatedCLIPConfig):
+            with explain_failure(f"beta in the configuration of {label} cannot be read"):
+                Ablation.of_rows("image", config.beta).apply(backbone)
+        return backbone
 
 
-def _read_clip_model(source: str | Path) -> Backbone:
-    config = _read_config(source)
-    model = load_pretrained(CLIPModel, source, repr(os.fspath(source)), config=config)
-    place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
-    tokenizer = read_tokenizer(place, config.text_config)
-    model_cfg = _model_cfg(config, source)
-    preprocess = asdict(read_preprocessing(source, PreprocessCfg(size=config.vision_config.image_size)))
-    # for example sizes that do not divide
-    with explain_failure(f"{os.fspath(source)!r} cannot be an open_clip model"):
-        clip = open_clip.CLIP(**model_cfg)
-        clip.load_state_dict(_openai_state(model))
-        captions = find_family(os.fspath(source), model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
+def read_chinese_clip(source: str | Path) -> Backbone:
+    """A transformers ChineseCLIPModel and its tokenizer, of a folder or a hub repository.
+
+    Images are preprocessed by the settings of its image processor, else as the authors' `image_transform` does: resized
+    to a square, without a crop. Captions are cut to `CONTEXT_LENGTH` tokens.
+
+    Raises:
+        UserError: there is no whole ChineseCLIPModel.
+    """
+    label = repr(os.fspath(source))
+    with explain_failure(f"The ChineseCLIPModel {label} could not be loaded"):
+        config = ChineseCLIPConfig.from_dict(read_model_config(source))
+        text = config.text_config
+        text_cfg = {
+            "model_type": text.model_type,
+            "context_length": min(CONTEXT_LENGTH, text.max_position_embeddings),
+            "bert": text.to_dict(),
+        }
+        model_cfg = _model_cfg(config, label, text_cfg)
+        model = load_pretrained(ChineseCLIPModel, source, label, config=config)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        prefix = "text_model."
+        towers = {
+            f"text.bert.{n.removeprefix(prefix)}": t for n, t in model.state_dict().items() if n.startswith(prefix)
+        }
+        towers["text.text_projection.weight"] = model.text_projection.weight
+        return _backbone(
+            source, ChineseCLIP(**model_cfg), towers, model, model_cfg, tokenizer, {"resize_mode": "squash"}
+        )
+
+
+def _backbone(
+    source: str | Path,
+    clip: nn.Module,
+    text: State,
+    model: CLIPModel | ChineseCLIPModel,
+    model_cfg: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    preprocessing: dict,
+) -> Backbone:
+    """A two-tower with the weights of a transformers model; those of its text tower are under open_clip's names."""
+    visual = {f"visual.{name}": tensor for name, tensor in to_openai_names(model.state_dict(), "vision").items()}
+    clip.load_state_dict(text | visual | {"logit_scale": model.logit_scale})
+    captions = find_family(os.fspath(source), model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
+    size = model_cfg["vision_cfg"]["image_size"]
+    preprocess = asdict(_read_preprocessing(source, PreprocessCfg(size=size, **preprocessing)))
     open_clip.set_model_preprocess_cfg(clip, preprocess)
-    backbone = Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
-    if isinstance(config, AblatedCLIPConfig):
-        with explain_failure(f"beta in the configuration of {os.fspath(source)!r} cannot be read"):
-            Ablation.of_rows("image", config.beta).apply(backbone)
-    return backbone
+    return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
+
+
+def _model_cfg(config: CLIPConfig | ChineseCLIPConfig, label: str, text_cfg: dict) -> dict:
+    """open_clip's configuration of the same towers; `text_cfg` is of the text tower, less its sizes."""
+    text, vision = config.text_config, config.vision_config
+    if vision.hidden_act not in ("quick_gelu", "gelu"):
+        raise UserError(f"The image tower of {label} has the activation {vision.hidden_act}, not quick_gelu or gelu.")
+    vision_cfg = {
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "head_width": vision.hidden_size // vision.num_attention_heads,
+    }
+    text_cfg = text_cfg | {"vocab_size": text.vocab_size, "heads": text.num_attention_heads}
+    return {
+        "embed_dim": config.projection_dim,
+        "quick_gelu": vision.hidden_act == "quick_gelu",
+        "vision_cfg": _tower_cfg(vision) | vision_cfg,
+        "text_cfg": _tower_cfg(text) | text_cfg,
+    }
+
+
+def _tower_cfg(config: PretrainedConfig) -> dict:
+    return {
+        "width": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "mlp_ratio": config.intermediate_size / config.hidden_size,
+        "norm_kwargs": {"eps": config.layer_norm_eps},
+    }
 
 
 def text_encoder_alone(source: str | Path) -> UserError:
@@ -192,57 +278,7 @@ def _read_config(source: str | Path) -> CLIPConfig:
         return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
 
 
-def _model_cfg(config: CLIPConfig, source: str | Path) -> dict:
-    """open_clip's configuration of the same towers."""
-    text, vision = config.text_config, config.vision_config
-    acts = {text.hidden_act, vision.hidden_act}
-    if len(acts) > 1 or not acts <= {"quick_gelu", "gelu"}:
-        raise UserError(
-            f"The towers of {os.fspath(source)!r} have the activations {text.hidden_act} and {vision.hidden_act}; "
-            "open_clip's have both quick_gelu or both gelu."
-        )
-
-    return {
-        "embed_dim": config.projection_dim,
-        "quick_gelu": acts == {"quick_gelu"},
-        "vision_cfg": vision_cfg(vision),
-        "text_cfg": tower_cfg(text)
-        | {
-            "context_length": text.max_position_embeddings,
-            "vocab_size": text.vocab_size,
-            "heads": text.num_attention_heads,
-        },
-    }
-
-
-def tower_cfg(config: PretrainedConfig) -> dict:
-    """What open_clip's configuration says of either tower, from transformers' configuration of it."""
-    return {
-        "width": config.hidden_size,
-        "layers": config.num_hidden_layers,
-        "mlp_ratio": config.intermediate_size / config.hidden_size,
-        "norm_kwargs": {"eps": config.layer_norm_eps},
-    }
-
-
-def vision_cfg(config: PretrainedConfig) -> dict:
-    """open_clip's configuration of an image tower, from transformers'."""
-    return tower_cfg(config) | {
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "head_width": config.hidden_size // config.num_attention_heads,
-    }
-
-
-def _openai_state(model: CLIPModel) -> State:
-    """The weights under open_clip's names."""
-    state = model.state_dict()
-    towers = text_from_transformers(state)
-    towers |= {f"visual.{name}": tensor for name, tensor in vision_from_transformers(state).items()}
-    return towers | {"logit_scale": state["logit_scale"]}
-
-
-def read_preprocessing(source: str | Path, default: PreprocessCfg) -> PreprocessCfg:
+def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> PreprocessCfg:
     """A CLIPImageProcessor's settings as open_clip's for images of the default's size; the default if there is none."""
     # transformers 5 writes the second.
     if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):

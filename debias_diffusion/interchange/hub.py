@@ -6,12 +6,12 @@ from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
 from ..errors import UserError
 from ..models.model_files import CONFIG_FILE, explain_failure
-from .transformers_folder import WEIGHTS_FILES
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 _SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
-# What other loaders read, with the configuration beside it.
-_FOLDERS = {*WEIGHTS_FILES, *(f"text_encoder/{name}" for name in WEIGHTS_FILES), CONFIG_FILE}
+# What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
+_WEIGHTS = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
+_FOLDERS = {*_WEIGHTS, *(f"text_encoder/{name}" for name in _WEIGHTS), CONFIG_FILE}
 
 
 def find_hub_file(name: str) -> Path | None:
@@ -27,8 +27,14 @@ def find_hub_file(name: str) -> Path | None:
     Raises:
         UserError: it has several files of weights, or its file cannot be downloaded.
     """
-    names, cached = _list_files(name)
-    files = [file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES]
+    cached = None
+    try:  # not list_repo_files, which without a network tries for 24 seconds
+        names = [file.rfilename for file in HfApi().model_info(name, timeout=_SECONDS).siblings or []]
+    except Exception:  # no network, no such repository, no right to read it: what is cached decides
+        cached = _find_cached(name)
+        files = cached.rglob("*") if cached else ()
+        names = [file.relative_to(cached).as_posix() for file in files if file.is_file()]
+    files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)
     if not files or _FOLDERS & set(names):
         return None
     if len(files) > 1:
@@ -55,18 +61,6 @@ def find_commit(name: str) -> str:
         return HfApi().model_info(name, revision=revision, timeout=_SECONDS).sha or ""
     except Exception:  # no network, no such repository, no right to read it: loading says so
         return ""
-
-
-def _list_files(name: str) -> tuple[list[str], Path | None]:
-    """(the paths in a repository, sorted; None), or without the hub (those in the cache, their folder)."""
-    try:
-        # not list_repo_files, which without a network tries for 24 seconds
-        siblings = HfApi().model_info(name, timeout=_SECONDS).siblings or []
-        return sorted(file.rfilename for file in siblings), None
-    except Exception:  # no network, no such repository, no right to read it: what is cached decides
-        folder = _find_cached(name)
-    files = folder.rglob("*") if folder else ()
-    return sorted(file.relative_to(folder).as_posix() for file in files if file.is_file()), folder
 
 
 def _find_cached(name: str, revision: str | None = None) -> Path | None:

@@ -28,20 +28,16 @@ from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..errors import UserError
 from ..files import atomic_file, read_json_object
-from ..models.model_files import CONFIG_FILE, check_finite, explain_failure, loading_reason
+from ..models.model_files import CONFIG_FILE, check_finite, explain_failure
 from ..models.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
-from .names import State, text_to_transformers
+from .names import OPENAIS_TEXT, State, to_transformers_names
 from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
 _TRANSFORMERS = "embeddings.token_embedding.weight"
 _OPENAI = "token_embedding.weight"
-_OPENAIS_PARTS = ("positional_embedding", "ln_final.", "transformer.", "text_projection", _OPENAI)
 VOCABULARY = 49408
-_HEAD_WIDTH = 64
-_OPENAIS_BLOCKS = 12
-_ACTIVATIONS = ("quick_gelu", "gelu")
 WRITTEN_BY = "debias-diffusion"
 # The beginning of a file that holds no weights -> its description.
 _BEGINNINGS = (
@@ -56,10 +52,7 @@ _CONTENTS = (
     (r"^emb_params$|^string_to_param|^clip_[lg]$|^<", "it is a textual inversion embedding"),
     (r"^control_model\.|^controlnet_|^input_hint_block", "it is a ControlNet"),
     (r"encoder\.block\.\d+\.layer\.|^shared\.weight$", "it is a T5 text encoder"),
-    (
-        r"diffusion_model\.|down_blocks\.|^input_blocks\.|double_blocks\.|transformer_blocks\.",
-        "it is a diffusion model",
-    ),
+    (r"diffusion_model\.|(down|double|transformer)_blocks\.|^input_blocks\.", "it is a diffusion model"),
     (r"(^|\.)decoder\.(up|mid|conv_in|up_blocks|mid_block)", "it is a VAE"),
     (r"^vision_model\.|^visual\.", "it is an image tower alone"),
     (r"word_embeddings|embed_tokens|roberta|bert\.", "it is a language model of another kind"),
@@ -101,24 +94,21 @@ def read_tensors(file: Path) -> State:
         UserError: it holds no weights, or more than weights; the message names its content, if known.
     """
     label = repr(os.fspath(file))
-    try:
+    with explain_failure(f"The file {label} could not be read; it may be cut short, or no file of weights"):
         with open(file, "rb") as opened:
             start = opened.read(512)
         for pattern, description in _BEGINNINGS:
             if re.match(pattern, start):
                 raise UserError(f"{label} is {description}.")
-        content = read_state(file)
-    except UserError:
-        raise
-    except Exception as error:  # any error of the libraries for a wrong or hostile file
-        if "TorchScript" in str(error):
+        try:
+            content = read_state(file)
+        except RuntimeError as error:
+            if "TorchScript" not in str(error):
+                raise
             raise UserError(
                 f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
                 "instead: --model ViT-L-14-quickgelu --pretrained openai."
             ) from error
-        raise UserError(
-            f"The file {label} could not be read; it may be cut short, or no file of weights: {loading_reason(error)}."
-        ) from error
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
 
 
@@ -148,15 +138,15 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
     part = {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
-        if name.startswith(tuple(prefix + part for part in _OPENAIS_PARTS))
+        if name.startswith(tuple(prefix + part for part in OPENAIS_TEXT))
     }
     if is_long_clip(part):
         tables = [tuple(part[name].shape) for name in ("positional_embedding", "positional_embedding_res")]
         if tables[0] != tables[1]:
             raise UserError(f"{os.fspath(file)!r} is a Long-CLIP with two tables of positions of sizes {tables}.")
-        return text_to_transformers(fold_long_clip(part)), prefix != "text."
+        return to_transformers_names(fold_long_clip(part)), prefix != "text."
     # OpenAI's files also hold their sizes; Stable Diffusion checkpoints hold LAION's larger models under a prefix.
-    return text_to_transformers(part), "input_resolution" in tensors or prefix not in ("", "text.")
+    return to_transformers_names(part), "input_resolution" in tensors or prefix not in ("", "text.")
 
 
 def _describe_weights(names: Iterable[str]) -> str:
@@ -205,7 +195,7 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
         intermediate_size=len(fc1),
         projection_dim=None if projection is None else len(projection),
         num_hidden_layers=len(blocks),
-        num_attention_heads=settings.get("num_attention_heads") or max(1, width // _HEAD_WIDTH),
+        num_attention_heads=settings.get("num_attention_heads") or max(1, width // 64),
         max_position_embeddings=len(table),
         hidden_act=settings.get("hidden_act") or usual_activation(len(blocks)),
         bos_token_id=vocabulary - 2,
@@ -217,35 +207,25 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
 
 def usual_activation(blocks: int) -> str:
     """The activation that a text tower of so many blocks most likely has; see above."""
-    return "quick_gelu" if blocks == _OPENAIS_BLOCKS else "gelu"
+    return "quick_gelu" if blocks == 12 else "gelu"
 
 
 def sidecar_config(file: Path, width: int, blocks: int) -> dict:
     """ "hidden_act" and "num_attention_heads" from the file's metadata, else from a configuration beside it."""
-    for settings in (_metadata(file), _beside(file, width, blocks)):
-        heads, act = settings.get("num_attention_heads"), settings.get("hidden_act")
-        if act in _ACTIVATIONS and isinstance(heads, int) and 1 <= heads <= width and width % heads == 0:
-            return {"hidden_act": act, "num_attention_heads": heads}
-    return {}
-
-
-def _metadata(file: Path) -> dict:
-    written = written_metadata(file)
-    if written.get("written_by") != WRITTEN_BY or not written.get("num_attention_heads", "").isdecimal():
-        return {}
-    return written | {"num_attention_heads": int(written["num_attention_heads"])}
-
-
-def _beside(file: Path, width: int, blocks: int) -> dict:
-    config = read_json_object(file.parent / "config.json")
-    config = config.get("text_config", config)
-    if isinstance(config, dict) and (config.get("hidden_size"), config.get("num_hidden_layers")) == (width, blocks):
-        return config
+    written, beside = written_metadata(file), read_json_object(file.parent / "config.json")
+    beside = beside.get("text_config", beside)
     model = read_json_object(file.parent / CONFIG_FILE).get("model_cfg")
     text = model.get("text_cfg") if isinstance(model, dict) else None
-    if isinstance(text, dict) and (text.get("width"), text.get("layers")) == (width, blocks):
-        act = "quick_gelu" if model.get("quick_gelu") else "gelu"
-        return {"hidden_act": act, "num_attention_heads": text.get("heads")}
+    settings = []
+    if written.get("written_by") == WRITTEN_BY and written.get("num_attention_heads", "").isdecimal():
+        settings.append((written.get("hidden_act"), int(written["num_attention_heads"])))
+    if isinstance(beside, dict) and (beside.get("hidden_size"), beside.get("num_hidden_layers")) == (width, blocks):
+        settings.append((beside.get("hidden_act"), beside.get("num_attention_heads")))
+    elif isinstance(text, dict) and (text.get("width"), text.get("layers")) == (width, blocks):
+        settings.append(("quick_gelu" if model.get("quick_gelu") else "gelu", text.get("heads")))
+    for act, heads in settings:
+        if act in ("quick_gelu", "gelu") and isinstance(heads, int) and 1 <= heads <= width and width % heads == 0:
+            return {"hidden_act": act, "num_attention_heads": heads}
     return {}
 
 

@@ -45,9 +45,8 @@ def stretch_text_encoder(
         ValueError: `keep` or `factor` is out of range.
     """
     _check(text_encoder)
-    length = stretched_length(text_encoder.config.max_position_embeddings, keep, factor)
     config = copy.deepcopy(text_encoder.config)
-    config.max_position_embeddings = length
+    config.max_position_embeddings = length = stretched_length(config.max_position_embeddings, keep, factor)
     with torch.device("meta"):  # no memory for weights that are replaced below
         stretched = type(text_encoder)(config)
     _check_layers(text_encoder, stretched)
@@ -58,16 +57,11 @@ def stretch_text_encoder(
         if name.endswith(_IDS):
             buffer = torch.arange(length, device=buffer.device).expand(1, -1)
         _set(stretched, name, buffer)
-    tokenizer = _copy(tokenizer)
+    with TemporaryDirectory() as folder:  # copies by copy.deepcopy decode to "red</w>cat</w>" with transformers 5
+        tokenizer.save_pretrained(folder)
+        tokenizer = type(tokenizer).from_pretrained(folder, local_files_only=True)
     tokenizer.model_max_length = length
     return stretched.train(text_encoder.training), tokenizer
-
-
-def _copy(tokenizer: CLIPTokenizer) -> CLIPTokenizer:
-    # Copies by copy.deepcopy decode to "red</w>cat</w>" with transformers 5.
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return type(tokenizer).from_pretrained(folder, local_files_only=True)
 
 
 def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -95,12 +89,13 @@ def _check(text_encoder: TextEncoder) -> None:
 
 
 def _check_layers(text_encoder: TextEncoder, fresh: TextEncoder) -> None:
-    """Raises UserError if the encoder has layers that a fresh one lacks."""
-    layers, fresh_layers = ({name: type(module) for name, module in m.named_modules()} for m in (text_encoder, fresh))
-    if layers == fresh_layers and text_encoder.state_dict().keys() == fresh.state_dict().keys():
-        return
-    odd = next((name for name in layers if layers[name] is not fresh_layers.get(name)), "its weights")
-    raise UserError(
-        f"This text encoder has layers that a {type(fresh).__name__} lacks ({odd}: "
-        f"{getattr(layers.get(odd), '__name__', 'more or fewer')}), such as LoRA's. Stretch it before they are added."
+    """Raises UserError if the encoder has layers or weights that a fresh one lacks."""
+    layers, fresh_layers = (
+        {name: type(module).__name__ for name, module in m.named_modules()} for m in (text_encoder, fresh)
     )
+    odd = layers.items() - fresh_layers.items() or text_encoder.state_dict().keys() ^ fresh.state_dict().keys()
+    if odd:
+        raise UserError(
+            f"This text encoder has layers that a {type(fresh).__name__} lacks ({min(map(str, odd))}), such as LoRA's. "
+            "Stretch it before they are added."
+        )

@@ -8,7 +8,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from ..errors import UserError
 from ..models.model_files import check_fit
-from .names import State, text_from_transformers, text_to_transformers
+from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
 
 if TYPE_CHECKING:
     from ..models.backbone import Backbone
@@ -46,7 +46,7 @@ def text_config(backbone: "Backbone") -> CLIPTextConfig:
     block = tower.transformer.resblocks[0]
     if not isinstance(block.ls_1, nn.Identity):
         raise UserError("This text tower has layer scale, and a transformers CLIPTextModel has none. Export another.")
-    projection = text_to_transformers(text_state(tower)).get("text_projection.weight")
+    projection = text_state(tower).get("text_projection.weight")
     return CLIPTextConfig(
         vocab_size=tower.token_embedding.num_embeddings,
         hidden_size=tower.token_embedding.embedding_dim,
@@ -80,9 +80,8 @@ def activation(block: nn.Module) -> str:
 
 
 def text_state(tower: nn.Module) -> State:
-    """The text tower's weights under OpenAI's names, without those of an image tower beside it."""
-    prefixes = ("token_embedding.", "positional_embedding", "ln_final.", "transformer.", "text_projection")
-    return {name: tensor for name, tensor in tower.state_dict().items() if name.startswith(prefixes)}
+    """The text tower's weights under transformers' names, without those of an image tower beside it."""
+    return to_transformers_names({name: t for name, t in tower.state_dict().items() if name.startswith(OPENAIS_TEXT)})
 
 
 def make_encoder(config: CLIPTextConfig, state: State, projection: bool, label: str = "the encoder") -> TextEncoder:
@@ -144,8 +143,7 @@ def to_transformers(backbone: "Backbone", projection: bool = False) -> tuple[Tex
             f"This text tower was trained with {backbone.pooling} pooling, and a CLIPTextModelWithProjection pools "
             "at EOT. Export it without the projection; its hidden states are the same."
         )
-    state = text_to_transformers(text_state(backbone.text.tower))
-    return make_encoder(config, state, projection), backbone.tokenizer.tokenizer
+    return make_encoder(config, text_state(backbone.text.tower), projection), backbone.tokenizer.tokenizer
 
 
 def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None:
@@ -164,7 +162,7 @@ def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None
             raise UserError(f"The encoder's {key} is {size}, the backbone's is {wanted}; they must be equal.")
     parameters = dict(backbone.text.tower.named_parameters())
     with torch.no_grad():
-        for name, tensor in text_from_transformers(prefixed_state(text_encoder)).items():
+        for name, tensor in to_openai_names(prefixed_state(text_encoder)).items():
             if name in parameters:
                 parameters[name].copy_(tensor)
             elif f"{name}.weight" in parameters:  # a projection that is a Linear, whose weight is transposed

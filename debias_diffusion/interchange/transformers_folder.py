@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import transformers
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    PretrainedConfig,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
 from ..errors import UserError
 from ..files import read_json
@@ -128,15 +122,6 @@ def read_model_config(source: str | Path, subfolder: str = "") -> dict:
     if file is None:
         raise UserError(f"{os.fspath(source)!r} has no readable {os.path.join(subfolder, 'config.json')}.")
     return read_json(file)
-
-
-# The files of weights of a transformers model, in transformers' order of search.
-WEIGHTS_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPTokenizer:

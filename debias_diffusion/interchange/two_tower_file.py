@@ -39,7 +39,19 @@ def read_two_tower(file: Path) -> Backbone:
             f"{label} holds two towers, but open_clip has no plain CLIP of these sizes. Name its model, "
             f"MODEL:{os.fspath(file)}, or give its open_clip folder."
         )
-    return load_backbone(_of_activation(models, tensors, file, follows_rule), str(file))
+    *_, width, blocks, _ = sizes
+    known = sidecar_config(file, width, blocks).get("hidden_act")
+    act = known or usual_activation(blocks)
+    fitting = [name for name in models if name.endswith("-quickgelu") == (act == "quick_gelu")]
+    if known and not fitting:
+        raise UserError(f"{label} has the activation {known}; open_clip has no such model of its sizes.")
+    if fitting and len(models) > 1 and not (follows_rule or known):
+        warnings.warn(
+            f"{label} does not name its activation; {fitting[0]} is assumed. Models of its sizes: "
+            f"{' or '.join(models)}; name the right one, as in {fitting[0]}:{file}, to be sure.",
+            stacklevel=5,
+        )
+    return load_backbone((fitting or models)[0], str(file))
 
 
 def _sizes(model: str) -> tuple | None:
@@ -72,21 +84,3 @@ def _sizes_of(tensors: State) -> tuple | None:
         for prefix, at in (("visual.transformer.resblocks.", 3), ("transformer.resblocks.", 2))
     )
     return len(table), kernel.shape[-1], len(kernel), vision, *tokens.shape, text, projection.shape[-1]
-
-
-def _of_activation(models: list[str], tensors: State, file: Path, follows_rule: bool) -> str:
-    """The one of these models with the activation that the weights were trained with, as far as it is known."""
-    width = tensors["token_embedding.weight"].shape[1]
-    blocks = len({name.split(".")[2] for name in tensors if name.startswith("transformer.resblocks.")})
-    known = sidecar_config(file, width, blocks).get("hidden_act")
-    act = known or usual_activation(blocks)
-    fitting = [name for name in models if name.endswith("-quickgelu") == (act == "quick_gelu")]
-    if known and not fitting:
-        raise UserError(f"{os.fspath(file)!r} has the activation {known}; open_clip has no such model of its sizes.")
-    if fitting and len(models) > 1 and not (follows_rule or known):
-        warnings.warn(
-            f"{os.fspath(file)!r} does not name its activation; {fitting[0]} is assumed. Models of its sizes: "
-            f"{' or '.join(models)}; name the right one, as in {fitting[0]}:{file}, to be sure.",
-            stacklevel=6,
-        )
-    return (fitting or models)[0]

@@ -39,7 +39,7 @@ class ChineseCLIP(nn.Module):
     Args:
         embed_dim: of the features.
         quick_gelu: whether the image tower has QuickGELU, else GELU.
-        vision_cfg, text_cfg: as `interchange.chinese_clip_model` makes them.
+        vision_cfg, text_cfg: as `interchange.clip_model` makes them.
     """
 
     logit_bias = None

@@ -14,9 +14,9 @@ from ..limits import (
     KEEP,
     BelowOne,
     Checked,
+    LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Precision,
     Rule,
@@ -47,8 +47,50 @@ CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose t
 
 @dataclass(kw_only=True)
 class RunConfig(Checked):
-    """What the settings of every resumable run have in common; a subclass explains them."""
+    """What every training has.
 
+    Attributes:
+        data: Image-caption pairs: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset shards
+            (`debias-diffusion shards` writes them), a folder of images with captions beside them, or scenes of the toy
+            world (toy/train-2).
+        images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
+        output: Folder of the run. A stopped run resumes there when it is started again with the same settings.
+        batch: Pairs per step, over all processes together.
+        chunk: Pairs whose activations a process holds at once; the gradient is the same. null holds all.
+        epochs: Passes over the data.
+        max_steps: Stop after this many steps, if the epochs take more.
+        learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
+        warmup: Steps of linear warm-up.
+        weight_decay: On matrices only.
+        betas: AdamW's averages.
+        eps: AdamW's epsilon.
+        precision: fp32, or bf16 or fp16 for mixed precision. auto is bf16 (fp16 where there is none) on a GPU and fp32
+            elsewhere.
+        checkpoint_activations: Recompute activations in the backward pass instead of keeping them.
+        workers: Processes that read the data, for each training process. 0 reads it in the training process.
+        eval_every: Steps between measurements on the held-out pairs.
+        checkpoint_every: Steps between checkpoints.
+        keep: How many of the newest checkpoints are kept.
+        log_every: Steps between lines in log.jsonl.
+        trackers: tensorboard, wandb, or both, beside log.jsonl, which is always written.
+        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
+            another pair of the epoch, always the same, which the epoch then has twice; with 0 by none. A stopped run
+            may resume with another value.
+    """
+
+    # Of the help: options of every training and of some. Without an annotation, so no option.
+    GROUPS = {  # noqa: RUF012
+        "Optimization": (
+            *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
+        ),
+        "Speed and memory": (
+            *("precision", "chunk", "checkpoint_activations", "compile", "workers", "feature_cache", "latent_cache"),
+        ),
+        "Validation, checkpoints and logs": (
+            *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
+        ),
+        "Bad records": ("max_bad", "check_data"),
+    }
     keep_best = 0  # no option of every run
 
     data: str
@@ -59,7 +101,7 @@ class RunConfig(Checked):
     chunk: PositiveInt | None = None
     epochs: PositiveInt
     max_steps: PositiveInt | None = None
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: LearningRate = 1e-6
     warmup: NonNegativeInt
     weight_decay: NonNegativeFloat = 1e-2
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
@@ -86,11 +128,6 @@ class TrainConfig(RunConfig):
     """Fine-tune a CLIP two-tower on long captions, so that its text encoder reads all of them.
 
     Attributes:
-        data: Image-caption pairs: a JSON file in ShareGPT4V's layout, a .jsonl file, a folder of WebDataset shards
-            (`debias-diffusion shards` writes them), a folder of images with captions beside them, or scenes of the toy
-            world (toy/train-2).
-        images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
-        output: Folder of the run. A stopped run resumes there when it is started again with the same settings.
         model: Base model: an open_clip name (ViT-B-16, ViT-L-14-quickgelu, ViT-B-16-SigLIP2), an open_clip folder, or
             hf-hub:owner/name.
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
@@ -122,52 +159,24 @@ class TrainConfig(RunConfig):
             of fewer than 10,000 pairs.
         keep_best: Also keep the best model, in best/, by R@1 on this many pairs after the held-out ones, which are not
             trained on either. 0 keeps none: the result of a run is the model after the last step, in last/.
-        batch: Pairs per step, over all processes together.
         chunk: Pairs whose activations a process holds at once, for one more forward pass: a batch of 2048 in chunks of
             64 gives the gradient of 2048 in the memory of 64. null holds all.
         freeze_image_tower: Train the text tower alone. Image features are computed once and cached on disk.
         feature_cache: Folder of that cache, which runs can share; null is image-features beside the output folder.
-        epochs: Passes over the data.
-        max_steps: Stop after this many steps, if the epochs take more.
-        learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
-        warmup: Steps of linear warm-up.
-        weight_decay: On matrices only.
-        betas: AdamW's averages.
-        eps: AdamW's epsilon.
         initial_scale: Multiplies the similarities at the start; null keeps the base model's scale. auto is 100 (the
             limit, as in Long-CLIP's code), and the base model's for SigLIP.
-        precision: fp32, or bf16 or fp16 for mixed precision. auto is bf16 (fp16 where there is none) on a GPU and fp32
-            elsewhere.
-        checkpoint_activations: Recompute activations in the backward pass instead of keeping them.
         compile: Compile the towers with torch.compile, which takes minutes at the start.
         seed: Of all random draws: random weights, order of samples, short captions.
-        workers: Processes that read images, for each training process. 0 reads them in the training process.
-        eval_every: Steps between measurements of R@1 on the held-out pairs.
-        checkpoint_every: Steps between checkpoints.
-        keep: How many of the newest checkpoints are kept.
-        log_every: Steps between lines in log.jsonl.
-        trackers: tensorboard, wandb, or both, beside log.jsonl, which is always written.
-        max_bad: Largest share of bad records before the run stops, from 0 to 1. An unreadable image is replaced by
-            another pair of the epoch, always the same, which the epoch then has twice; with 0 by none. A stopped run
-            may resume with another value.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
-    GROUPS = {  # noqa: RUF012 - without an annotation, so no option
+    GROUPS = {
         "Data and model": (
             *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
             "freeze_image_tower",
         ),
         "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
-        "Optimization": (
-            *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
-        ),
-        "Speed and memory": ("precision", "chunk", "checkpoint_activations", "compile", "workers", "feature_cache"),
-        "Validation, checkpoints and logs": (
-            *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
-        ),
-        "Bad records": ("max_bad", "check_data"),
-    }
+    } | RunConfig.GROUPS
 
     model: str
     pretrained: str | None = None

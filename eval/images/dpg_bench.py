@@ -27,7 +27,6 @@ from debias_diffusion.tokens import clip_tokenizer
 from ..options import AllConfig, DpgBenchConfig
 from ..report import Table, cell, compared_tables, draw_bars
 from ..session import Processes, ResultCache, Session
-from .dpg_bench import VqaModel
 from .dpg_questions import DpgBench, band, read_dpg_bench, token_position
 from .dpg_scores import compare_outcomes, outcomes, score
 from .rendered import image_task, render_all, rendering_settings

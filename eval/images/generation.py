@@ -28,7 +28,7 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
-from ..session import Session
+from ..session import Processes, Session, read_source, trained_on
 from .networks import ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS

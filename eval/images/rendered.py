@@ -12,7 +12,7 @@ from typing import Any
 
 from debias_diffusion.encoders import Kind
 from debias_diffusion.jobs import Job
-from debias_diffusion.limits import Seed, check_pixels, check_value
+from debias_diffusion.limits import check_pixels
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering import (
@@ -104,9 +104,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
 
     def check() -> dict[str, tuple[dict, dict]]:
         """The settings and inputs of each job."""
-        seeds, jobs = [task.prompt.seed for task in tasks], {}
-        check_value("seed", min(seeds), Seed)
-        check_value("seed", max(seeds), Seed)
+        jobs = {}
         for label, encoder in encoders.items():
             jobs[label] = settings, inputs = renderer.settings(encoder), renderer.inputs(encoder)
             if folders[label].exists():

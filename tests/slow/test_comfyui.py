@@ -20,8 +20,8 @@ from PIL import Image
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import main
-from debias_diffusion.app.comfyui.command import WORKFLOW
 from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt
+from debias_diffusion.app.comfyui.write import WORKFLOW
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel
 
 from debias_diffusion.app.cli import main
-from debias_diffusion.app.export.command import export
+from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 from debias_diffusion import chunks
 
 from ..options import ComfyUIConfig
-from ..written_folder import check_replaceable, written_folder
+from ..written_folder import written_folder
 from . import long_prompt_node
 
 WORKFLOW = "long_prompt_workflow.json"
@@ -23,7 +23,6 @@ def write_node(config: ComfyUIConfig) -> Path:
     """
     output, node = Path(config.output), Path(long_prompt_node.__file__)
     files = [node.with_name("__init__.py"), node, Path(chunks.__file__), node.with_name(WORKFLOW)]
-    check_replaceable(output, "comfyui")
     with written_folder(output, "comfyui") as folder:
         for file in files:
             shutil.copyfile(file, folder / file.name)

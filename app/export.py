@@ -1,0 +1,223 @@
+"""Exports a training run, or any other text encoder, for other programs."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Union
+
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from debias_diffusion.encoders import EncoderSpec, Kind
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
+from debias_diffusion.interchange.text_encoders import (
+    TextEncoder,
+    is_bigg,
+    keeps_projection,
+    text_config,
+    to_transformers,
+)
+from debias_diffusion.interchange.transformers_folder import write_text_encoder
+from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
+
+from .model_card import OPEN_CLIP_UNABLATED, model_card
+from .options import ExportConfig
+from .written_folder import MARK, check_replaceable, written_folder
+
+if TYPE_CHECKING:
+    from debias_diffusion.models.backbone import Backbone
+
+_BOTH_TOWERS = ("open_clip", "clip")  # formats
+# Text encoders that ComfyUI knows: (width, blocks) -> (ComfyUI's name, the activation it runs).
+_COMFYUI_ENCODERS = {
+    (768, 12): ("clip_l", "quick_gelu"),
+    (1024, 24): ("clip_h", "gelu"),
+    (1280, 32): ("clip_g", "gelu"),
+}
+_COMFYUI_NOTE = (
+    "ComfyUI's own CLIP Text Encode does not align a CLIP-L of 248 positions with clip_g past 75 tokens. The node that "
+    "`debias-diffusion comfyui` writes does, and gives the conditioning of debias-diffusion's pipelines."
+)
+
+
+def export(config: ExportConfig) -> Path:
+    """Writes the folder or file, complete or not at all, and prints how to use it.
+
+    Raises:
+        UserError: the model cannot be loaded, the format cannot hold it, the output belongs to something else, or the
+            upload failed.
+    """
+    output = Path(config.output)
+    _check(config, output)
+    source, digest = _load(config)
+    backbone = None if isinstance(source, tuple) else source
+    if config.to == "comfyui":
+        lines = _write_comfyui(config, source, output)
+    else:
+        write = {"transformers": _write_transformers, "open_clip": _write_open_clip, "clip": _write_clip}[config.to]
+        with written_folder(output, "export") as folder:
+            title, encoder, lines = write(config, source, folder)
+            card = model_card(config, title, encoder, backbone, digest)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+    if backbone and backbone.image_attention and config.to not in _BOTH_TOWERS:
+        lines.insert(1, "The suppressed heads are the image tower's. This text encoder is that of the base model.")
+    print(f"Wrote {output}: {lines[0]}", *lines[1:], sep="\n")
+    if config.push_to_hub:
+        print(f"Uploaded to {_push_folder(output, config.push_to_hub)} (a new repository is private).")
+    return output
+
+
+def _check(config: ExportConfig, output: Path) -> None:
+    """Raises UserError for options and outputs that cannot work, before anything is loaded."""
+    if config.push_to_hub is not None:
+        if config.to == "comfyui":
+            raise UserError(
+                f"push_to_hub uploads folders, and comfyui is a file. Run `hf upload {config.push_to_hub} "
+                f"{config.output}` after the export."
+            )
+        if "/" not in config.push_to_hub:
+            raise UserError(f"{config.push_to_hub!r} lacks the owner. Give owner/name.")
+    if config.projection and config.to != "transformers":
+        raise UserError(f"projection is an option of transformers only; {config.to} keeps the model as it is.")
+    if config.to != "comfyui":
+        return check_replaceable(output, "export")
+    if config.scores:
+        raise UserError("scores go into a model card, and comfyui is a file without one. Leave out --scores.")
+    if output.suffix != ".safetensors":
+        raise UserError(f"The output {config.output!r} must be a file that ends in .safetensors.")
+    if output.exists() and (output.is_dir() or written_metadata(output).get("written_by") != WRITTEN_BY):
+        raise UserError(f"The output {config.output!r} exists and is no file of an export. Give a new file.")
+
+
+# What is exported: two towers, suppressed text heads as ordinary weights where they can be, or a text encoder alone.
+_Source = Union["Backbone", tuple[TextEncoder, CLIPTokenizer]]
+
+
+def _load(config: ExportConfig) -> tuple[_Source, str | None]:
+    """The model, and the digest of two towers as evaluations read them, if scores are wanted."""
+    spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
+    if config.to not in _BOTH_TOWERS and spec.kind not in (Kind.OPEN_CLIP, Kind.ABLATION):
+        if config.positions == "short":
+            raise UserError(
+                f"{config.model!r} is a text encoder alone. Give the training run, or leave out --positions."
+            )
+        return spec.load_text_encoder(), None
+    from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads  # with open_clip, which is optional
+    from debias_diffusion.models.loading import load_backbone
+
+    if spec.kind is Kind.OPEN_CLIP:  # random weights, too
+        backbone = load_backbone(spec.place, spec.weights).eval()
+    else:
+        try:
+            backbone = spec.load_two_tower()
+        except UserError as error:
+            raise UserError(f"--to {config.to} needs both towers. {error}") from error
+    if config.to in _BOTH_TOWERS and backbone.prompt_settings is not None:
+        raise UserError(
+            f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
+            "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
+            "debias_diffusion.encoders.load_two_tower, or train with --method.prompts 0."
+        )
+    if config.positions == "short":
+        backbone.read_short()
+    digest, text = backbone.digest() if config.scores else None, noted(backbone, "text")
+    # Soft heads stay in the configuration, which open_clip's format has.
+    if not (config.to == "open_clip" and text and soft_heads(text)):
+        fold_text_heads(backbone)
+    return backbone, digest
+
+
+def _text_encoder(source: _Source, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text encoder with its tokenizer; bigG always keeps its projection."""
+    if not isinstance(source, tuple):
+        return to_transformers(source, projection or keeps_projection(source))
+    if projection and not isinstance(source[0], CLIPTextModelWithProjection):
+        raise UserError("This text encoder has no projection to export. Leave out --projection.")
+    return source
+
+
+# Each writes a format: (title of the card, class of the text encoder alone, lines to print, the first after the output)
+_Written = tuple[str, str | None, list[str]]
+
+
+def _write_transformers(config: ExportConfig, source: _Source, folder: Path) -> _Written:
+    encoder, tokenizer = _text_encoder(source, config.projection)
+    write_text_encoder(encoder, tokenizer, folder)
+    if type(encoder) is CLIPTextModel:  # the class of SDXL's first encoder
+        write_custom_pipeline(folder / "pipeline.py")
+    sizes, name = encoder.config, type(encoder).__name__
+    option = "encoder-2" if is_bigg(sizes) else "encoder"
+    lines = [
+        f"a {name} of width {sizes.hidden_size} that reads {sizes.max_position_embeddings} tokens.",
+        f"Next: debias-diffusion generate 'a long prompt' --base SDXL_FOLDER --{option} {config.output}",
+    ]
+    return f"A CLIP text encoder that reads {sizes.max_position_embeddings} tokens", name, lines
+
+
+def _write_open_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Written:
+    backbone.save(folder)
+    lines = [f"both towers, for open_clip.create_model('local-dir:{config.output}')."]
+    if backbone.image_attention or backbone.text_attention:
+        lines.append(f"Plain open_clip runs it UNABLATED: {OPEN_CLIP_UNABLATED}")
+    if backbone.pooling != "eot":
+        lines.append(f"It was trained with {backbone.pooling} pooling, which open_clip lacks: open_clip pools at EOT.")
+    return f"A {backbone.family.name} that reads {backbone.context_length} tokens", None, lines
+
+
+def _write_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Written:
+    from debias_diffusion.interchange.clip_model import export_clip_model
+
+    export_clip_model(backbone, folder)
+    load = f"transformers.CLIPModel.from_pretrained('{config.output}')"
+    if backbone.image_attention:
+        load = f"AutoModel.from_pretrained('{config.output}', trust_remote_code=True)"
+    return f"A CLIP that reads {backbone.context_length} tokens", None, [f"both towers, for {load}."]
+
+
+def _write_comfyui(config: ExportConfig, source: _Source, output: Path) -> list[str]:
+    sizes = source[0].config if isinstance(source, tuple) else text_config(source)
+    if sizes.vocab_size != VOCABULARY:
+        raise UserError(
+            f"{config.model!r} has a vocabulary of {sizes.vocab_size}, and ComfyUI knows only CLIP's of {VOCABULARY}. "
+            "Export it with --to transformers."
+        )
+    known = _COMFYUI_ENCODERS.get((sizes.hidden_size, sizes.num_hidden_layers))
+    if known and known[1] != sizes.hidden_act:
+        raise UserError(
+            f"ComfyUI runs every {known[0]} with the activation {known[1]}, whatever the file says, and this one was "
+            f"trained with {sizes.hidden_act}: ComfyUI would silently produce wrong images. Use it with diffusers, or "
+            "train from OpenAI's weights (ViT-L-14-quickgelu)."
+        )
+    program = f"debias-diffusion {version('debias-diffusion')}"
+    write_file(_text_encoder(source)[0], output, {"note": _COMFYUI_NOTE, "exported_with": program})
+    width = sizes.hidden_size
+    lines = [f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."]
+    if not known:
+        lines.append(
+            f"ComfyUI has no text encoder of width {width} and {sizes.num_hidden_layers} blocks to load it into."
+        )
+    put = "put it into ComfyUI/models/text_encoders, and choose it in DualCLIPLoader together with SDXL's clip_g."
+    return [*lines, f"Next: {put}", _COMFYUI_NOTE]
+
+
+def _push_folder(folder: Path, name: str) -> str:
+    """Uploads a folder as the hub repository `name` and returns its address.
+
+    A new repository is private. An existing one keeps its visibility and its other files.
+
+    Raises:
+        UserError: the repository cannot be created or written. The message says that the local folder is complete.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        hub = HfApi()
+        address = hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(
+            repo_id=name, folder_path=folder, commit_message="Exported by debias-diffusion", ignore_patterns=MARK
+        )
+        return str(address)
+    except Exception as error:  # no such name, no network, no token, no write access: the library has many types
+        raise UserError(
+            f"The folder {str(folder)!r} is complete, but could not be uploaded to {name!r}: {reason(error)}. "
+            f"Log in with `hf auth login`, check the network, and run `hf upload {name} {folder}`."
+        ) from error

@@ -1,1 +1,0 @@
-"""`debias-diffusion export`: from a training run to the formats of other programs."""

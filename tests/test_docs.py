@@ -1,0 +1,342 @@
+"""The documentation as a reader uses it: commands parse, options and names exist, blocks can be read, links live.
+
+tests/slow/test_docs_examples.py runs what can be run.
+"""
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+from functools import cache
+from importlib import import_module
+from unittest.mock import patch
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from helpers.modules import MODULES, PACKAGE, ROOMS, ROOT
+from helpers.pages import BLOCKS, PAGES, shell_commands
+from torch.distributed.run import get_args_parser
+
+import debias_diffusion
+from debias_diffusion import encoders, methods, pipelines
+from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
+from debias_diffusion.app.command_line import flag, parse
+from debias_diffusion.app.options import AblateConfig, AlignConfig
+from debias_diffusion.app.reproduce.papers import PaperTable, read_tables, read_yaml
+from debias_diffusion.data import retrieval_layouts
+from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
+from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.eval import classification
+from debias_diffusion.models.shipped import shipped
+from debias_diffusion.training.config import TrainConfig
+
+LANGUAGES = {"python", "", "text", "mermaid", "bibtex"}
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+TEXTS = {name: path.read_text() for name, path in PAGES.items()}
+DOCS = ROOT / "docs"
+
+
+# ---- command lines
+
+
+def command_of(arguments: list[str]):
+    """(the words that start a command of ours, its entry, its arguments)"""
+    program, commands, rest = "debias-diffusion", COMMANDS, list(arguments)
+    while isinstance(commands, dict):
+        name = rest.pop(0)
+        if name not in commands:
+            raise UserError(f"{program} has no command {name!r}.{near_matches(name, commands)}")
+        program, commands = f"{program} {name}", commands[name]
+    return program, commands, rest
+
+
+def options_of(place: str) -> type:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"debias_diffusion.{module}"), name)
+
+
+def check_ours(arguments: list[str]) -> None:
+    """As the command line reads them, up to where the command's work begins; toy names and benchmarks exist."""
+    program, command, rest = command_of(arguments)
+    options = options_of(command.options)
+    words = [word.replace(SDXL, "toy/sdxl") for word in rest]  # checks of some options read the SDXL checkpoint
+    with patch.object(encoders, "_find", find_or_assume):
+        values = vars(parse(program, command.summary, options, command.example, words))
+    for name in ("base", "encoder", "encoder_2", "model", "encoders"):
+        given = values.get(name) or []
+        for model in [given] if isinstance(given, str) else given:
+            shipped(model.rpartition(":")[2])
+    if is_toy_scenes(values.get("data") or ""):
+        read_toy_scenes(values["data"])
+    if values.get("dataset"):
+        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_layouts.BENCHMARKS
+        assert set([values["dataset"]] if isinstance(values["dataset"], str) else values["dataset"]) <= known.keys()
+    if command is COMMANDS["reproduce"]:
+        assert set(values["target"]) <= {"all", "claims", *tables()}
+
+
+def find_or_assume(name: str, find=encoders._find):
+    """What lies under an encoder's name; runs, folders and files of the examples count as there."""
+    try:
+        return find(name)
+    except UserError:
+        if ":" in name or name.startswith("toy/"):
+            raise
+        return encoders.Kind.TRANSFORMERS, name, None
+
+
+@cache
+def tables() -> dict[str, PaperTable]:
+    return read_tables(ROOT / "configs" / "papers")
+
+
+def check_launched(parser, words: list[str]) -> None:
+    """A launcher of several processes, by its own parser."""
+    parsed = parser.parse_args(words)
+    assert parsed.module and parsed.training_script in ("debias_diffusion", "debias_diffusion.app.cli")
+    check_ours(parsed.training_script_args)
+
+
+def check_script(words: list[str]) -> None:
+    """A program of the repository: its options are those that its source names."""
+    if words[0] == "-m":
+        words = [word for word in words[2:] if word.endswith(".py")]
+    calls = [node for node in ast.walk(ast.parse((ROOT / words[0]).read_text())) if isinstance(node, ast.Call)]
+    adding = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
+    known = {argument.value for call in adding for argument in call.args if isinstance(argument, ast.Constant)}
+    options = (call.keywords for call in calls if getattr(call.func, "id", "") == "read_options")
+    known |= {f"--{option.arg.replace('_', '-')}" for keywords in options for option in keywords}
+    assert not {word for word in words if word.startswith("--")} - known
+
+
+def check_make(words: list[str]) -> None:
+    assert set(words) <= set(re.findall(r"^([\w./-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def check_pip(words: list[str]) -> None:
+    settings = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")[2]
+    extras = re.findall(r"^(\w+) = \[", settings.partition("\n[project.")[0], re.MULTILINE)
+    # Editable: a Python started in the checkout would take its folder for the installed package, without pipelines.
+    assert words[:2] == ["install", "-e"] and words[2] in (".", *(f".[{extra}]" for extra in extras))
+
+
+PROGRAMS = {
+    ("debias-diffusion",): check_ours,
+    ("accelerate", "launch"): lambda words: check_launched(launch_command_parser(), words),
+    ("torchrun",): lambda words: check_launched(get_args_parser(), words),
+    ("python",): check_script,
+    ("make",): check_make,
+    ("pip",): check_pip,
+}
+SHELL = {"export", "for", "done", "wait", ".", "srun", "hf", ".ci/run"}
+
+
+def check_command(words: list[str]) -> None:
+    for start, check in PROGRAMS.items():
+        if tuple(words[: len(start)]) == start:
+            return check(words[len(start) :])
+    assert words[0] in SHELL or re.match(r"[A-Z_]+=", words[0]), f"nothing here knows {words[0]!r}"
+
+
+@pytest.fixture
+def in_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if "bash" in {block.language for block in BLOCKS[name]}])
+def test_command_lines_are_understood(page, in_repository, extended, monkeypatch):
+    if page == "extending.md":
+        monkeypatch.chdir(extended)
+    for block in BLOCKS[page]:
+        for words in shell_commands(block.code) if block.language == "bash" else []:
+            try:
+                check_command(words)
+            except (UserError, AssertionError, SystemExit, OSError) as error:
+                pytest.fail(f"{page}, line {block.line}: {shlex.join(words)}: {error}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "debias-diffusion train --config configs/debias-clip-vit-b16.yaml --epocs 3",
+        "debias-diffusion evaluate robustness --encoders toy/clip --data toy/tests --output scores",
+        "accelerate launch -m debias_diffusion train --config configs/debias-clip-vit-b16.yaml --epocs 3",
+        "srun bash -c 'X=1 torchrun --nnodes 2 \\\n -m debias_diffusion train --config configs/none.yaml'",
+        "for i in $(seq $((2 * 3))); do nice -n 9 debias-diffusion app --prot 1 & done; wait  # it's ours",
+        "python benchmarks/studies/reading.py --promts 3",
+        'pip install ".[train]"',
+        "frobnicate --all",
+    ],
+)
+def test_a_wrong_command_line_is_seen(line, in_repository, capsys):
+    with pytest.raises((UserError, AssertionError, SystemExit, OSError)):
+        for words in shell_commands(line):
+            check_command(words)
+
+
+def sentences(page: str) -> str:
+    """A page without its blocks."""
+    return re.sub(r"^```.*?^```$", "", TEXTS[page], flags=re.MULTILINE | re.DOTALL)
+
+
+def spellings(options: type) -> set[str]:
+    """Names of options as a command takes them."""
+    names = {flag(name).removeprefix("--") for name in options.__dataclass_fields__}
+    return names | {f"no-{name}" for name in names} | {"help", "config", "print-config"}
+
+
+# accelerate's, SLURM's, TensorBoard's, TULIP's
+FOREIGN = {"mixed_precision", "main_process_port", "dependency", "logdir"}
+FOREIGN |= {"student_context_length", "extended_context_length"}
+
+
+def test_options_and_commands_in_sentences_exist():
+    entries = [entry for entry in (*COMMANDS.values(), *EVALUATIONS.values()) if not isinstance(entry, dict)]
+    known = FOREIGN.union(*(spellings(options_of(entry.options)) for entry in entries))
+    for page, text in TEXTS.items():
+        spans = re.findall(r"`((?!python |make )[^`]*)`", sentences(page))
+        assert set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", " ".join(spans))) <= known, page
+        for command, kind in re.findall(r"(?:debias-diffusion|app\.cli) ([a-z]+)(?: ([a-z-]+))?", text):
+            assert command in COMMANDS and (command != "evaluate" or kind in ("", *EVALUATIONS)), page
+        for span in re.findall(r"`(debias-diffusion (?!COMMAND)[^`]+)`", sentences(page)):
+            words = shlex.split(span.partition(" | ")[0])
+            if len(words) > 3:  # they may leave out what a command requires
+                program, command, rest = command_of(words[1:])
+                flags = {word[2:].partition("=")[0] for word in rest if word.startswith("--")}
+                assert flags <= spellings(options_of(command.options)), program
+
+
+# ---- blocks of other languages, and files of settings
+
+
+def test_data_in_blocks_can_be_read(tmp_path):
+    for page, blocks in BLOCKS.items():
+        assert TEXTS[page].count("```") == 2 * len(blocks), page
+    for block in (block for blocks in BLOCKS.values() for block in blocks if block.language != "bash"):
+        if block.language == "json":
+            json.loads(block.code)
+        elif block.language == "yaml":
+            (file := tmp_path / "table-X.yaml").write_text(block.code)
+            assert read_yaml(file, PaperTable).rows  # the one kind of YAML that the pages show
+        else:
+            assert block.language in LANGUAGES, f"{block.page}, line {block.line}"
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_is_one_of_a_command_and_named(config):
+    options = {"aat": AblateConfig, "align": AlignConfig}.get(config.stem.partition("-")[0], TrainConfig)
+    values = vars(parse("", "settings", options, "", [f"--config={config}"]))
+    assert values.keys() >= yaml.safe_load(config.read_text()).keys()
+    assert any(config.name in text for text in TEXTS.values())
+
+
+# ---- names and links
+
+
+def bound_names(tree: ast.AST) -> set[str]:
+    """Every name that a module gives to a variable, attribute, import, function or class, and those of `__all__`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Constant):
+            names.add(node.value)
+    return names
+
+
+def missing(text: str, folder) -> set[str]:
+    """Paths, targets of links from `folder`, and dotted names in the package that are not there."""
+    places = rf"(?<![\w/.-])(?:{PACKAGE}|{'|'.join(ROOMS)}|tests|benchmarks|configs|docs|examples)/[\w./-]*\w"
+    absent = {path for path in re.findall(places, text) if not (ROOT / path).exists()}
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text)
+    for link, anchor in links:
+        if "://" in link:
+            continue
+        if not (folder / link).exists():
+            absent.add(link)
+        elif anchor and anchor not in anchors((folder / link).read_text() if link else text):
+            absent.add(f"{link}#{anchor}")
+    names = re.findall(rf"\b{PACKAGE}(?:\.\w+)+", text)
+    for module, imported in re.findall(rf"from ({PACKAGE}[\w.]*) import ([\w, ]+)", text):
+        names += [f"{module}.{name.strip()}" for name in imported.split(",")]
+    for name in names:
+        module, rest = name, set()
+        while module not in MODULES:
+            module, _, last = module.rpartition(".")
+            rest.add(last)
+        if rest - bound_names(ast.parse(MODULES[module].read_text())):
+            absent.add(name)
+    return absent
+
+
+def anchors(page: str) -> set[str]:
+    """Those that GitHub makes of headings, and those that stand in the text."""
+    titles = re.findall(r"^#+ (.*)", page, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", title.lower().strip()).replace(" ", "-") for title in titles}
+    return made | set(re.findall(r'<a id="([^"]+)">', page))
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES.values(), *sorted((ROOT / "examples").glob("*.ipynb"))], ids=lambda path: path.stem
+)
+def test_pages_name_what_exists(page):
+    assert missing(page.read_text(), page.parent) == set()
+
+
+def test_missing_names_are_seen():
+    text = "`eval/nothing.py` [x](y.md) [z](README.md#no) debias_diffusion.tokens.nothing debias_diffusion.tokens.clean"
+    absent = {"eval/nothing.py", "y.md", "README.md#no", "debias_diffusion.tokens.nothing"}
+    assert missing(text, ROOT) == absent
+
+
+# ---- the site
+
+
+def test_the_navigation_has_every_page_once():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r"^ +- (?:[\w ]+: )?([\w./-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(page for page in listed if "/" not in page) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    ("page", "package"),
+    [("api", debias_diffusion), ("api-pipelines", pipelines), ("api-methods", methods), ("api-interchange", None)],
+)
+def test_the_reference_has_every_public_name(page, package):
+    names = re.findall(r"^::: (debias_diffusion[\w.]*)\.(\w+)$", TEXTS[f"{page}.md"], re.MULTILINE)
+    # None: its names are imported from their modules
+    assert names and (package is None or {name for _, name in names} == set(package.__all__))
+    for module, name in names:
+        value = getattr(import_module(module), name)
+        assert package is None or getattr(package, name) is value
+
+
+def test_links_out_of_the_docs_lead_to_pages_of_the_site():
+    pytest.importorskip("mkdocs", reason="the site is tested where `make docs` has installed MkDocs")
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    spec.loader.exec_module(hooks := importlib.util.module_from_spec(spec))
+    for page, link, on_the_site in (
+        ("docs/faq.md", "[a](training.md#memory)", "[a](training.md#memory)"),
+        ("docs/faq.md", "[b](../README.md#use)", "[b](repository/README.md#use)"),
+        ("docs/faq.md", "[c](../configs) `x[0](y)`", "[c](repository/configs/index.md) `x[0](y)`"),
+        ("docs/faq.md", "[d](https://example.org/README.md)", "[d](https://example.org/README.md)"),
+        ("docs/faq.md", "[i](../missing.py)", "[i](../missing.py)"),  # MkDocs reports it
+        ("README.md", "[e](docs/faq.md) [f](eval/page.html.j2)", "[e](../faq.md) [f](eval/page.html.j2.md)"),
+        ("benchmarks/results/policies.md", "[h](../generate.py)", "[h](../generate.py.md)"),
+        ("README.md", '<img src="docs/drift.png">', '<img src="../drift.png">'),
+    ):
+        assert hooks.rewrite_links(link, page) == on_the_site
+
+
+def test_the_oldest_libraries_that_are_tried_are_the_oldest_admitted():
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)", (ROOT / ".ci" / "lowest.txt").read_text(), re.MULTILINE))
+    core = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[0]
+    admitted = dict(re.findall(r'"(\w+)>=([\d.]+)"', core))
+    for name in ("diffusers", "huggingface_hub", "transformers"):
+        assert pins[name] in (admitted[name], f"{admitted[name]}.0")
