@@ -81,7 +81,7 @@ COMMANDS = {
         "train",
     ),
     "ablate": Command(
-        "find the attention heads of a CLIP that hurt, and quiet them",
+        "find and suppress attention heads that lower recall",
         "app.options:AblateConfig",
         "app.ablate:ablate",
         "--model toy/clip --data toy/validation --output runs/ablation",
@@ -127,7 +127,7 @@ COMMANDS = {
         "eval",
     ),
     "app": Command(
-        "a page for trying encoders: what each makes of a prompt, and what it reads of it",
+        "a page for trying encoders: how each reads a prompt, and the images it gives",
         "app.options:AppConfig",
         "app.demo.launch:run_app",
         f"--base toy/sdxl {_ENCODERS}",

@@ -270,8 +270,8 @@ class GenerateConfig(Checked):
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
         low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
         reading: Of a prompt longer than a text encoder's context length. overlap, the default, reads chunks, each but
-            the first together with the end of the text before it, so that "it" finds what it means; up to twice the
-            work of the text encoders. separate reads each chunk by itself, as other programs do. cut cuts the prompt at
+            the first with the end of the text before it, so that pronouns keep their antecedents; up to twice the work
+            of the text encoders. separate reads each chunk by itself, as other programs do. cut cuts the prompt at
             77 tokens, as diffusers does.
         weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
         steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.

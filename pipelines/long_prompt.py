@@ -72,7 +72,7 @@ class LongPromptMixin:
                 `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in
                 ComfyUI.
             reading: of texts longer than the context length. "overlap" reads each chunk but the first together with
-                the end of the text before it (`split_text`), so that "it" finds what it means; costs the text
+                the end of the text before it (`split_text`), so that pronouns keep their antecedents; costs the text
                 encoders up to twice the chunks. "separate" reads each chunk by itself, as other programs do. "cut" cuts
                 at 77 tokens, as diffusers does.
 

@@ -1,1 +1,1 @@
-"""Searches for attention heads of a CLIP that hurt: alone, in sets, by a genetic algorithm and by descent (AAT)."""
+"""Searches for attention heads that lower recall: alone, in sets, by a genetic algorithm and by descent (AAT)."""

@@ -53,8 +53,7 @@ def first_masks(individuals: int, heads: int, seed: int) -> Tensor:
 
 
 def next_masks(generation: Generation, seed: int) -> Tensor:
-    """The individuals that follow: tournaments, two-point crossover of neighbours, flipped bits. Nobody survives as is
-    of right (no elitism)."""
+    """The individuals that follow: tournaments, two-point crossover of neighbours, flipped bits. No elitism."""
     parents = [_tournament(generation, _rng(seed, generation, "select", n)) for n in range(len(generation.masks))]
     children = [generation.masks[parent].clone() for parent in parents]
     for first in range(0, len(children) - 1, 2):

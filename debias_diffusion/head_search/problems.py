@@ -1,4 +1,4 @@
-"""Searches for heads of a tower that hurt: each alone, all of those, every set, and a genetic algorithm.
+"""Searches for heads of a tower that lower recall: each alone, all of those, every set, and a genetic algorithm.
 
 How good an ablation is: the margin by which texts prefer their image (AAT, equation 3).
 """
