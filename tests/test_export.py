@@ -4,7 +4,7 @@ import stat
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import huggingface_hub
 import open_clip
@@ -20,6 +20,7 @@ from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, 
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app import export as export_module
+from debias_diffusion.app import written_folder
 from debias_diffusion.app.comfyui.write import write_node
 from debias_diffusion.app.export import export
 from debias_diffusion.app.model_card import code, model_card
@@ -240,6 +241,11 @@ def test_what_another_wrote_meanwhile_is_not_replaced(tmp_path, world, monkeypat
         (tmp_path / "mine" / "other.txt").touch()
         return ""
 
+    export(ExportConfig(world.base, str(tmp_path / "mine")))
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="Another process is replacing"):
+        patch.setattr(written_folder, "sha256", Mock(side_effect=FileNotFoundError))
+        export(ExportConfig(world.base, str(tmp_path / "mine")))
+    shutil.rmtree(tmp_path / "mine")
     monkeypatch.setattr(export_module, "model_card", write_meanwhile)
     with pytest.raises(UserError, match="holds 'other.txt'"):
         export(ExportConfig(world.base, str(tmp_path / "mine")))

@@ -153,12 +153,9 @@ def read_clip_model(source: str | Path) -> Backbone:
                 f"The towers of {label} have the activations {text.hidden_act} and {vision.hidden_act}; open_clip's "
                 "have both quick_gelu or both gelu."
             )
-        text_cfg = {"context_length": text.max_position_embeddings}
-        model_cfg = _model_cfg(config, label, text_cfg)
         with explain_failure(f"{label} cannot be an open_clip model"):  # for example sizes that do not divide
-            clip = open_clip.CLIP(**model_cfg)
-            towers = to_openai_names(model.state_dict())
-            backbone = _backbone(source, clip, towers, model, model_cfg, tokenizer, {})
+            cfg, state = {"context_length": text.max_position_embeddings}, to_openai_names(model.state_dict())
+            backbone = _backbone(source, open_clip.CLIP, model, cfg, state, tokenizer, "shortest")
         if isinstance(config, AblatedCLIPConfig):
             with explain_failure(f"beta in the configuration of {label} cannot be read"):
                 Ablation.of_rows("image", config.beta).apply(backbone)
@@ -177,61 +174,59 @@ def read_chinese_clip(source: str | Path) -> Backbone:
     label = repr(os.fspath(source))
     with explain_failure(f"The ChineseCLIPModel {label} could not be loaded"):
         config = ChineseCLIPConfig.from_dict(read_model_config(source))
-        text = config.text_config
-        text_cfg = {
+        text, prefix = config.text_config, "text_model."
+        cfg = {
             "model_type": text.model_type,
             "context_length": min(CONTEXT_LENGTH, text.max_position_embeddings),
             "bert": text.to_dict(),
         }
-        model_cfg = _model_cfg(config, label, text_cfg)
         model = load_pretrained(ChineseCLIPModel, source, label, config=config)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        prefix = "text_model."
-        towers = {
-            f"text.bert.{n.removeprefix(prefix)}": t for n, t in model.state_dict().items() if n.startswith(prefix)
-        }
-        towers["text.text_projection.weight"] = model.text_projection.weight
-        return _backbone(
-            source, ChineseCLIP(**model_cfg), towers, model, model_cfg, tokenizer, {"resize_mode": "squash"}
-        )
+        weights = model.state_dict().items()
+        state = {f"text.bert.{name.removeprefix(prefix)}": t for name, t in weights if name.startswith(prefix)}
+        state["text.text_projection.weight"] = model.text_projection.weight
+        return _backbone(source, ChineseCLIP, model, cfg, state, tokenizer, "squash")
 
 
 def _backbone(
     source: str | Path,
-    clip: nn.Module,
-    text: State,
+    cls: type[nn.Module],
     model: CLIPModel | ChineseCLIPModel,
-    model_cfg: dict,
+    text_cfg: dict,
+    text_state: State,
     tokenizer: PreTrainedTokenizerBase,
-    preprocessing: dict,
+    resize_mode: str,
 ) -> Backbone:
-    """A two-tower with the weights of a transformers model; those of its text tower are under open_clip's names."""
-    visual = {f"visual.{name}": tensor for name, tensor in to_openai_names(model.state_dict(), "vision").items()}
-    clip.load_state_dict(text | visual | {"logit_scale": model.logit_scale})
-    captions = find_family(os.fspath(source), model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
-    size = model_cfg["vision_cfg"]["image_size"]
-    preprocess = asdict(_read_preprocessing(source, PreprocessCfg(size=size, **preprocessing)))
-    open_clip.set_model_preprocess_cfg(clip, preprocess)
-    return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
+    """A two-tower of a class of open_clip's kind with the weights of a transformers model.
 
-
-def _model_cfg(config: CLIPConfig | ChineseCLIPConfig, label: str, text_cfg: dict) -> dict:
-    """open_clip's configuration of the same towers; `text_cfg` is of the text tower, less its sizes."""
-    text, vision = config.text_config, config.vision_config
+    Args:
+        text_cfg: the class's configuration of the text tower, without sizes.
+        text_state: the text tower's weights under the class's names.
+        resize_mode: of images, where the source does not say it.
+    """
+    label, text, vision = os.fspath(source), model.config.text_config, model.config.vision_config
     if vision.hidden_act not in ("quick_gelu", "gelu"):
-        raise UserError(f"The image tower of {label} has the activation {vision.hidden_act}, not quick_gelu or gelu.")
+        raise UserError(f"The image tower of {label!r} has the activation {vision.hidden_act}, not quick_gelu or gelu.")
     vision_cfg = {
         "image_size": vision.image_size,
         "patch_size": vision.patch_size,
         "head_width": vision.hidden_size // vision.num_attention_heads,
     }
     text_cfg = text_cfg | {"vocab_size": text.vocab_size, "heads": text.num_attention_heads}
-    return {
-        "embed_dim": config.projection_dim,
+    model_cfg = {
+        "embed_dim": model.config.projection_dim,
         "quick_gelu": vision.hidden_act == "quick_gelu",
         "vision_cfg": _tower_cfg(vision) | vision_cfg,
         "text_cfg": _tower_cfg(text) | text_cfg,
     }
+    clip = cls(**model_cfg)
+    visual = {f"visual.{name}": tensor for name, tensor in to_openai_names(model.state_dict(), "vision").items()}
+    clip.load_state_dict(text_state | visual | {"logit_scale": model.logit_scale})
+    captions = find_family(label, model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
+    default = PreprocessCfg(size=vision.image_size, resize_mode=resize_mode)
+    preprocess = asdict(_read_preprocessing(source, default))
+    open_clip.set_model_preprocess_cfg(clip, preprocess)
+    return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
 
 
 def _tower_cfg(config: PretrainedConfig) -> dict:
