@@ -129,12 +129,12 @@ def test_jsonl_gives_its_records_and_names_its_bad_lines(tmp_path):
     assert "cut off" in captions.bad[0].detail and images.root == tmp_path.resolve()
 
 
-@pytest.mark.parametrize(("size", "fits"), [((1, 200), True), ((1, 201), False), ((900, 3), False)])
-def test_a_line_of_pixels_is_no_picture(images, size, fits):
-    Image.new("RGB", size).save(images.root / "line.png")
-    if fits:
-        assert images.open("line.png").size == size
-    else:
+def test_a_line_of_pixels_is_no_picture(images):
+    for size in ((1, 200), (1, 201), (900, 3)):
+        Image.new("RGB", size).save(images.root / "line.png")
+        if size == (1, 200):
+            assert images.open("line.png").size == size
+            continue
         with pytest.raises(ValueError, match=f"{size[0]} x {size[1]} pixels are no picture"):
             images.open("line.png")
 
