@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
-from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.images import ImageFolder, is_there
 from debias_diffusion.data.json_files import read_jsonl, read_sharegpt4v
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import open_data
@@ -148,7 +148,7 @@ def test_links_out_of_the_image_folder_and_absolute_paths_are_followed(images, t
     Image.new("RGB", (2, 2)).save(outside)
     (images.root / "link.png").symlink_to(outside)
     for path in (str(outside), "link.png"):
-        assert images.open(path).size == (2, 2) and images.is_there(path) and images.stamp(path)
+        assert images.open(path).size == (2, 2) and is_there(images, path) and images.stamp(path)
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(images.root / "nowhere")
 

@@ -16,7 +16,7 @@ from PIL import EpsImagePlugin, Image, features
 
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
-from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.images import ImageFolder, is_there
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.data.sources import open_data
@@ -303,7 +303,7 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
         (folder / name).symlink_to(folder / f"{name}.back")
         (folder / f"{name}.back").symlink_to(folder / name)
     images = ImageFolder(folder)
-    assert not images.is_there("1.png") and not ShardImages(folder).is_there("s.tar/a.jpg@0+1")
+    assert not is_there(images, "1.png") and not is_there(ShardImages(folder), "s.tar/a.jpg@0+1")
     with pytest.raises(OSError):
         images.stamp("1.png")
     good, bad = _with_readable_reference(records, images)

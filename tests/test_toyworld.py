@@ -184,8 +184,8 @@ def test_a_caption_says_the_summary_first_then_every_object_once_and_only_truths
     counts = Counter(thing.kind for thing in shown.things)
     assert all(kind in sentences[0].text for kind in counts) and sentences[0].mentions == ()
     assert not any(colour in sentences[0].text for colour in COLOURS)
-    told = written.first_mentions()
-    assert set(told) == {thing.place for thing in shown.things}
+    mentioned = written.first_mentions()
+    assert set(mentioned) == {thing.place for thing in shown.things}
     by_place = {thing.place: thing for thing in shown.things}
     for sentence in sentences[1:]:
         for place in sentence.mentions:

@@ -67,13 +67,6 @@ class ShardImages:
             raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
         return content
 
-    def is_there(self, image: str) -> bool:
-        """Whether the shard is there and long enough."""
-        try:
-            return bool(self.stamp(image))
-        except (OSError, ValueError):
-            return False
-
     def stamp(self, image: str) -> bytes:
         shard, offset, size = _locate(image)
         stamp = file_stamp(self.root / shard)
