@@ -210,8 +210,7 @@ class _Synthesis:
         }
         statistics = summarise(sheet.measures) if sheet.measures else None
         sheet.write(self.output / REPORT, settings, counts, statistics)
-        given = {name: getattr(self.config, name) for name in ("model", "data", "images")}
-        content = {"settings": settings, "given": given, "versions": versions(), "counts": counts}
+        content = {"settings": settings, "versions": versions(), "counts": counts}
         write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
         self._tell(counts, statistics)
 
