@@ -112,7 +112,7 @@ def _write_shard(
 ) -> None:
     """Writes one shard. A sample's key is its position in the data; bad records are noted when it is written."""
     left_out: list[dict] = []
-    with job.write(name, left_out=left_out) as temporary, open_tar(temporary) as tar:
+    with job.write(name, left_out=left_out) as temporary, tarfile.open(temporary, "w") as tar:
         for index in part:
             image, record = next(images), records[index]
             if isinstance(image, BadRecord):
@@ -122,11 +122,6 @@ def _write_shard(
             caption |= {} if record.short is None else {"short_caption": record.short}
             add_file(tar, f"{index:09}.jpg", image)
             add_file(tar, f"{index:09}.json", json.dumps(caption).encode())
-
-
-def open_tar(path: Path) -> tarfile.TarFile:
-    """A new tar in the format that all programs read."""
-    return tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT)
 
 
 def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:

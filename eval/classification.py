@@ -157,9 +157,6 @@ class CifarImages:
     def open(self, image: str) -> Image.Image:
         return Image.fromarray(np.ascontiguousarray(self._pixels[int(image)]))
 
-    def is_there(self, image: str) -> bool:
-        return image.isdecimal() and int(image) < len(self.labels)
-
     def stamp(self, image: str) -> bytes:
         return digest_of(image, self._pixels[int(image)].tobytes().hex())
 

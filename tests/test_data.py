@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
-from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.images import ImageFolder, is_there
 from debias_diffusion.data.json_files import read_jsonl, read_sharegpt4v
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import open_data
@@ -129,12 +129,12 @@ def test_jsonl_gives_its_records_and_names_its_bad_lines(tmp_path):
     assert "cut off" in captions.bad[0].detail and images.root == tmp_path.resolve()
 
 
-@pytest.mark.parametrize(("size", "fits"), [((1, 200), True), ((1, 201), False), ((900, 3), False)])
-def test_a_line_of_pixels_is_no_picture(images, size, fits):
-    Image.new("RGB", size).save(images.root / "line.png")
-    if fits:
-        assert images.open("line.png").size == size
-    else:
+def test_a_line_of_pixels_is_no_picture(images):
+    for size in ((1, 200), (1, 201), (900, 3)):
+        Image.new("RGB", size).save(images.root / "line.png")
+        if size == (1, 200):
+            assert images.open("line.png").size == size
+            continue
         with pytest.raises(ValueError, match=f"{size[0]} x {size[1]} pixels are no picture"):
             images.open("line.png")
 
@@ -148,7 +148,7 @@ def test_links_out_of_the_image_folder_and_absolute_paths_are_followed(images, t
     Image.new("RGB", (2, 2)).save(outside)
     (images.root / "link.png").symlink_to(outside)
     for path in (str(outside), "link.png"):
-        assert images.open(path).size == (2, 2) and images.is_there(path) and images.stamp(path)
+        assert images.open(path).size == (2, 2) and is_there(images, path) and images.stamp(path)
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(images.root / "nowhere")
 

@@ -14,8 +14,9 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import EpsImagePlugin, Image, features
 
+from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
-from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.images import ImageFolder, is_there
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.data.sources import open_data
@@ -197,19 +198,6 @@ def test_a_damaged_file_is_opened_or_refused_and_never_anything_else(tmp_path):
     assert min(outcomes.values()) > 50
 
 
-@pytest.mark.skipif(not features.check("avif"), reason="Pillow reads no AVIF here")
-def test_a_damaged_avif_is_a_bad_record(tmp_path):
-    colours().save(tmp_path / "whole.avif")
-    content = (tmp_path / "whole.avif").read_bytes()
-    place = content.index(b"mdat") + 8
-    (tmp_path / "a.avif").write_bytes(content[:place] + bytes(len(content) - place))
-    with pytest.raises(RuntimeError), Image.open(tmp_path / "a.avif") as image:
-        image.load()
-    dataset = CaptionDataset([Record("a", "a.avif", "A.")], ImageFolder(tmp_path), as_it_is, TOKENIZER, RECIPE, 0)
-    with pytest.raises(UserError, match="cannot be read from .*a.avif: RuntimeError: Failed to decode"):
-        dataset[(0, 0, 0)]
-
-
 RECIPE = RECIPES["debias-clip"]
 
 
@@ -238,66 +226,73 @@ def three(tmp_path) -> tuple[list[Record], Path]:
     return [Record(str(index), f"{index}.png", f"Scene {index}. A cat.") for index in range(3)], tmp_path
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (RuntimeError("Failed to decode"), "unreadable image"),
-        (IndexError("index out of range"), "unreadable image"),
-        (NotImplementedError(), "unreadable image"),
-        (OverflowError("too large"), "unreadable image"),
-        (struct.error("unpack requires 4 bytes"), "unreadable image"),
-        (RecursionError("maximum recursion depth exceeded"), "unreadable image"),
-        (EOFError(), "unreadable image"),
-        (MemoryError(), "absurdly large image"),
-        (Image.DecompressionBombError("too many pixels"), "absurdly large image"),
-        (FileNotFoundError(2, "No such file"), "missing image"),
-    ],
-)
-def test_whatever_an_image_raises_its_record_is_named_and_the_others_go_on(three, error, kind):
+def test_whatever_an_image_raises_its_record_is_named():
+    errors = {
+        "unreadable image": [
+            *(RuntimeError("Failed to decode"), IndexError("index out of range"), NotImplementedError(), EOFError()),
+            *(OverflowError("too large"), struct.error("unpack requires 4 bytes"), RecursionError("too deep")),
+        ],
+        "absurdly large image": [MemoryError(), Image.DecompressionBombError("too many pixels")],
+        "missing image": [FileNotFoundError(2, "No such file")],
+    }
+    for kind, error in ((kind, error) for kind, of_kind in errors.items() for error in of_kind):
+
+        def fail(image, error=error):
+            raise error
+
+        bad = read_or_bad(Record("1", "1.png", "A."), fail)
+        assert (bad.where, bad.kind) == ("1.png", kind) and bad.detail.startswith("1.png: ")
+        assert len(bad.detail) > len("1.png: ")
+
+
+def test_a_bad_image_does_not_stop_any_reader_and_other_errors_do(three):
     records, folder = three
-    images, bad = Failing(folder, error), []
-    backbone = tiny_clip().eval()
-    dataset = CaptionDataset(records, images, backbone.read_pixels, TOKENIZER, RECIPE, 0, lambda epoch: [2])
-    bad.append(dataset[(0, 1, 0)].bad)
-    assert dataset[(0, 1, 0)].sample_id == "2"
+    images, backbone = Failing(folder, RuntimeError("Failed to decode")), tiny_clip().eval()
+
+    def dataset(images, preprocess=as_it_is, stand_ins=lambda epoch: [2]):
+        return CaptionDataset(records, images, preprocess, TOKENIZER, RECIPE, 0, stand_ins)
+
+    sample = dataset(images, backbone.read_pixels)[(0, 1, 0)]
     everything = _CheckedRecords(records, images, TOKENIZER)
-    bad.append([fault for *_, fault in (everything[index] for index in range(3)) if fault])
-    cache = folder / "cache"
     tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
-    bad.append(cached_images(tower, records, images, cache, batch=2)[1])
-    bad.append(encode_images(backbone, records, images, 2, "cpu", progress=False)[2])
-    bad.append(_with_readable_reference(records, images)[1])
+    for bad in (
+        sample.bad,
+        [fault for *_, fault in (everything[index] for index in range(3)) if fault],
+        cached_images(tower, records, images, folder / "cache", batch=2)[1],
+        encode_images(backbone, records, images, 2, "cpu", progress=False)[2],
+        _with_readable_reference(records, images)[1],
+    ):
+        assert [str(fault) for fault in bad] == ["1.png: unreadable image (1.png: RuntimeError: Failed to decode)"]
+    assert sample.sample_id == "2"
     with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
         _reference(records[1], images)
-    for faults in bad:
-        assert [(fault.where, fault.kind) for fault in faults] == [("1.png", kind)]
-        assert faults[0].detail.startswith("1.png: ") and len(faults[0].detail) > len("1.png: ")
-
-
-@pytest.mark.parametrize("error", [UserError("Give another."), KeyboardInterrupt(), SystemExit(3)])
-def test_what_no_image_causes_is_not_taken_for_a_bad_image(three, error):
-    records, folder = three
-    images = Failing(folder, error)
-    dataset = CaptionDataset(records, images, as_it_is, TOKENIZER, RECIPE, 0, lambda epoch: [2])
-    with pytest.raises(type(error)):
-        dataset[(0, 1, 0)]
-    with pytest.raises(type(error)):
-        _CheckedRecords(records, images, TOKENIZER)[1]
-    with pytest.raises(type(error)):
-        _with_readable_reference(records, images)
-
-
-def test_an_image_that_the_preprocessing_fails_on_is_a_bad_record(three):
-    records, folder = three
+    for error in (UserError("Give another."), KeyboardInterrupt(), SystemExit(3)):
+        images = Failing(folder, error)
+        for read in (
+            lambda images=images: dataset(images)[(0, 1, 0)],
+            lambda images=images: _CheckedRecords(records, images, TOKENIZER)[1],
+            lambda images=images: _with_readable_reference(records, images),
+        ):
+            with pytest.raises(type(error)):
+                read()
 
     def preprocess(image):
         raise RuntimeError("no memory")
 
-    dataset = CaptionDataset(records, ImageFolder(folder), preprocess, TOKENIZER, RECIPE, 0)
     with pytest.raises(UserError, match=r"the last: 0.png: RuntimeError: no memory"):
-        dataset[(0, 0, 0)]
+        dataset(ImageFolder(folder), preprocess, None)[(0, 0, 0)]
     with pytest.raises(UserError, match=r"None of the 3 images .* 0.png: RuntimeError: no memory"):
-        encode_images(tiny_clip().eval(), records, ImageFolder(folder), 2, "cpu", progress=False, read=preprocess)
+        encode_images(backbone, records, ImageFolder(folder), 2, "cpu", progress=False, read=preprocess)
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="Pillow reads no AVIF here")
+def test_a_damaged_avif_is_unreadable(tmp_path):
+    colours().save(tmp_path / "whole.avif")
+    content = (tmp_path / "whole.avif").read_bytes()
+    place = content.index(b"mdat") + 8
+    (tmp_path / "a.avif").write_bytes(content[:place] + bytes(len(content) - place))
+    with pytest.raises(OSError, match="RuntimeError: Failed to decode"):  # as Pillow raises
+        opened(tmp_path, "a.avif")
 
 
 def test_loops_of_links_are_bad_records(three, tmp_path):
@@ -307,7 +302,7 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
         (folder / name).symlink_to(folder / f"{name}.back")
         (folder / f"{name}.back").symlink_to(folder / name)
     images = ImageFolder(folder)
-    assert not images.is_there("1.png")
+    assert not is_there(images, "1.png") and not is_there(ShardImages(folder), "s.tar/a.jpg@0+1")
     with pytest.raises(OSError):
         images.stamp("1.png")
     good, bad = _with_readable_reference(records, images)
@@ -318,4 +313,3 @@ def test_loops_of_links_are_bad_records(three, tmp_path):
         open_data(folder / "s.tar")
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(folder / "1.png")
-    assert not ShardImages(folder).is_there("s.tar/a.jpg@0+1")

@@ -297,7 +297,7 @@ LEFT_OUT = [
         "coco-cn-test",  # a key that ends at a space, a line without a key, one without a caption
         COCO_CN_FILE,
         lambda text: text.replace(b"\t", b" ", 3) + f"没有图像的句子\nCOCO_train2014_{25:012}#9\t \t\n".encode(),
-        [("line 8", "not a line of COCO image#number, tab, caption"), ("line 2", "empty caption")],
+        [("line 8", "not a line of COCO image#number, tab, caption"), ("line 3", "empty caption")],
     ),
     (
         "flickr30k-cna-val",

@@ -26,6 +26,7 @@ from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, shrink, write_shards
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.images import is_there
 from debias_diffusion.data.shards import ShardImages, read_shards, verify_shards
 from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.errors import UserError
@@ -316,7 +317,7 @@ def test_members_that_lead_elsewhere_are_ignored_and_named(tmp_path):
     assert repr(secret.as_posix())[1:-1] in captions.bad[2].detail
     assert all(text.isprintable() for bad in captions.bad for text in (bad.where, bad.detail))
     for name in ("../secret.jpg", f"{secret}", "/s.tar/a@0+9", "nowhere.tar/a@0+9", "s.tar/a@-1+9"):
-        assert not images.is_there(name)
+        assert not is_there(images, name)
         with pytest.raises((OSError, ValueError)):
             images.open(name)
     (tmp_path / "shards" / "t.tar").symlink_to(tar(tmp_path / "outside.tar", pair("z")))
@@ -376,7 +377,7 @@ def test_a_damaged_header_ends_a_shard_and_no_damage_stops_the_reading(tmp_path)
             assert "no usable sample" in str(error)
             outcomes.append("refused")
         else:
-            assert all(images.is_there(record.image) for record in captions.records)
+            assert all(is_there(images, record.image) for record in captions.records)
             outcomes.append("read")
     assert set(outcomes) == {"read", "refused"}
 
@@ -422,7 +423,7 @@ def test_what_became_of_a_shard_or_an_image_is_noticed(tmp_path):
     assert large.kind == "absurdly large image" and "cannot identify" in unknown.detail and good.size == (24, 24)
     os.truncate(path, 2600)
     image = captions.records[2].image
-    assert not images.is_there(image)
+    assert not is_there(images, image)
     with pytest.raises(OSError, match=r"'s.tar' ends inside the image"):
         images.open(image)
     with pytest.raises(OSError, match=r"'s.tar' ends before the image"):
@@ -454,7 +455,7 @@ def test_stamps_change_with_the_files(folder, tmp_path):
     ):
         one, other = (images.stamp(record.image) for record in captions.records[:2])
         image = captions.records[0].image
-        assert one == images.stamp(image) != other and len(one) == len(other) == 16 and images.is_there(image)
+        assert one == images.stamp(image) != other and len(one) == len(other) == 16 and is_there(images, image)
         stat = path.stat()
         time.sleep(0.02)  # the clock of a file system ticks some hundred times a second
         path.write_bytes(path.read_bytes()[::-1])  # another file of the same size and time
@@ -462,7 +463,7 @@ def test_stamps_change_with_the_files(folder, tmp_path):
         assert (path.stat().st_size, path.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
         assert images.stamp(image) != one
         path.unlink()
-        assert not images.is_there(image)
+        assert not is_there(images, image)
         with pytest.raises(OSError):
             images.stamp(image)
 

@@ -1,13 +1,12 @@
 """The toy world's scenes, opened as any other image-caption pairs."""
 
-import json
 import pickle
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from debias_diffusion.data import toy_scenes
+from debias_diffusion.data.images import is_there
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.data.toy_scenes import toy_scene
@@ -16,8 +15,6 @@ from debias_diffusion.files import write_json
 from debias_diffusion.toyworld import grammar, scenes
 from debias_diffusion.toyworld.checker import compare
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.loop import train
 
 NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2", "toy/short-test"]
 NAMES += ["toy/referring-test", "toy/short-referring-test-2"]
@@ -33,7 +30,7 @@ def digest(name):
 def test_the_scenes_are_those_that_write_pairs_writes(tmp_path, name):
     captions, source = open_data(name)
     written, pictures = open_data(*write_pairs(tmp_path, 0, 20, name.removeprefix("toy/")))
-    assert len(captions.records) == 1000 and captions.bad == []
+    assert len(captions.records) == 1000 and captions.bad == [] and read_captions(Path(name)) == captions
     for ours, theirs in zip(captions.records, written.records, strict=False):
         assert ours.caption == theirs.caption
         assert theirs.image == ours.image.replace("/", "-") + ".png"
@@ -47,9 +44,9 @@ def test_a_record_names_its_scene(name):
     for number in (0, 12, 999):
         record = captions.records[number]
         assert record.image == record.sample_id == f"{name.removeprefix('toy/')}/{number:06}"
-        its, caption = toy_scene(record)
+        shown, caption = toy_scene(record)
         assert caption.text == record.caption
-        assert all(compare(source.open(record.image), its).correct.values())
+        assert all(compare(source.open(record.image), shown).correct.values())
     # all four arrangements of the same objects tell from each other, and so do the captions
     least = 990 if "short" in name else 1000  # of one to three objects, some scenes are alike
     assert len({record.caption for record in captions.records}) >= least
@@ -65,20 +62,18 @@ def test_captions_that_refer_back_are_of_the_same_scenes():
     assert short == grammar.short_prompt("test", 3, "referring")
 
 
-def test_only_its_own_scenes_are_there():
-    source = open_data("toy/test")[1]
-    assert source.is_there("test/000012")
+def test_only_scenes_of_the_split_are_there_in_any_process():
+    source, image = open_data("toy/test")[1], "test/000012"
+    again = pickle.loads(pickle.dumps(source))
+    assert again.open(image).tobytes() == source.open(image).tobytes() and again.stamp(image) == source.stamp(image)
+    assert is_there(source, image) and again.root == source.root
     for image in ("development/000012", "test/12.png", "test/-1", "test", "other/1", "test/٣"):
-        assert not source.is_there(image)
+        assert not is_there(source, image)
         for read in (source.open, source.stamp):
             with pytest.raises(ValueError, match="is no scene of"):
                 read(image)
     with pytest.raises(ValueError, match="'photo.jpg' is no scene of the toy world"):
         toy_scene(Record("photo.jpg", "photo.jpg", "A photo."))
-
-
-def test_the_captions_need_no_images():
-    assert read_captions("toy/test") == open_data(Path("toy/test"))[0]
 
 
 def test_the_digest_is_of_captions_and_pictures(monkeypatch):
@@ -124,26 +119,3 @@ def test_what_is_on_the_disk_by_that_name_goes_first(tmp_path, monkeypatch):
     assert len(digest("toy/test")) == 64
     with pytest.raises(UserError, match="images is not given"):
         open_data("toy/test")
-
-
-def test_a_copy_in_another_process_draws_the_same():
-    captions, source = open_data("toy/test")
-    again, image = pickle.loads(pickle.dumps(source)), captions.records[7].image
-    assert again.stamp(image) == source.stamp(image) and again.root == source.root
-    assert again.open(image).tobytes() == source.open(image).tobytes()
-
-
-def test_train_reads_them_checks_them_and_caches_their_features(tmp_path, world, monkeypatch):
-    monkeypatch.setattr(toy_scenes, "PAIRS", 40)
-    settings = dict(validation=4, batch=4, components=2, epochs=1, max_steps=2, warmup=1, workers=0, max_bad=0.0)
-    settings |= dict(data="toy/train-2", model=world[0], output=str(tmp_path / "run"))
-    assert train(TrainConfig(**settings, check_data=True)) is None
-    settings |= dict(freeze_image_tower=True, feature_cache=str(tmp_path / "features"))
-    assert train(TrainConfig(**settings)) is not None
-    (file,) = tmp_path.glob("features/*/*.safetensors")
-    assert len(load_file(file)["features"]) == 40
-    again = settings | {"data": "toy/train-3"}
-    with pytest.raises(UserError, match="data"):
-        train(TrainConfig(**again))
-    steps = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps if "loss" in line][-1] == 2

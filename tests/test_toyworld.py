@@ -50,11 +50,11 @@ def tokenizer():
 
 
 @given(scenes)
-def test_a_scene_has_four_to_six_objects_in_places_of_their_own(its):
-    assert 4 <= len(its.things) <= 6
-    assert len({thing.place for thing in its.things}) == len(its.things)
-    assert len({thing.kind for thing in its.things}) in (2, 3)
-    places = [list(PLACES).index(thing.place) for thing in its.things]
+def test_a_scene_has_four_to_six_objects_in_places_of_their_own(shown):
+    assert 4 <= len(shown.things) <= 6
+    assert len({thing.place for thing in shown.things}) == len(shown.things)
+    assert len({thing.kind for thing in shown.things}) in (2, 3)
+    places = [list(PLACES).index(thing.place) for thing in shown.things]
     assert places == sorted(places)
 
 
@@ -80,7 +80,7 @@ def test_scenes_are_pure_functions_of_their_key_and_splits_never_meet():
 @pytest.mark.parametrize("first", [0, 4, 100])
 def test_four_scenes_in_a_row_differ_in_nothing_but_places(first):
     row = [scene("test", index) for index in range(first, first + ARRANGEMENTS)]
-    contents = {(its.background, tuple(sorted((t.kind, t.colour, t.size) for t in its.things))) for its in row}
+    contents = {(shown.background, tuple(sorted((t.kind, t.colour, t.size) for t in shown.things))) for shown in row}
     assert len(contents) == 1 and len(set(row)) == ARRANGEMENTS
     after = scene("test", first + ARRANGEMENTS)
     assert (after.background, tuple(sorted((t.kind, t.colour, t.size) for t in after.things))) not in contents
@@ -91,7 +91,7 @@ def test_a_third_of_the_scenes_that_base_models_learn_from_hold_one_object_and_a
     assert set(counts) == {1, 2, 3, 4, 5, 6}
     assert 280 < counts[1] < 390 and 340 < counts[2] < 460  # and a fifth of the others
     row = [base_scene(index) for index in range(ARRANGEMENTS)]
-    assert len(set(row)) == ARRANGEMENTS and len({(its.background, len(its.things)) for its in row}) == 1
+    assert len(set(row)) == ARRANGEMENTS and len({(shown.background, len(shown.things)) for shown in row}) == 1
 
 
 def test_half_of_the_families_of_several_objects_exchange_what_the_objects_are():
@@ -100,9 +100,9 @@ def test_half_of_the_families_of_several_objects_exchange_what_the_objects_are()
         row = [base_scene(ARRANGEMENTS * family + number) for number in range(ARRANGEMENTS)]
         if len(row[0].things) > 2:
             several += 1
-            exchanged += len({tuple(thing.place for thing in its.things) for its in row}) == 1
+            exchanged += len({tuple(thing.place for thing in shown.things) for shown in row}) == 1
             for name in ("kind", "colour", "size"):
-                assert len({tuple(sorted(getattr(thing, name) for thing in its.things)) for its in row}) == 1
+                assert len({tuple(sorted(getattr(thing, name) for thing in shown.things)) for shown in row}) == 1
     assert 0.4 < exchanged / several < 0.6
 
 
@@ -176,26 +176,26 @@ def test_a_picture_has_the_size_asked_for():
 
 @given(scenes, st.integers(0, 2**40))
 @settings(max_examples=200)
-def test_a_caption_says_the_summary_first_then_every_object_once_and_only_truths(its, seed):
-    written = long_caption(its, random.Random(seed))
+def test_a_caption_says_the_summary_first_then_every_object_once_and_only_truths(shown, seed):
+    written = long_caption(shown, random.Random(seed))
     sentences = written.sentences
     assert 9 <= len(sentences) <= 14
     assert split_sentences(written.text) == [sentence.text for sentence in sentences]
-    counts = Counter(thing.kind for thing in its.things)
+    counts = Counter(thing.kind for thing in shown.things)
     assert all(kind in sentences[0].text for kind in counts) and sentences[0].mentions == ()
     assert not any(colour in sentences[0].text for colour in COLOURS)
-    told = written.first_mentions()
-    assert set(told) == {thing.place for thing in its.things}
-    by_place = {thing.place: thing for thing in its.things}
+    mentioned = written.first_mentions()
+    assert set(mentioned) == {thing.place for thing in shown.things}
+    by_place = {thing.place: thing for thing in shown.things}
     for sentence in sentences[1:]:
         for place in sentence.mentions:
             thing = by_place[place]
             assert place in sentence.text and thing.kind in sentence.text and thing.colour in sentence.text
     for sentence in sentences:
-        check_relation(its, sentence.text)
+        check_relation(shown, sentence.text)
 
 
-def check_relation(its, text):
+def check_relation(shown, text):
     """A relation must hold for some pair of the objects it names, and every empty place must be empty."""
     for phrase, holds in {
         "to the left": lambda a, b: PLACES[a.place][0] < PLACES[b.place][0],
@@ -208,7 +208,7 @@ def check_relation(its, text):
     }.items():
         if phrase in text:
             first, second = text.lower().split(phrase, 1)
-            named = [[t for t in its.things if f"{t.colour} {t.kind}" in part] for part in (first, second)]
+            named = [[t for t in shown.things if f"{t.colour} {t.kind}" in part] for part in (first, second)]
             # A name with a place means that one object.
             for i, part in enumerate((first, second)):
                 exact = [t for t in named[i] if f"{t.kind} in the {t.place} " in f"{part.rstrip('. ')} "]
@@ -217,7 +217,7 @@ def check_relation(its, text):
     if "empty" in text or "nothing at all" in text or "No object" in text:
         place = text.rstrip(".").removesuffix(" of the picture is empty")
         place = place.removeprefix("The ").removeprefix("There is nothing at all in the ")
-        assert place.removeprefix("No object stands in the ") in set(PLACES) - {t.place for t in its.things}, text
+        assert place.removeprefix("No object stands in the ") in set(PLACES) - {t.place for t in shown.things}, text
 
 
 def test_details_come_in_varied_order_and_wording():

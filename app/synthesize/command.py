@@ -1,6 +1,7 @@
 """`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
 
 import json
+import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from debias_diffusion.app.shards import add_file, divide, open_tar, read_images
+from debias_diffusion.app.shards import add_file, divide, read_images
 from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
 from debias_diffusion.data.caption_statistics import CaptionStatistics, summarise
 from debias_diffusion.data.captions import fold
@@ -168,7 +169,7 @@ class _Synthesis:
 
     def _write_shard(self, part: str, rows: Sequence[Row]) -> None:
         """Writes the kept pairs of a part with their images, byte for byte. A sample's key is its place in the data."""
-        with self.job.write(_shard(part)) as temporary, open_tar(temporary) as tar:
+        with self.job.write(_shard(part)) as temporary, tarfile.open(temporary, "w") as tar:
             for index, row in zip(self.parts[part], rows, strict=True):
                 if "caption" in row:
                     image = self.records[index].image  # shard/member@offset+size
@@ -214,8 +215,7 @@ class _Synthesis:
         }
         statistics = summarise(sheet.measures) if sheet.measures else None
         sheet.write(self.output / REPORT, settings, counts, statistics)
-        given = {name: getattr(self.config, name) for name in ("model", "data", "images")}
-        content = {"settings": settings, "given": given, "versions": versions(), "counts": counts}
+        content = {"settings": settings, "versions": versions(), "counts": counts}
         write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
         self._tell(counts, statistics)
 

@@ -106,15 +106,20 @@ class ImageSource(Protocol):
     def open(self, image: str) -> Image.Image:
         """The decoded RGB image. Raises UnreadableImage or any other Exception when it cannot be had."""
 
-    def is_there(self, image: str) -> bool:
-        """Whether the image could be opened, as far as that can be told without reading it."""
-
     def stamp(self, image: str) -> bytes:
         """16 bytes that change when the image's file could have changed, as `files.file_stamp` tells.
 
         Raises:
             OSError, ValueError: there is no such image.
         """
+
+
+def is_there(images: ImageSource, image: str) -> bool:
+    """Whether the image could be opened, as far as that can be told without reading it."""
+    try:
+        return bool(images.stamp(image))
+    except (OSError, ValueError):
+        return False
 
 
 def digest_of(*parts: str | int | Path) -> bytes:
@@ -147,9 +152,6 @@ class ImageFolder:
 
     def open(self, image: str) -> Image.Image:
         return open_image(self.root / image)
-
-    def is_there(self, image: str) -> bool:
-        return os.path.isfile(self.root / image)
 
     def stamp(self, image: str) -> bytes:
         """16 bytes of the root, the path, and the file's size and times of change.

@@ -140,20 +140,16 @@ def _lines(file: BinaryIO) -> Parts:
     for number, line in enumerate(file, 1):
         start, end = end, end + len(line)
         if line.strip():
-            try:
-                value = _parse(line)
-            except ValueError as error:
-                value = error
-            yield number, start, end, value
+            yield number, start, end, _parse(line)
 
 
 def _parse(line: bytes | bytearray):
-    """A line of JSON. Raises ValueError("kind: detail")."""
+    """The value of a line of JSON, or a ValueError("kind: detail")."""
     try:
         return _DECODER.decode(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", error)  # JSONDecodeError's text would name a line 1
-        raise ValueError(f"bad line of JSON: {reason}, it begins {line[:40]!r}") from None
+        return ValueError(f"bad line of JSON: {reason}, it begins {line[:40]!r}")
 
 
 def _record_at(raw: bytes | bytearray) -> Record:

@@ -20,10 +20,6 @@ class Record:
     caption: str
     short: str | None = None
 
-    def values(self) -> list[str | None]:
-        """As JSON values, which identify the record."""
-        return [self.sample_id, self.image, self.caption, self.short]
-
 
 class PackedRecords(Sequence[Record]):
     """Records as positions in bytes instead of millions of objects. A slice is a view.
@@ -36,7 +32,7 @@ class PackedRecords(Sequence[Record]):
         packed, places = bytearray(), array("q")
         for record in records:
             start = len(packed)
-            packed += json.dumps(record.values()).encode()
+            packed += json.dumps([*vars(record).values()]).encode()
             places.extend((start, len(packed)))
         self._content: Content = packed
         self._places = as_places(places)

@@ -10,7 +10,7 @@ from ..errors import UserError, near_matches
 from ..files import bytes_digest
 from .bad_records import BadRecord
 from .captions import fold, is_text, usable
-from .images import ImageFolder, ImageSource
+from .images import ImageFolder, ImageSource, is_there
 from .retrieval_layouts import BENCHMARKS, Benchmark, Entry
 
 
@@ -116,7 +116,7 @@ def _grouped(name: str, entries: Iterable[Entry], bad: list[BadRecord], source: 
     if not by_image:
         first = f" The first fault: {bad[0]}." if bad else ""
         raise UserError(f"{name} has no entry that can be read.{first} Download it again.")
-    missing = [image for image in by_image if not source.is_there(image)]
+    missing = [image for image in by_image if not is_there(source, image)]
     if missing:
         raise UserError(
             f"{len(missing)} of the {len(by_image)} images of {name} are not in {str(source.root)!r}. The first is "

@@ -67,13 +67,6 @@ class ShardImages:
             raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
         return content
 
-    def is_there(self, image: str) -> bool:
-        """Whether the shard is there and long enough."""
-        try:
-            return bool(self.stamp(image))
-        except (OSError, ValueError):
-            return False
-
     def stamp(self, image: str) -> bytes:
         """16 bytes of the shard's path, size and times of change, and of the image's name and place in it.
 

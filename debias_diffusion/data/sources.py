@@ -86,8 +86,7 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
     """
     if not _holds_images(data):
         return sha256(data)
-    records = (record.values() for record in captions.records)
-    faults = (list(vars(record).values()) for record in captions.bad)
-    rows = (json.dumps(values).encode() + b"\n" for values in chain(records, faults))
+    records = chain(captions.records, captions.bad)
+    rows = (json.dumps([*vars(record).values()]).encode() + b"\n" for record in records)
     scenes = ToyScenes(data) if is_toy_scenes(data) else None
     return bytes_digest(chain(rows, (scenes.stamp(record.image) for record in captions.records if scenes)))

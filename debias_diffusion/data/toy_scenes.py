@@ -2,7 +2,6 @@
 
 import os
 import re
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -39,11 +38,6 @@ class ToyScenes:
     def open(self, image: str) -> Image.Image:
         """The RGB image of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
         return render(scene_and_caption(*self._key(image))[0])
-
-    def is_there(self, image: str) -> bool:
-        with suppress(ValueError):
-            return bool(self._key(image))
-        return False
 
     def stamp(self, image: str) -> bytes:
         """16 bytes of the name and the pixels. Raises ValueError for a name that is no scene of the split."""

@@ -102,7 +102,7 @@ def long_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Capt
     """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details.
 
     Args:
-        style: "plain" tells each object in one sentence; "referring" tells half of them or more in two or three, of
+        style: "plain" describes each object in one sentence; "referring" half of them or more in two or three, of
             which the later ones refer back: "In the top left there is a star. It is large." and some sentences later
             "The star is blue." or "The star shares its colour with the ring.", rarely more than 15 sentences in all.
     """
@@ -136,8 +136,8 @@ def full_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Capt
 
 def short_prompt(split: str, index: int, style: str = "plain") -> tuple[Scene, Caption]:
     """A scene of one to three objects (two in the longer "referring" style), and a caption of it within 77 tokens."""
-    drawn = draw_scene(generator(split, index, "short scene"), 1, 3 if style == "plain" else 2)
-    return drawn, full_caption(drawn, generator(split, index, _purpose("short prompt", style)), style)
+    small = draw_scene(generator(split, index, "short scene"), 1, 3 if style == "plain" else 2)
+    return small, full_caption(small, generator(split, index, _purpose("short prompt", style)), style)
 
 
 def _purpose(name: str, style: str) -> str:

@@ -1,4 +1,4 @@
-"""Renders scenes: drawn large and scaled down, so that edges are smooth."""
+"""Renders scenes, large and then scaled down, so that edges are smooth."""
 
 import math
 
@@ -16,11 +16,11 @@ def render(scene: Scene, size: int = SIZE) -> Image.Image:
     image = Image.new("RGB", (large, large), BACKGROUNDS[scene.background])
     draw = ImageDraw.Draw(image)
     for thing in scene.things:
-        _draw(draw, thing, large / 3, scene.background)
+        _render_thing(draw, thing, large / 3, scene.background)
     return image.resize((size, size), Image.Resampling.BOX)
 
 
-def _draw(draw: ImageDraw.ImageDraw, thing: Thing, third: float, background: str) -> None:
+def _render_thing(draw: ImageDraw.ImageDraw, thing: Thing, third: float, background: str) -> None:
     column, row = PLACES[thing.place]
     x, y = (column + 0.5) * third, (row + 0.5) * third
     radius = SIZES[thing.size] * third / 2

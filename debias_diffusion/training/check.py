@@ -10,7 +10,7 @@ from tqdm import tqdm
 from ..data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad, too_many
 from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
 from ..data.dataset import without_short_caption
-from ..data.images import ImageSource
+from ..data.images import ImageSource, is_there
 from ..data.records import Record
 from ..data.shards import verify_shards
 from ..data.sources import is_shards, open_data
@@ -75,7 +75,7 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
         UserError: all of them are missing, or a larger share than `max_bad`.
     """
     sample = records[:: max(1, len(records) // _LOOKED_UP)]
-    missing = [record.image for record in sample if not images.is_there(record.image)]
+    missing = [record.image for record in sample if not is_there(images, record.image)]
     if len(missing) == len(sample):
         raise UserError(
             f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
