@@ -68,15 +68,18 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         return evaluation.report(rendered, digests) if processes.is_main else {}
 
 
-def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores | None:
-    """The networks that score images; None if only the toy world's own score is requested.
+def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores:
+    """The networks that score images; there may be none for the toy world, which has scores of its own.
 
     Raises:
         UserError: a network cannot be loaded, or none is named.
     """
     networks = {name: getattr(config, name) for name in NETWORKS}
-    if is_toy_scenes(config.data) and not any(networks.values()):
-        return None
+    if not any(networks.values()) and not is_toy_scenes(config.data):
+        raise UserError(
+            f"None of {', '.join(NETWORKS)} is given, which leaves no score. Give at least one, such as --dino "
+            "facebook/dino-vits16."
+        )
     return ImageScores(**networks, batch_size=config.batch_size, device=device)
 
 
@@ -129,7 +132,7 @@ class _Generation:
                 differences |= compare_objects(objects[a], objects[b], mentions, kinds)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
         seen, notes = trained_on(session.encoders, self.pairs)
-        notes += self.networks.notes if self.networks else ()
+        notes += self.networks.notes
         for label, images in rendered.items():
             if images.cut_at is not None:
                 notes.append(
@@ -137,7 +140,7 @@ class _Generation:
                     f"{images.prompts_cut} of {len(self.records)} were cut."
                 )
         notes += [note for label in rendered for note in scores[label].notes]
-        session.digests |= (self.networks.digests if self.networks else dict.fromkeys(NETWORKS)) | digests
+        session.digests |= self.networks.digests | digests
         return session.report(
             encoders,
             compared,
@@ -146,7 +149,7 @@ class _Generation:
             seconds=session.cache.seconds + sum(images.seconds for images in rendered.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),
-            resize=self.networks.resize if self.networks else {},
+            resize=self.networks.resize,
             ceilings=ceilings(readings),
             trained_on=seen,
         )
@@ -182,8 +185,6 @@ class _Generation:
 
     def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
         """The scores of one encoder's images."""
-        if self.networks is None:
-            return ImageNumbers({}, {}, {}, len(files))
         depends = {"pictures": digest, "originals": self._depends, **self.networks.depends}
         result = self.session.cache.result("scores", depends, lambda: asdict(self.networks(files, self._references)))
         return ImageNumbers(**result)

@@ -291,7 +291,7 @@ class ImageScores:
         notes: on the scores; notes on one encoder's images are in its `ImageNumbers`.
 
     Raises:
-        UserError: a network cannot be loaded, or none is named.
+        UserError: a network cannot be loaded.
     """
 
     def __init__(
@@ -315,11 +315,6 @@ class ImageScores:
             **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
             "clip_score": self.clip and weights_digest(self.clip.backbone),
         }
-        if all(value is None for value in self.digests.values()):
-            raise UserError(
-                f"None of {', '.join(self.digests)} is given, which leaves no score. Give at least one, such as --dino "
-                "facebook/dino-vits16."
-            )
         configurations = {
             option: network.model.config.to_dict() | {"_name_or_path": None}
             for option, network in self.networks.items()
@@ -328,9 +323,10 @@ class ImageScores:
         self.depends = {"networks": self.digests, "configurations": configurations, "clip": clip}
         self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
         skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
-        self.notes = [
-            f"{score} was skipped, because {name} is null." for name, score in skipped.items() if not self.digests[name]
-        ]
+        skipped = {
+            name: score for name, score in skipped.items() if any(self.digests.values()) and not self.digests[name]
+        }
+        self.notes = [f"{score} was skipped, because {name} is null." for name, score in skipped.items()]
         if self.inception:
             self.resize["inception_weights"] = RESIZE.format(size=self.inception.size)
         if own_features:
