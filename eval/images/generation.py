@@ -32,7 +32,7 @@ from ..session import Session
 from .networks import ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
-from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
+from .references import ALL, READERS, Mention, ceilings, read_caption, refers_back
 from .rendered import Rendered, image_task, render_all, rendering_settings
 from .scores import ImageNumbers, ImageScores, References, compare, score_titles
 
@@ -115,7 +115,8 @@ class _Generation:
         self.networks, session = load_networks(self.config, self.processes.device), self.session
         captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
         readings = self.readings(captions)
-        mentions, kinds = [caption.first_mentions() for caption in captions], [r.mention_kinds for r in readings]
+        mentions = [caption.first_mentions() for caption in captions]
+        kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
         scores, objects, encoders = {}, {}, {}
         for label, images in rendered.items():
             digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
@@ -154,7 +155,7 @@ class _Generation:
             trained_on=seen,
         )
 
-    def readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
+    def readings(self, captions: Sequence[Caption]) -> list[dict[str, Mention]]:
         """How the prompts mention their objects; empty unless any of them refers back."""
         if not any(map(refers_back, captions)):
             return []
@@ -234,8 +235,7 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
 
 def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
-    settings = report["settings"]
-    known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"})
+    known = score_titles(report["settings"])
     for score in _single(report):
         if score.startswith(OF_SENTENCE):
             known[score] = f"{known['clip_score']}, sentence {score.removeprefix(OF_SENTENCE)}"

@@ -21,7 +21,7 @@ difference between two encoders that miss the references equally far in opposite
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -238,18 +238,21 @@ def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> di
 # ---- networks and scores together
 
 
-def score_titles(
-    dino: str | None = None, dinov2: str | None = None, own_features: str | None = None, clip_score: str | None = None
-) -> dict[str, str]:
-    """Titles of the scores, for tables. They name the network, which decides what a number can be compared with."""
+def score_titles(networks: Mapping[str, str | None]) -> dict[str, str]:
+    """Titles of the scores, for tables. They name the network, which decides what a number can be compared with.
+
+    Args:
+        networks: by the names of their settings; there may be other settings.
+    """
+    own, dino, dinov2, clip = (_short(networks.get(name)) for name in ("own_features", "dino", "dinov2", "clip_score"))
     plain = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
     return {
         **{f"{score}_2048": title for score, title in plain.items()},
-        **{f"{score}_own": f"{title} ({_short(own_features)})" for score, title in plain.items()},
+        **{f"{score}_own": f"{title} ({own})" for score, title in plain.items()},
         **{f"fid_{count}": f"FID ({count})" for count in FID_FEATURES},
-        "dino_score": f"DINO score ({_short(dino)})",
-        "dinov2_score": f"DINOv2 score ({_short(dinov2)})",
-        "clip_score": f"CLIPScore ({_short(clip_score)})",
+        "dino_score": f"DINO score ({dino})",
+        "dinov2_score": f"DINOv2 score ({dinov2})",
+        "clip_score": f"CLIPScore ({clip})",
     }
 
 
