@@ -56,7 +56,7 @@ class DemoModels:
         specs, checkpoint = parse_encoders(encoders), Checkpoint.parse(base)
         checkpoint.check_kind()
         self.device, self.dtype = device, dtype or default_dtype(device)
-        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, checkpoint.weights
+        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, str(checkpoint.file or base)
         if os.path.exists(self.base):
             self.base = os.path.basename(self.base)
         by_model = {spec.name: spec for spec in specs}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.pipelines.png import png_info, settings_text
+from debias_diffusion.pipelines.png import settings_text, write_png
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, read_layout, render
 
 from ..options import AppConfig
@@ -51,7 +51,7 @@ class RenderedImage:
         """Writes the PNG with its settings, and returns its path."""
         stem = re.sub(r"[^A-Za-z0-9]+", "-", self.label).strip("-")
         path = Path(folder) / f"{stem}-seed-{self.seed}.png"
-        self.image.save(path, pnginfo=png_info(self.text))
+        write_png(self.image, path, self.text)
         return path
 
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
+from transformers import CLIPTokenizer
 
 from debias_diffusion.data import BadRecord, ImageSource, Record, is_toy_scenes, toy_scene
 from debias_diffusion.data.bad_records import check_share, print_left_out, printable, read_or_bad
@@ -134,11 +135,11 @@ class _Generation:
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
         seen, notes = trained_on(session.encoders, self.pairs)
         notes += self.networks.notes
-        for label, images in rendered.items():
-            if images.cut_at is not None:
+        for label, numbers in encoders.items():
+            if numbers["cut_at"] is not None:
                 notes.append(
-                    f"{label} read the first {images.cut_at} tokens of a prompt, as in stock SDXL: "
-                    f"{images.prompts_cut} of {len(self.records)} were cut."
+                    f"{label} read the first {numbers['cut_at']} tokens of a prompt, as in stock SDXL: "
+                    f"{numbers['prompts_cut']} of {len(self.records)} were cut."
                 )
         notes += [note for label in rendered for note in scores[label].notes]
         session.digests |= self.networks.digests | digests
@@ -147,7 +148,7 @@ class _Generation:
             compared,
             list(dict.fromkeys(notes)),
             saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
-            seconds=session.cache.seconds + sum(images.seconds for images in rendered.values()),
+            seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),
             resize=self.networks.resize,
@@ -159,7 +160,8 @@ class _Generation:
         """How the prompts mention their objects; empty unless any of them refers back."""
         if not any(map(refers_back, captions)):
             return []
-        tokenizer = Checkpoint.parse(self.config.base).tokenizer()
+        configs = Checkpoint.parse(self.config.base).configs
+        tokenizer = CLIPTokenizer.from_pretrained(configs, subfolder="tokenizer")
 
         @cache  # sentences repeat
         def count_tokens(text: str) -> int:
