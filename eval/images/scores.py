@@ -244,11 +244,13 @@ def score_titles(networks: Mapping[str, str | None]) -> dict[str, str]:
     Args:
         networks: by the names of their settings; there may be other settings.
     """
-    own, dino, dinov2, clip = (_short(networks.get(name)) for name in ("own_features", "dino", "dinov2", "clip_score"))
+    features, dino, dinov2, clip = (
+        _short(networks.get(name)) for name in ("own_features", "dino", "dinov2", "clip_score")
+    )
     plain = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
     return {
         **{f"{score}_2048": title for score, title in plain.items()},
-        **{f"{score}_own": f"{title} ({own})" for score, title in plain.items()},
+        **{f"{score}_own": f"{title} ({features})" for score, title in plain.items()},
         **{f"fid_{count}": f"FID ({count})" for count in FID_FEATURES},
         "dino_score": f"DINO score ({dino})",
         "dinov2_score": f"DINOv2 score ({dinov2})",
