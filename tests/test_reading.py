@@ -12,7 +12,7 @@ from debias_diffusion.eval.images.references import (
     ALONE,
     READERS,
     WITHIN,
-    CaptionReading,
+    Mention,
     ceilings,
     knowable,
     mention_kinds,
@@ -88,23 +88,22 @@ SENTENCES = tuple(
 TOLD = Caption(SENTENCES)
 
 
-def test_ways_and_ceilings_in_closed_form():
+def test_mentions_and_ceilings_in_closed_form():
     assert sentences_by_chunk(TOLD, words) == [[0, 1, 2], [3, 4, 5], [6]]
     # One sentence of each but the first chunk is new, after two that are read again.
     assert sentences_by_chunk(TOLD, words, overlap=True) == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
+    truncating, *others = READERS
     reading = read_caption(TOLD, words)
-    assert reading.mention_kinds == {"top": WITHIN, "left": ACROSS, "right": ALONE}
-    assert reading.knowable == {
-        "truncated": {"top"},
-        "in_chunks": {"top", "right"},
-        "in_overlapping_chunks": {"top", "right"},
-        "whole": {"top", "left", "right"},
+    assert reading == {
+        "top": Mention(WITHIN, [truncating, *others]),
+        "left": Mention(ACROSS, ["whole"]),
+        "right": Mention(ALONE, others),
     }
     # Cut between the star and "it", nothing is known of its colour; read together, all is.
     assert mention_kinds(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"top": ACROSS, "left": WITHIN, "right": ALONE}
     assert knowable(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"left", "right"}
     assert knowable(TOLD, [range(7)]) == {"top", "left", "right"} and knowable(TOLD, [[]]) == set()
-    alone = CaptionReading({"top": ALONE}, {reader: {"top"} for reader in READERS})
+    alone = {"top": Mention(ALONE, list(READERS))}
     assert ceilings([reading, alone]) == [
         {"told": ALL, "objects": 4, "truncated": 50, "in_chunks": 75, "in_overlapping_chunks": 75, "whole": 100},
         {"told": ALONE, "objects": 2, "truncated": 50, "in_chunks": 100, "in_overlapping_chunks": 100, "whole": 100},
@@ -116,14 +115,12 @@ def test_ways_and_ceilings_in_closed_form():
 
 @given(seed=st.integers(0, 2**40))
 def test_only_what_is_told_across_a_cut_is_lost_in_chunks(seed):
-    reading = read_caption(referring(seed), words)
-    lost = {place for place, way in reading.mention_kinds.items() if way == ACROSS}
-    assert reading.knowable["whole"] == set(reading.mention_kinds)
-    assert reading.knowable["in_chunks"] == set(reading.mention_kinds) - lost
-    assert reading.knowable["truncated"] <= reading.knowable["in_chunks"]
+    for kind, readers in read_caption(referring(seed), words).values():
+        assert "whole" in readers and ("in_chunks" in readers) == (kind != ACROSS)
+        assert "truncated" not in readers or "in_chunks" in readers
 
 
 def test_plain_captions_refer_to_nothing():
     assert refers_back(TOLD) and refers_back(referring(3))
     plain = referring(3, "plain")
-    assert not refers_back(plain) and set(read_caption(plain, words).mention_kinds.values()) == {ALONE}
+    assert not refers_back(plain) and {kind for kind, _ in read_caption(plain, words).values()} == {ALONE}

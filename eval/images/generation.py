@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
+from transformers import CLIPTokenizer
 
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, printable, read_or_bad
 from debias_diffusion.data.images import ImageSource
@@ -32,7 +33,7 @@ from ..session import Processes, Session, read_source, trained_on
 from .networks import ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
-from .references import ALL, READERS, CaptionReading, ceilings, read_caption, refers_back
+from .references import ALL, READERS, Mention, ceilings, read_caption, refers_back
 from .rendered import Rendered, image_task, render_all, rendering_settings
 from .scores import ImageNumbers, ImageScores, References, compare, score_titles
 
@@ -68,15 +69,18 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         return evaluation.report(rendered, digests) if processes.is_main else {}
 
 
-def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores | None:
-    """The networks that score images; None if only the toy world's own score is requested.
+def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores:
+    """The networks that score images; there may be none for the toy world, which has scores of its own.
 
     Raises:
         UserError: a network cannot be loaded, or none is named.
     """
     networks = {name: getattr(config, name) for name in NETWORKS}
-    if is_toy_scenes(config.data) and not any(networks.values()):
-        return None
+    if not any(networks.values()) and not is_toy_scenes(config.data):
+        raise UserError(
+            f"None of {', '.join(NETWORKS)} is given, which leaves no score. Give at least one, such as --dino "
+            "facebook/dino-vits16."
+        )
     return ImageScores(**networks, batch_size=config.batch_size, device=device)
 
 
@@ -111,7 +115,8 @@ class _Generation:
         self.networks, session = load_networks(self.config, self.processes.device), self.session
         captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
         readings = self.readings(captions)
-        mentions, kinds = [caption.first_mentions() for caption in captions], [r.mention_kinds for r in readings]
+        mentions = [caption.first_mentions() for caption in captions]
+        kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
         scores, objects, encoders = {}, {}, {}
         for label, images in rendered.items():
             digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
@@ -128,33 +133,34 @@ class _Generation:
                 differences |= compare_objects(objects[a], objects[b], mentions, kinds)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
         seen, notes = trained_on(session.encoders, self.pairs)
-        notes += self.networks.notes if self.networks else ()
-        for label, images in rendered.items():
-            if images.cut_at is not None:
+        notes += self.networks.notes
+        for label, numbers in encoders.items():
+            if numbers["cut_at"] is not None:
                 notes.append(
-                    f"{label} read the first {images.cut_at} tokens of a prompt, as in stock SDXL: "
-                    f"{images.prompts_cut} of {len(self.records)} were cut."
+                    f"{label} read the first {numbers['cut_at']} tokens of a prompt, as in stock SDXL: "
+                    f"{numbers['prompts_cut']} of {len(self.records)} were cut."
                 )
         notes += [note for label in rendered for note in scores[label].notes]
-        session.digests |= (self.networks.digests if self.networks else dict.fromkeys(NETWORKS)) | digests
+        session.digests |= self.networks.digests | digests
         return session.report(
             encoders,
             compared,
             list(dict.fromkeys(notes)),
             saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
-            seconds=session.cache.seconds + sum(images.seconds for images in rendered.values()),
+            seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),
-            resize=self.networks.resize if self.networks else {},
+            resize=self.networks.resize,
             ceilings=ceilings(readings),
             trained_on=seen,
         )
 
-    def readings(self, captions: Sequence[Caption]) -> list[CaptionReading]:
+    def readings(self, captions: Sequence[Caption]) -> list[dict[str, Mention]]:
         """How the prompts mention their objects; empty unless any of them refers back."""
         if not any(map(refers_back, captions)):
             return []
-        tokenizer = Checkpoint.parse(self.config.base).tokenizer()
+        configs = Checkpoint.parse(self.config.base).configs
+        tokenizer = CLIPTokenizer.from_pretrained(configs, subfolder="tokenizer")
 
         @cache  # sentences repeat
         def count_tokens(text: str) -> int:
@@ -181,8 +187,6 @@ class _Generation:
 
     def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
         """The scores of one encoder's images."""
-        if self.networks is None:
-            return ImageNumbers({}, {}, {}, len(files))
         depends = {"pictures": digest, "originals": self._depends, **self.networks.depends}
         result = self.session.cache.result("scores", depends, lambda: asdict(self.networks(files, self._references)))
         return ImageNumbers(**result)
@@ -232,8 +236,7 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
 
 def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
-    settings = report["settings"]
-    known = score_titles(**{name: settings[name] for name in NETWORKS if name != "inception_weights"})
+    known = score_titles(report["settings"])
     for score in _single(report):
         if score.startswith(OF_SENTENCE):
             known[score] = f"{known['clip_score']}, sentence {score.removeprefix(OF_SENTENCE)}"

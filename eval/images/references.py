@@ -1,7 +1,7 @@
 """How toy captions mention their objects, and which of these can be known from the tokens that are read together."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
 from debias_diffusion.tokens import clean
@@ -19,21 +19,15 @@ READERS = {
 }
 
 
-@dataclass(frozen=True)
-class CaptionReading:
-    """One caption.
+class Mention(NamedTuple):
+    """How the kind and the colour of an object are mentioned: one of `MENTION_KINDS`; and which `READERS` know them."""
 
-    Attributes:
-        mention_kinds: {place: one of `MENTION_KINDS`} of the object there, see `mention_kinds`.
-        knowable: {one of `READERS`: the places whose object's kind and colour this reader can know}
-    """
-
-    mention_kinds: dict[str, str]
-    knowable: dict[str, set[str]]
+    kind: str
+    known_by: list[str]
 
 
-def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> CaptionReading:
-    """How a caption mentions its objects, and what each of `READERS` can know of them; see `sentences_by_chunk`."""
+def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> dict[str, Mention]:
+    """How a caption mentions the object in each place that it fills; for `count_tokens` see `sentences_by_chunk`."""
     chunks = sentences_by_chunk(caption, count_tokens)
     parts = {
         "truncated": [truncated(caption, count_tokens)],
@@ -42,31 +36,25 @@ def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> Captio
         "whole": [range(len(caption.sentences))],
     }
     known = {reader: knowable(caption, sentences) for reader, sentences in parts.items()}
-    return CaptionReading(mention_kinds(caption, chunks), known)
+    return {
+        place: Mention(kind, [reader for reader in READERS if place in known[reader]])
+        for place, kind in mention_kinds(caption, chunks).items()
+    }
 
 
-def ceilings(readings: Sequence[CaptionReading]) -> list[dict]:
-    """How many objects of several captions each of `READERS` can know.
+def ceilings(captions: Sequence[Mapping[str, Mention]]) -> list[dict]:
+    """How many objects of several captions, see `read_caption`, each of `READERS` can know.
 
     Returns:
         for all objects, then for each of `MENTION_KINDS` that there is: "told", `ALL` or the kind, "objects", their
         number, and by reader the share, in percent.
     """
-    rows = []
+    rows, mentions = [], [mention for caption in captions for mention in caption.values()]
     for kind in (ALL, *MENTION_KINDS):
-        places = [
-            {place for place, mention in reading.mention_kinds.items() if kind in (ALL, mention)}
-            for reading in readings
-        ]
-        if objects := sum(map(len, places)):
-            known = {
-                reader: sum(
-                    len(of_kind & reading.knowable[reader]) for of_kind, reading in zip(places, readings, strict=True)
-                )
-                for reader in READERS
-            }
-            shares = {reader: 100 * count / objects for reader, count in known.items()}
-            rows.append({"told": kind, "objects": objects} | shares)
+        known_by = [mention.known_by for mention in mentions if kind in (ALL, mention.kind)]
+        if known_by:
+            shares = {reader: 100 * sum(reader in each for each in known_by) / len(known_by) for reader in READERS}
+            rows.append({"told": kind, "objects": len(known_by)} | shares)
     return rows
 
 

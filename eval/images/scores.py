@@ -21,7 +21,7 @@ difference between two encoders that miss the references equally far in opposite
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -238,18 +238,23 @@ def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> di
 # ---- networks and scores together
 
 
-def score_titles(
-    dino: str | None = None, dinov2: str | None = None, own_features: str | None = None, clip_score: str | None = None
-) -> dict[str, str]:
-    """Titles of the scores, for tables. They name the network, which decides what a number can be compared with."""
+def score_titles(networks: Mapping[str, str | None]) -> dict[str, str]:
+    """Titles of the scores, for tables. They name the network, which decides what a number can be compared with.
+
+    Args:
+        networks: by the names of their settings; there may be other settings.
+    """
+    features, dino, dinov2, clip = (
+        _short(networks.get(name)) for name in ("own_features", "dino", "dinov2", "clip_score")
+    )
     plain = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
     return {
         **{f"{score}_2048": title for score, title in plain.items()},
-        **{f"{score}_own": f"{title} ({_short(own_features)})" for score, title in plain.items()},
+        **{f"{score}_own": f"{title} ({features})" for score, title in plain.items()},
         **{f"fid_{count}": f"FID ({count})" for count in FID_FEATURES},
-        "dino_score": f"DINO score ({_short(dino)})",
-        "dinov2_score": f"DINOv2 score ({_short(dinov2)})",
-        "clip_score": f"CLIPScore ({_short(clip_score)})",
+        "dino_score": f"DINO score ({dino})",
+        "dinov2_score": f"DINOv2 score ({dinov2})",
+        "clip_score": f"CLIPScore ({clip})",
     }
 
 
@@ -291,7 +296,7 @@ class ImageScores:
         notes: on the scores; notes on one encoder's images are in its `ImageNumbers`.
 
     Raises:
-        UserError: a network cannot be loaded, or none is named.
+        UserError: a network cannot be loaded.
     """
 
     def __init__(
@@ -315,11 +320,6 @@ class ImageScores:
             **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
             "clip_score": self.clip and weights_digest(self.clip.backbone),
         }
-        if all(value is None for value in self.digests.values()):
-            raise UserError(
-                f"None of {', '.join(self.digests)} is given, which leaves no score. Give at least one, such as --dino "
-                "facebook/dino-vits16."
-            )
         configurations = {
             option: network.model.config.to_dict() | {"_name_or_path": None}
             for option, network in self.networks.items()
@@ -328,9 +328,10 @@ class ImageScores:
         self.depends = {"networks": self.digests, "configurations": configurations, "clip": clip}
         self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
         skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
-        self.notes = [
-            f"{score} was skipped, because {name} is null." for name, score in skipped.items() if not self.digests[name]
-        ]
+        skipped = {
+            name: score for name, score in skipped.items() if any(self.digests.values()) and not self.digests[name]
+        }
+        self.notes = [f"{score} was skipped, because {name} is null." for name, score in skipped.items()]
         if self.inception:
             self.resize["inception_weights"] = RESIZE.format(size=self.inception.size)
         if own_features:
