@@ -71,7 +71,14 @@ def generate(config: GenerateConfig) -> Path:
         print_left_out(left_out, LEFT_OUT)
     seeds = [config.seed + prompt.number if prompt.seed is None else prompt.seed for prompt in prompts]
     prompts = [replace(prompt, seed=seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-    _check_count(config, prompts)
+    count = len(prompts) * config.images_per_prompt
+    if count > MAX_PROMPTS:
+        raise UserError(
+            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run renders "
+            f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
+        )
+    for prompt in prompts:
+        check_last_seed(prompt.seed, config.images_per_prompt)
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     _check_output(output, config.several)
     renderer = Renderer(
@@ -100,18 +107,6 @@ def generate(config: GenerateConfig) -> Path:
             _render_one(output, config, renderer, encoder, _tasks(config, prompts)[0])
     print(f"Wrote {output}")
     return output
-
-
-def _check_count(config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError for more images than one run can hold, and for seeds that would become too large."""
-    count = len(prompts) * config.images_per_prompt
-    if count > MAX_PROMPTS:
-        raise UserError(
-            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run renders "
-            f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
-        )
-    for prompt in prompts:
-        check_last_seed(prompt.seed, config.images_per_prompt)
 
 
 def _check_output(path: Path, several: bool) -> None:

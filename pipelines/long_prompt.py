@@ -10,11 +10,7 @@ from typing import NamedTuple, get_args
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.loaders import (
-    StableDiffusionLoraLoaderMixin,
-    StableDiffusionXLLoraLoaderMixin,
-    TextualInversionLoaderMixin,
-)
+from diffusers.loaders import TextualInversionLoaderMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, fast_tokenizer, positions_for, split_text
@@ -277,9 +273,7 @@ class LongPromptMixin:
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:
         """Scales the text encoders' LoRA layers within the context, and restores their scales exactly."""
         with ExitStack() as stack:
-            if scale is not None and isinstance(
-                self, StableDiffusionXLLoraLoaderMixin | StableDiffusionLoraLoaderMixin
-            ):
+            if scale is not None:
                 self._lora_scale = scale  # what diffusers' `lora_scale` reports
                 for encoder in (self.text_encoder, getattr(self, "text_encoder_2", None)):
                     if getattr(encoder, "peft_config", None):

@@ -250,7 +250,7 @@ def render(
 
     def check_latents(pipe: DiffusionPipeline, index: int, timestep, tensors: dict) -> dict:
         if not any(_finite_rows(tensors["latents"])):
-            raise _LostError(f"latents after step {index + 1}")
+            raise _LostError(_NOT_FINITE.format(f"latents after step {index + 1}"))
         if on_step is not None:
             on_step(index + 1, pipe.num_timesteps)
         return {}
@@ -258,7 +258,7 @@ def render(
     hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
     try:
         if not any(map(all, zip(*map(_finite_rows, embeddings.values()), strict=True))):
-            raise _LostError("embeddings")
+            raise _LostError(_NOT_FINITE.format("embeddings"))
         with np.errstate(invalid="ignore"):  # NaN is reported below
             output = pipe(
                 **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
@@ -272,27 +272,24 @@ def render(
                 callback_on_step_end_tensor_inputs=["latents"],
             )
     except _LostError as lost:
-        return [_not_finite(str(lost))] * len(seeds)
+        return [str(lost)] * len(seeds)
     finally:
         hook.remove()
     flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(seeds)
     if len(decoded) != len(seeds):  # in tiles
         decoded = [all(decoded)] * len(seeds)
     return [
-        _not_finite("pixels") if not finite else _FLAGGED if black else image
+        _NOT_FINITE.format("pixels") if not finite else _FLAGGED if black else image
         for image, finite, black in zip(output.images, decoded, flagged, strict=True)
     ]
 
 
+_NOT_FINITE = "its {} are not finite (NaN or infinite)"
 _FLAGGED = "the safety checker of the checkpoint has blacked it out"
 
 
 class _LostError(Exception):
-    """No image of a batch is left; says which values are not finite."""
-
-
-def _not_finite(values: str) -> str:
-    return f"its {values} are not finite (NaN or infinite)"
+    """No image of a batch is left; says why."""
 
 
 def _finite_rows(tensor: torch.Tensor) -> list[bool]:
