@@ -274,9 +274,8 @@ def _text_encoders(
         checkpoint.check_fits(slot, encoder, name)
         if slot == "text_encoder_2":
             # The UNet was trained with this pad token after a text; another file's tokenizer may have another one.
-            with checkpoint.explain(_TOKENIZERS[slot]):
-                trained_with = CLIPTokenizer.from_pretrained(checkpoint.configs, subfolder=_TOKENIZERS[slot])
-            tokenizer.pad_token = trained_with.pad_token
+            replaced = CLIPTokenizer.from_pretrained(checkpoint.configs, subfolder=_TOKENIZERS[slot])
+            tokenizer.pad_token = replaced.pad_token
         parts |= {slot: encoder.to(dtype), _TOKENIZERS[slot]: tokenizer}
     if checkpoint.file is None and Path(checkpoint.configs).is_dir():
         kept = [slot for slot in slots if slot not in parts]
@@ -287,8 +286,7 @@ def _text_encoders(
 def _load_model(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> nn.Module:
     """The UNet or the autoencoder. Raises UserError if weights are missing or superfluous."""
     options = {"subfolder": part, "output_loading_info": True, _DTYPE_ARGUMENT: dtype}
-    with checkpoint.explain(f"{part}/config.json"):
-        cls = getattr(diffusers, checkpoint.config(part)["_class_name"])
+    cls = getattr(diffusers, checkpoint.config(part)["_class_name"])
     with quiet_logging():  # what diffusers warns of is an error here
         model, info = cls.from_pretrained(checkpoint.configs, **options)
     superfluous = [f"{name} has no place in it" for name in sorted(info["unexpected_keys"])]

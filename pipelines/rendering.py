@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -592,19 +593,17 @@ def _layouts(
     renderer: Renderer, pipe: DiffusionPipeline, tasks: Sequence[ImageTask], left_out: dict[str, str]
 ) -> dict[int, PromptLayout]:
     """How the prompt of each image is read, by the image's index; prints it."""
-    known: dict[ImagePrompt, PromptLayout] = {}
-    layouts = {}
+    read, layouts = cache(lambda prompt: renderer.layout(pipe, prompt)), {}
     for index, task in enumerate(tasks):
-        prompt = replace(task.prompt, seed=0)
         try:
-            layouts[index] = known[prompt] = known.get(prompt) or renderer.layout(pipe, prompt)
+            layouts[index] = read(replace(task.prompt, seed=0))
         except UserError as error:
             left_out[task.place] = str(error)
     if not layouts:
         place, why = next(iter(left_out.items()))
         raise UserError(f"No prompt can be rendered. {place.capitalize()}: {why}")
-    counts = sorted(Counter(layout.positions for layout in known.values()).items())
-    print("Positions:", ", ".join(f"{length} for {count:,} prompt{'s' * (count > 1)}" for length, count in counts))
+    counts = sorted(Counter(layout.positions for layout in layouts.values()).items())
+    print("Positions:", ", ".join(f"{length} for {count:,} image{'s' * (count > 1)}" for length, count in counts))
     return layouts
 
 

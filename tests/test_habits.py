@@ -244,7 +244,7 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
     call = {"prompt_2": "a <style> cat", "negative_prompt": "<style>"}
     assert not np.array_equal(same_as_stock(stock, pipe, **call), draw(pipe, SHORT, negative_prompt="<style>"))
 
-    # in a long prompt all four vectors stand in one window, at the same places of both encoders
+    # in a long prompt all four vectors stand in one chunk, at the same places of both encoders
     group = list(range(SIZE, SIZE + 4))
     for before, overlap in itertools.product(range(70, 76), (True, False)):
         pipe.set_long_prompt(reading="overlap" if overlap else "separate")
@@ -261,7 +261,7 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
         for rows in seen:
             groups = sum(row[at : at + 4] == group for row in rows for at in range(77))
             assert groups >= 1 and all(sum(row.count(token) for row in rows) == groups for token in group)
-            if overlap:  # what is read again stands in two windows
+            if overlap:  # what is read again stands in two chunks
                 continue
             text = [token for row in rows[:2] for token in row[1 : row.index(EOS)]]
             assert text[before : before + 4] == group and len(text) == before + 24
