@@ -116,7 +116,7 @@ class Checkpoint:
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""
         with self.explain(f"{part}/config.json"):
-            return UNet2DConditionModel.load_config(self.configs, subfolder=part)
+            return {**UNet2DConditionModel.load_config(self.configs, subfolder=part)}  # an error for a list
 
     def explain(self, file: str) -> AbstractContextManager:
         """Turns errors of reading a file of the configurations into a UserError."""
@@ -209,11 +209,10 @@ def load_pipeline(
                 f"The SDXL checkpoint {checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 "
                 "out."
             )
-        stretches = encoder_2 == STRETCH and part != "denoiser"
         given = {"text_encoder": encoder, "text_encoder_2": None if encoder_2 == STRETCH else encoder_2}
         given = {slot: os.fspath(name) for slot, name in given.items() if name is not None}
         pipe = _load(checkpoint, given, dtype, part)
-        if stretches:
+        if encoder_2 == STRETCH and part != "denoiser":
             text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
             pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
         pipe = pipe.to(device)
