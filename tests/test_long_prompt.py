@@ -199,19 +199,19 @@ def test_a_cut_layout_holds_the_tokens_before_cutting(long):
 
 def layout_by_hand(tokenizer, encoder, tokens, length, layer, overlap=False):
     """[length, width]: every chunk encoded alone, its hidden states picked one by one."""
-    context = min(encoder.config.max_position_embeddings, length)
+    window = min(encoder.config.max_position_embeddings, length)
     pad = tokenizer.pad_token_id
 
     def run(text):
-        ids = [tokenizer.bos_token_id, *text, tokenizer.eos_token_id] + [pad] * (context - len(text) - 2)
-        assert len(ids) == context
+        ids = [tokenizer.bos_token_id, *text, tokenizer.eos_token_id] + [pad] * (window - len(text) - 2)
+        assert len(ids) == window
         return encoder(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0]
 
     states = []
-    pieces = chunks_of(tokens, context - 2)
+    pieces = chunks_of(tokens, window - 2)
     if overlap:
-        pieces = [[tokens.ids[at] for at in chunk.read] for chunk in split_overlapping(tokens, context - 2)]
-        new = [len(chunk.kept) for chunk in split_overlapping(tokens, context - 2)]
+        pieces = [[tokens.ids[at] for at in chunk.read] for chunk in split_overlapping(tokens, window - 2)]
+        new = [len(chunk.kept) for chunk in split_overlapping(tokens, window - 2)]
     for number, piece in enumerate(pieces):
         out = run(piece)
         again = len(piece) - new[number] if overlap else 0
