@@ -7,7 +7,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -31,7 +31,7 @@ from debias_diffusion.pipelines.rendering import (
 
 from .contact_sheet import write_contact_sheets
 from .options import GenerateConfig
-from .prompts import MAX_PROMPTS, LeftOut, Prompt, check_last_seed, check_prompt, check_text, read_prompts
+from .prompts import MAX_PROMPTS, Prompt, check_last_seed, check_prompt, check_text, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
@@ -64,14 +64,21 @@ def generate(config: GenerateConfig) -> Path:
         encoder = replace(encoder, name=encoder.place)  # without the second encoder
     elif encoder.fitted_second:
         print(f"Second encoder: {encoder.fitted_second}, fitted with the first")
-    prompts, left_out = [Prompt(0, config.prompt or "")], []
+    prompts, left_out = [Prompt(0, config.prompt or "")], {}
     if config.prompts is not None:
         prompts, left_out = read_prompts(config.prompts)
         print(f"Prompts: {len(prompts):,} in {config.prompts}")
-        print_left_out(left_out, LEFT_OUT)
+        _print_left_out(left_out)
     seeds = [config.seed + prompt.number if prompt.seed is None else prompt.seed for prompt in prompts]
     prompts = [replace(prompt, seed=seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-    _check_count(config, prompts)
+    count = len(prompts) * config.images_per_prompt
+    if count > MAX_PROMPTS:
+        raise UserError(
+            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run renders "
+            f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
+        )
+    for prompt in prompts:
+        check_last_seed(prompt.seed, config.images_per_prompt)
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     _check_output(output, config.several)
     renderer = Renderer(
@@ -100,18 +107,6 @@ def generate(config: GenerateConfig) -> Path:
             _render_one(output, config, renderer, encoder, _tasks(config, prompts)[0])
     print(f"Wrote {output}")
     return output
-
-
-def _check_count(config: GenerateConfig, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError for more images than one run can hold, and for seeds that would become too large."""
-    count = len(prompts) * config.images_per_prompt
-    if count > MAX_PROMPTS:
-        raise UserError(
-            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run renders "
-            f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
-        )
-    for prompt in prompts:
-        check_last_seed(prompt.seed, config.images_per_prompt)
 
 
 def _check_output(path: Path, several: bool) -> None:
@@ -181,7 +176,7 @@ def _difference(path: Path, settings: dict) -> str:
 
 
 def _fill(
-    job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence[ImageTask], left_out: list[LeftOut]
+    job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence[ImageTask], left_out: dict[str, str]
 ) -> None:
     """Renders the missing images of a folder, and writes its index, contact sheets and list of skipped entries."""
     not_rendered: dict[str, str] = {}
@@ -190,14 +185,14 @@ def _fill(
         render_into(job, renderer, encoder, tasks, not_rendered)
     except FailedError as not_finite:
         error = not_finite
-    failed = [LeftOut(*entry) for entry in not_rendered.items()]
-    print_left_out(failed, LEFT_OUT)
+    _print_left_out(not_rendered)
     finished = [task for task in tasks if task.file in job]
     index = [{"file": task.file, "where": task.where} | job.notes(task.file) for task in finished]
     for entry in index:
         del entry["seconds"]
     _write_lines(job.folder / "index.jsonl", index)
-    _write_lines(job.folder / LEFT_OUT, [asdict(entry) for entry in [*left_out, *failed]])
+    left_out = left_out | not_rendered
+    _write_lines(job.folder / LEFT_OUT, [{"where": where, "reason": why} for where, why in left_out.items()])
     if finished:
         titles = [f"{task.name.partition('-')[0]} · seed {task.prompt.seed}" for task in finished]
         texts = [task.prompt.prompt for task in finished]
@@ -207,6 +202,10 @@ def _fill(
         print(f"Contact sheet of all {len(finished):,}: {sheets[0]}{more}")
     if error:
         raise error
+
+
+def _print_left_out(left_out: dict[str, str]) -> None:
+    print_left_out([f"{where}: {why}" for where, why in left_out.items()], LEFT_OUT)
 
 
 def _write_lines(path: Path, entries: Sequence[dict]) -> None:

@@ -44,17 +44,6 @@ class Prompt:
     where: str = "the prompt"
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """An entry that is skipped: where it stands, and why."""
-
-    where: str
-    reason: str
-
-    def __str__(self) -> str:
-        return printable(f"{self.where}: {self.reason}")
-
-
 def check_text(name: str, text: str) -> None:
     """Raises UserError for a prompt that is too long or cannot be encoded as UTF-8."""
     if len(text) > MAX_CHARACTERS:
@@ -72,11 +61,11 @@ def check_prompt(text: str) -> None:
         raise UserError("The prompt is empty. Say what to draw.")
 
 
-def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], list[LeftOut]]:
+def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]:
     """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
 
     Returns:
-        the valid entries, and the invalid ones, both in file order
+        the valid entries, and what is wrong with the others by their place, in file order
 
     Raises:
         UserError: there is no such file, it is of another kind, a CSV is broken or has other columns, or no entry is
@@ -92,16 +81,16 @@ def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], list[LeftOut]]:
         raise UserError(
             f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
         ) from error
-    prompts, left_out = [], []
+    prompts, left_out = [], {}
     for number, (line, entry) in enumerate(entries(path, data)):
         if number == MAX_PROMPTS:
             raise UserError(f"The file of prompts {str(path)!r} has more than {MAX_PROMPTS:,} entries. Split it.")
         try:
             prompts.append(_prompt(number, f"line {line}", entry))
         except UserError as error:
-            left_out.append(LeftOut(f"line {line}", str(error)))
+            left_out[f"line {line}"] = printable(str(error))
     if not prompts:
-        first = f" The first fault: {left_out[0]}" if left_out else ""
+        first = next((f" The first fault: {where}: {why}" for where, why in left_out.items()), "")
         raise UserError(f"The file of prompts {str(path)!r} holds no usable prompt.{first} Give {_SHAPES}.")
     return prompts, left_out
 

@@ -116,7 +116,7 @@ class Checkpoint:
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""
         with self.explain(f"{part}/config.json"):
-            return UNet2DConditionModel.load_config(self.configs, subfolder=part)
+            return {**UNet2DConditionModel.load_config(self.configs, subfolder=part)}  # an error for a list
 
     def explain(self, file: str) -> AbstractContextManager:
         """Turns errors of reading a file of the configurations into a UserError."""
@@ -209,11 +209,10 @@ def load_pipeline(
                 f"The SDXL checkpoint {checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 "
                 "out."
             )
-        stretches = encoder_2 == STRETCH and part != "denoiser"
         given = {"text_encoder": encoder, "text_encoder_2": None if encoder_2 == STRETCH else encoder_2}
         given = {slot: os.fspath(name) for slot, name in given.items() if name is not None}
         pipe = _load(checkpoint, given, dtype, part)
-        if stretches:
+        if encoder_2 == STRETCH and part != "denoiser":
             text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
             pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
         pipe = pipe.to(device)
@@ -274,9 +273,8 @@ def _text_encoders(
         checkpoint.check_fits(slot, encoder, name)
         if slot == "text_encoder_2":
             # The UNet was trained with this pad token after a text; another file's tokenizer may have another one.
-            with checkpoint.explain(_TOKENIZERS[slot]):
-                trained_with = CLIPTokenizer.from_pretrained(checkpoint.configs, subfolder=_TOKENIZERS[slot])
-            tokenizer.pad_token = trained_with.pad_token
+            replaced = CLIPTokenizer.from_pretrained(checkpoint.configs, subfolder=_TOKENIZERS[slot])
+            tokenizer.pad_token = replaced.pad_token
         parts |= {slot: encoder.to(dtype), _TOKENIZERS[slot]: tokenizer}
     if checkpoint.file is None and Path(checkpoint.configs).is_dir():
         kept = [slot for slot in slots if slot not in parts]
@@ -287,8 +285,7 @@ def _text_encoders(
 def _load_model(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> nn.Module:
     """The UNet or the autoencoder. Raises UserError if weights are missing or superfluous."""
     options = {"subfolder": part, "output_loading_info": True, _DTYPE_ARGUMENT: dtype}
-    with checkpoint.explain(f"{part}/config.json"):
-        cls = getattr(diffusers, checkpoint.config(part)["_class_name"])
+    cls = getattr(diffusers, checkpoint.config(part)["_class_name"])
     with quiet_logging():  # what diffusers warns of is an error here
         model, info = cls.from_pretrained(checkpoint.configs, **options)
     superfluous = [f"{name} has no place in it" for name in sorted(info["unexpected_keys"])]

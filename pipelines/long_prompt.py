@@ -10,11 +10,7 @@ from typing import NamedTuple, get_args
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.loaders import (
-    StableDiffusionLoraLoaderMixin,
-    StableDiffusionXLLoraLoaderMixin,
-    TextualInversionLoaderMixin,
-)
+from diffusers.loaders import TextualInversionLoaderMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, fast_tokenizer, positions_for, split_text
@@ -277,9 +273,7 @@ class LongPromptMixin:
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:
         """Scales the text encoders' LoRA layers within the context, and restores their scales exactly."""
         with ExitStack() as stack:
-            if scale is not None and isinstance(
-                self, StableDiffusionXLLoraLoaderMixin | StableDiffusionLoraLoaderMixin
-            ):
+            if scale is not None:
                 self._lora_scale = scale  # what diffusers' `lora_scale` reports
                 for encoder in (self.text_encoder, getattr(self, "text_encoder_2", None)):
                     if getattr(encoder, "peft_config", None):
@@ -437,29 +431,22 @@ class SDLongPromptMixin(LongPromptMixin):
         return [(self.tokenizer, self.text_encoder)]
 
     def _states(self, encoder, ids, clip_skip):
-        with _last_layer_is(encoder, clip_skip or 0):
+        with _without_last_layers(encoder, clip_skip or 0):
             return encoder(ids)[0], None
 
 
 @contextmanager
-def _last_layer_is(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
-    """Within the context, the encoder's final norm reads the hidden states `skipped` layers before the last one.
+def _without_last_layers(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
+    """Within the context, the encoder's last layers hand on what they read, so that the final norm reads it.
 
     Uses hooks, because offloaded encoders work through `forward` only.
     """
-    if not skipped:
-        yield
-        return
-    model = getattr(encoder, "text_model", encoder)  # transformers 5 has no such part
-    layers, states = model.encoder.layers, []
+    layers = getattr(encoder, "text_model", encoder).encoder.layers  # transformers 5 has no such part
 
-    def keep(module, inputs, output):
-        states.append(output[0] if isinstance(output, tuple) else output)
+    def hand_on(module, inputs, output):
+        return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
 
-    hooks = [
-        layers[-1 - skipped].register_forward_hook(keep),
-        model.final_layer_norm.register_forward_pre_hook(lambda module, inputs: (states.pop(), *inputs[1:])),
-    ]
+    hooks = [layer.register_forward_hook(hand_on) for layer in layers[len(layers) - skipped :]]
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,7 +251,7 @@ def render(
 
     def check_latents(pipe: DiffusionPipeline, index: int, timestep, tensors: dict) -> dict:
         if not any(_finite_rows(tensors["latents"])):
-            raise _LostError(f"latents after step {index + 1}")
+            raise _LostError(_NOT_FINITE.format(f"latents after step {index + 1}"))
         if on_step is not None:
             on_step(index + 1, pipe.num_timesteps)
         return {}
@@ -258,7 +259,7 @@ def render(
     hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
     try:
         if not any(map(all, zip(*map(_finite_rows, embeddings.values()), strict=True))):
-            raise _LostError("embeddings")
+            raise _LostError(_NOT_FINITE.format("embeddings"))
         with np.errstate(invalid="ignore"):  # NaN is reported below
             output = pipe(
                 **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
@@ -272,27 +273,24 @@ def render(
                 callback_on_step_end_tensor_inputs=["latents"],
             )
     except _LostError as lost:
-        return [_not_finite(str(lost))] * len(seeds)
+        return [str(lost)] * len(seeds)
     finally:
         hook.remove()
     flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(seeds)
     if len(decoded) != len(seeds):  # in tiles
         decoded = [all(decoded)] * len(seeds)
     return [
-        _not_finite("pixels") if not finite else _FLAGGED if black else image
+        _NOT_FINITE.format("pixels") if not finite else _FLAGGED if black else image
         for image, finite, black in zip(output.images, decoded, flagged, strict=True)
     ]
 
 
+_NOT_FINITE = "its {} are not finite (NaN or infinite)"
 _FLAGGED = "the safety checker of the checkpoint has blacked it out"
 
 
 class _LostError(Exception):
-    """No image of a batch is left; says which values are not finite."""
-
-
-def _not_finite(values: str) -> str:
-    return f"its {values} are not finite (NaN or infinite)"
+    """No image of a batch is left; says why."""
 
 
 def _finite_rows(tensor: torch.Tensor) -> list[bool]:
@@ -595,19 +593,17 @@ def _layouts(
     renderer: Renderer, pipe: DiffusionPipeline, tasks: Sequence[ImageTask], left_out: dict[str, str]
 ) -> dict[int, PromptLayout]:
     """How the prompt of each image is read, by the image's index; prints it."""
-    known: dict[ImagePrompt, PromptLayout] = {}
-    layouts = {}
+    read, layouts = cache(lambda prompt: renderer.layout(pipe, prompt)), {}
     for index, task in enumerate(tasks):
-        prompt = replace(task.prompt, seed=0)
         try:
-            layouts[index] = known[prompt] = known.get(prompt) or renderer.layout(pipe, prompt)
+            layouts[index] = read(replace(task.prompt, seed=0))
         except UserError as error:
             left_out[task.place] = str(error)
     if not layouts:
         place, why = next(iter(left_out.items()))
         raise UserError(f"No prompt can be rendered. {place.capitalize()}: {why}")
-    counts = sorted(Counter(layout.positions for layout in known.values()).items())
-    print("Positions:", ", ".join(f"{length} for {count:,} prompt{'s' * (count > 1)}" for length, count in counts))
+    counts = sorted(Counter(layout.positions for layout in layouts.values()).items())
+    print("Positions:", ", ".join(f"{length} for {count:,} image{'s' * (count > 1)}" for length, count in counts))
     return layouts
 
 

@@ -10,7 +10,9 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from diffusers.hooks import apply_layerwise_casting
 from helpers import tiny_sdxl
+from helpers.draw import EMBEDDINGS, SHORT, TEXT_PARTS, draw
 from helpers.single_files import original_layout
+from helpers.tiny_sdxl import assemble_copy
 from helpers.vocabulary import BOS, EOS, SIZE, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -18,54 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, with_long_prompts
 
-SHORT = "A red cat sleeps on a blue sofa, next to a window."
-WORDS = ["red", "cat", "blue", "sofa", "tree", "house", "sky"]  # one token each
-LONG = " ".join(WORDS * 20)
+LONG = " ".join(["red", "cat", "blue", "sofa", "tree", "house", "sky"] * 20)  # one token each
 ENCODERS = ("text_encoder", "text_encoder_2")
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return tiny_sdxl.build_tiny_sdxl(tmp_path_factory.mktemp("sdxl"))
-
-
-def quiet(pipe):
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-@pytest.fixture(scope="module")
-def loaded(base):
-    return quiet(StableDiffusionXLPipeline.from_pretrained(base, add_watermarker=False))
-
-
-def build(cls, loaded, **components):
-    """A pipeline with copied models: reading the folder each time would take seconds, because of the tokenizers."""
-    parts = {name: part for name, part in loaded.components.items() if name not in components}
-    for name in ("unet", "vae", *ENCODERS):
-        if name in parts:
-            parts[name] = copy.deepcopy(parts[name])
-    return quiet(cls(**parts, **components, add_watermarker=False))
+def loaded():
+    return tiny_sdxl.sdxl_parts()
 
 
 def ours(loaded, **components):
-    return build(StableDiffusionXLLongPromptPipeline, loaded, **components)
+    return assemble_copy(StableDiffusionXLLongPromptPipeline, loaded, **components)
 
 
 def pair(loaded, **components):
     """diffusers' pipeline and ours, of separate models."""
-    return build(StableDiffusionXLPipeline, loaded, **components), ours(loaded, **components)
-
-
-def draw(pipe, prompt=None, steps=2, **call):
-    generator = torch.Generator("cpu").manual_seed(0)
-    return pipe(prompt, generator=generator, num_inference_steps=steps, output_type="np", **call).images
+    return assemble_copy(StableDiffusionXLPipeline, loaded, **components), ours(loaded, **components)
 
 
 def same_as_stock(stock, pipe, **call):
@@ -213,7 +185,7 @@ def test_lora_scales_weights_and_fusing(loaded, lora, tmp_path):
 
 
 def test_a_pipeline_that_has_a_lora_keeps_it_with_long_prompts(loaded, lora, tmp_path):
-    stock = build(StableDiffusionXLPipeline, loaded)
+    stock = assemble_copy(StableDiffusionXLPipeline, loaded)
     stock.load_lora_weights(diffusers_file(tmp_path / "lora.safetensors", lora), adapter_name="style")
     pipe, plain = with_long_prompts(stock), ours(loaded)
     assert_encodes_like(pipe, merged(ours(loaded), lora), plain, LONG)
@@ -259,7 +231,8 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
     vectors = {"clip_l": torch.randn(4, 32, generator=generator), "clip_g": torch.randn(4, 40, generator=generator)}
     save_file(vectors, tmp_path / "style.safetensors")
     tokenizers = {"tokenizer": tiny_tokenizer(77), "tokenizer_2": tiny_tokenizer(77, pad_token="!")}
-    stock, pipe = build(StableDiffusionXLPipeline, loaded, **tokenizers), ours(loaded, **copy.deepcopy(tokenizers))
+    stock, pipe = pair(loaded, **tokenizers)
+    pipe.register_modules(**copy.deepcopy(tokenizers))
     state = load_file(tmp_path / "style.safetensors")
     for loading in (stock, pipe):
         loading.load_textual_inversion(
@@ -271,7 +244,7 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
     call = {"prompt_2": "a <style> cat", "negative_prompt": "<style>"}
     assert not np.array_equal(same_as_stock(stock, pipe, **call), draw(pipe, SHORT, negative_prompt="<style>"))
 
-    # in a long prompt all four vectors stand in one window, at the same places of both encoders
+    # in a long prompt all four vectors stand in one chunk, at the same places of both encoders
     group = list(range(SIZE, SIZE + 4))
     for before, overlap in itertools.product(range(70, 76), (True, False)):
         pipe.set_long_prompt(reading="overlap" if overlap else "separate")
@@ -288,7 +261,7 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
         for rows in seen:
             groups = sum(row[at : at + 4] == group for row in rows for at in range(77))
             assert groups >= 1 and all(sum(row.count(token) for row in rows) == groups for token in group)
-            if overlap:  # what is read again stands in two windows
+            if overlap:  # what is read again stands in two chunks
                 continue
             text = [token for row in rows[:2] for token in row[1 : row.index(EOS)]]
             assert text[before : before + 4] == group and len(text) == before + 24
@@ -297,11 +270,11 @@ def test_a_textual_inversion_file_of_both_encoders(loaded, tmp_path):
 # ---- single files
 
 
-def test_from_single_file(base, loaded, tmp_path):
+def test_from_single_file(sdxl_folder, loaded, tmp_path):
     stock, pipe = pair(loaded)
     path = tmp_path / "checkpoint.safetensors"
     save_file(original_layout(stock.components), path)
-    single = quiet(StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(base), add_watermarker=False))
+    single = StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(sdxl_folder), add_watermarker=False)
     for name in ("unet", "vae", *ENCODERS):
         expected, got = (getattr(p, name).state_dict() for p in (stock, single))
         assert expected.keys() == got.keys()
@@ -310,7 +283,7 @@ def test_from_single_file(base, loaded, tmp_path):
     assert np.array_equal(draw(single, LONG), draw(pipe, LONG))
     # a 248-token encoder goes in as into `from_pretrained`
     encoder = {"text_encoder": tiny_sdxl.stretched(stock.text_encoder, 248), "tokenizer": tiny_tokenizer(248)}
-    single = StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(base), **encoder)
+    single = StableDiffusionXLLongPromptPipeline.from_single_file(path, config=str(sdxl_folder), **encoder)
     assert single.text_encoder is encoder["text_encoder"]
     assert single.prompt_layout(LONG).chunks == (1, 3)
     assert torch.equal(single.encode_prompt(LONG)[0], ours(loaded, **encoder).encode_prompt(LONG)[0])
@@ -359,7 +332,6 @@ def test_encoders_are_never_cast_or_moved(loaded):
     encoder = NeverCast(plain.text_encoder.config).eval()
     encoder.load_state_dict(plain.text_encoder.state_dict())
     pipe = StableDiffusionXLLongPromptPipeline(**{**plain.components, "text_encoder": encoder})
-    quiet(pipe)
     assert np.array_equal(draw(pipe, LONG, negative_prompt=SHORT), draw(plain, LONG, negative_prompt=SHORT))
     with pytest.raises(AssertionError, match="cast with"):
         pipe.to(torch.bfloat16)
@@ -404,8 +376,6 @@ def test_everything_at_once_is_what_it_is_one_by_one(loaded):
         for together, single in zip(batch, alone, strict=True):
             torch.testing.assert_close(together[row : row + 1], single, rtol=1e-5, atol=1e-5)
     # the same from embeddings made before, as people do who drop the encoders
-    drop = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-    names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    bare = ours(loaded, **drop)
-    images = draw(bare, **dict(zip(names, batch, strict=True)))
+    bare = ours(loaded, **dict.fromkeys(TEXT_PARTS))
+    images = draw(bare, **dict(zip(EMBEDDINGS, batch, strict=True)))
     assert np.array_equal(images, draw(pipe, prompts, negative_prompt=negatives, num_images_per_prompt=2, clip_skip=1))

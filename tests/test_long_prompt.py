@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
-from helpers.draw import EMBEDDINGS, OTHER, SHORT, add_lora, draw, load
+from helpers.draw import OTHER, SHORT, add_lora, draw, load
 from helpers.tiny_sdxl import assemble, assemble_copy
 from helpers.vocabulary import BOS, EOS, SIZE
 from hypothesis import given, settings
@@ -126,17 +126,6 @@ def test_a_long_first_encoder_reads_short_prompts_at_77(ours, long):
     # and what is stretched keeps the positions it had
     torch.testing.assert_close(embeds, ours.encode_prompt(SHORT)[0], rtol=1e-5, atol=1e-5)
     assert torch.equal(pooled, ours.encode_prompt(SHORT)[2])
-
-
-# ---- long prompts: encoded once or encoded before, the image is the same
-
-
-@pytest.mark.parametrize("count", [150, 300])
-def test_an_image_from_embeddings_is_the_full_runs_image(long, count):
-    image = draw(long, words(count), negative_prompt="blurry")
-    embeds = dict(zip(EMBEDDINGS, long.encode_prompt(words(count), negative_prompt="blurry"), strict=True))
-    assert np.array_equal(draw(long, **embeds), image)
-    assert not np.array_equal(draw(long, words(count) + " dragon", negative_prompt="blurry"), image)
 
 
 # ---- lengths
@@ -303,32 +292,6 @@ def test_short_and_long_prompts_in_clips_own_vocabulary():
         torch.testing.assert_close(embeds, torch.cat(halves, dim=-1), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lengths", CONTEXT_LENGTHS)
-def test_both_encoders_have_each_token_at_the_same_place(pipe_of_lengths, lengths):
-    """Without position embeddings, the input of the first layer names the token that stands at each position."""
-    pipe = pipe_of_lengths[lengths]
-    encoders = (pipe.text_encoder, pipe.text_encoder_2)
-    tables = [next(p for n, p in encoder.named_parameters() if "position_embedding" in n) for encoder in encoders]
-    saved = [table.clone() for table in tables]
-    try:
-        for table in tables:
-            table.zero_()
-        for count in (0, 1, 2, 3, 7, 8, 74, 75, 76, 149, 150, 151, 246, 247, 400):
-            ids = texts_of(pipe, words(count, "." if count else ""))[0].ids
-            assert len(ids) == count
-            # three layers: two before the penultimate output is the input
-            embeds = pipe.encode_prompt(words(count, "." if count else ""), clip_skip=2)[0][0]
-            vectors = [encoder.get_input_embeddings().weight for encoder in encoders]
-            expected = torch.cat([vector[[BOS, *ids, EOS]] for vector in vectors], dim=-1)
-            assert torch.equal(embeds[: count + 2], expected), count
-            for half, vector, pad in zip(embeds.split([32, 40], -1), vectors, (EOS, 0), strict=True):
-                after = half[count + 2 :]
-                assert all(torch.equal(state, vector[pad]) or torch.equal(state, vector[EOS]) for state in after)
-    finally:
-        for table, values in zip(tables, saved, strict=True):
-            table.copy_(values)
-
-
 def test_one_forward_an_encoder_and_never_past_its_context_length(long):
     shapes = {"first": [], "second": []}
     hooks = [
@@ -342,21 +305,6 @@ def test_one_forward_an_encoder_and_never_past_its_context_length(long):
             hook.remove()
     # chunks of both prompts and one empty one; then those of both negatives and one empty one
     assert shapes == {"first": [(2 + 1 + 1, 248), (2 + 1, 248)], "second": [(8 + 1 + 1, 77), (2 + 1, 77)]}
-
-
-@pytest.mark.parametrize("name", ["ours", "long"])
-def test_late_details_are_read(request, name):
-    pipe = request.getfixturevalue(name)
-    text = words(140).split()
-    other = [*text[:120], "dragon", *text[121:]]
-    a, _, pooled_a, _ = pipe.encode_prompt(" ".join(text))
-    b, _, pooled_b, _ = pipe.encode_prompt(" ".join(other))
-    differs = (a != b).any(-1)[0]
-    assert differs[121:142].all() and not differs[:121].any()
-    # the second encoder pools its first chunk, which did not change
-    assert torch.equal(pooled_a, pooled_b)
-    early = pipe.encode_prompt(" ".join(["dragon", *text[1:]]))
-    assert not torch.equal(early[2], pooled_a)
 
 
 # ---- cuts

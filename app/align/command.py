@@ -1,7 +1,6 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
 from .data import AlignBatch, AlignDataset, FrozenVAE, collate
-from .encoders import first_slot, recompute_activations, second_slot
+from .encoders import make_slots, recompute_activations
 from .objective import TERMS, Objective
 from .plan import PROBE, print_plan
 
@@ -63,18 +62,15 @@ class Alignment(Run):
         checkpoint = Checkpoint.parse(config.base)
         self.pixels = config.pixels or min(checkpoint.size)
         self.settings["pixels"] = self.pixels
-        self.inputs |= {
-            "SDXL checkpoint": checkpoint.digest,
-        }
+        self.inputs["SDXL checkpoint"] = checkpoint.digest
         for place, name in (("first", config.encoder), ("second", config.encoder_2)):
             of_checkpoint = name in (None, ORIGINAL, STRETCH)
             self.inputs[f"{place} encoder"] = name if of_checkpoint else EncoderSpec.parse(name).digest
         device, dtype = accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
-        first, self.two_tower = first_slot(config.encoder, pipe, checkpoint, dtype)
-        second = second_slot(config.encoder_2, pipe, checkpoint)
-        self.slots = tuple(replace(slot, overlap=config.reading == "overlap") for slot in (first, second))
+        names = (config.encoder, config.encoder_2)
+        self.slots, self.two_tower = make_slots(names, pipe, checkpoint, dtype, config.reading == "overlap")
         slots = zip((FIRST, SECOND), self.slots, strict=True)
         fitted = {name: slot.fitted.model for name, slot in slots if slot.fitted}
         self.model = nn.ModuleDict(fitted).to(device).train()

@@ -1,6 +1,7 @@
 """The text encoders of a run: those that are fitted, and the frozen ones that they are compared with."""
 
 import copy
+from contextlib import suppress
 
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -16,72 +17,64 @@ from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint
 from .objective import Encoder, Slot
 
 
-def first_slot(
-    name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: Checkpoint, dtype: torch.dtype
-) -> tuple[Slot, Backbone | None]:
-    """SDXL's first encoder, and the two-tower that the fitted one is the text tower of, if it has an image tower.
+def make_slots(
+    names: tuple[str | None, str | None],
+    pipe: StableDiffusionXLPipeline,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    overlap: bool,
+) -> tuple[tuple[Slot, Slot], Backbone | None]:
+    """SDXL's encoders, and the two-tower that the fitted first one is the text tower of, if it has an image tower.
+
+    A first encoder's pooled features stay where they are, the second's near the checkpoint's own, which the UNet reads.
 
     Args:
-        name: of the settings.
+        names: of the settings; None is the checkpoint's own, frozen.
         dtype: of frozen encoders.
+        overlap: whether chunks overlap.
 
     Raises:
-        UserError: it cannot be loaded, or does not fit the checkpoint.
+        UserError: one cannot be loaded, or does not fit the checkpoint.
     """
-    base = Encoder(pipe.text_encoder.requires_grad_(False), pipe.tokenizer)
-    if name is None:
-        return Slot(base), None
-    backbone = kept = None
-    if name == ORIGINAL:
-        encoder, tokenizer = copy.deepcopy(base.model), base.tokenizer
+    first = Encoder(pipe.text_encoder.requires_grad_(False), pipe.tokenizer)
+    second = Encoder(pipe.text_encoder_2.requires_grad_(False), pipe.tokenizer_2)
+    fitted, features, backbone = [None, None], [None, second], None
+    if names[0] is not None:
+        model, tokenizer, backbone = _load(names[0], "text_encoder", first, checkpoint)
+        if isinstance(model, CLIPTextModelWithProjection):
+            frozen = copy.deepcopy(model).to(first.model.device, dtype).requires_grad_(False)
+            features[0] = Encoder(frozen, tokenizer)
+        fitted[0] = Encoder(model.float().requires_grad_(True), tokenizer)
+    if names[1] is not None:
+        model, tokenizer, _ = _load(names[1], "text_encoder_2", second, checkpoint)
+        tokenizer.pad_token = second.tokenizer.pad_token  # the one that the UNet was trained with
+        fitted[1] = Encoder(model.float().requires_grad_(True), tokenizer)
+    columns = zip((first, second), fitted, features, strict=True)
+    return tuple(Slot(base, encoder, kept if encoder else None, overlap) for base, encoder, kept in columns), backbone
+
+
+def _load(
+    name: str, slot: str, base: Encoder, checkpoint: Checkpoint
+) -> tuple[TextEncoder, CLIPTokenizer, Backbone | None]:
+    """An encoder in the place of the checkpoint's, and of a first one the two-tower that it belongs to, if known."""
+    if name in (ORIGINAL, *([STRETCH] if slot == "text_encoder_2" else [])):
+        encoder = copy.deepcopy(base.model).float(), base.tokenizer
+        return *(stretch_text_encoder(*encoder) if name == STRETCH else encoder), None
+    spec, backbone = EncoderSpec.parse(name), None
+    if slot == "text_encoder":
+        with suppress(UserError):  # a text encoder alone
+            backbone = spec.load_two_tower()
+    if backbone is None:
+        model, tokenizer = spec.load_text_encoder()
     else:
-        backbone, encoder, tokenizer = _load(name)
-        _check("text_encoder", name, encoder, tokenizer, base, checkpoint)
-    if isinstance(encoder, CLIPTextModelWithProjection):
-        kept = Encoder(copy.deepcopy(encoder).to(base.model.device, dtype).requires_grad_(False), tokenizer)
-    return Slot(base, Encoder(encoder.float().requires_grad_(True), tokenizer), kept), backbone
-
-
-def second_slot(name: str | None, pipe: StableDiffusionXLPipeline, checkpoint: Checkpoint) -> Slot:
-    """SDXL's second encoder. Its pooled features stay near the checkpoint's own, which the UNet reads.
-
-    Raises:
-        UserError: it cannot be loaded, or does not fit the checkpoint.
-    """
-    base = Encoder(pipe.text_encoder_2.requires_grad_(False), pipe.tokenizer_2)
-    if name is None:
-        return Slot(base)
-    if name in (ORIGINAL, STRETCH):
-        encoder, tokenizer = copy.deepcopy(base.model).float(), base.tokenizer
-        if name == STRETCH:
-            encoder, tokenizer = stretch_text_encoder(encoder, tokenizer)
-    else:
-        encoder, tokenizer = EncoderSpec.parse(name).load_text_encoder()
-        _check("text_encoder_2", name, encoder, tokenizer, base, checkpoint)
-    tokenizer.pad_token = base.tokenizer.pad_token  # the one that the UNet was trained with
-    return Slot(base, Encoder(encoder.float().requires_grad_(True), tokenizer), base)
-
-
-def _load(name: str) -> tuple[Backbone | None, TextEncoder, CLIPTokenizer]:
-    """An encoder with its projection if it is known, and the two-tower that it belongs to, if there is one."""
-    spec = EncoderSpec.parse(name)
-    try:
-        backbone = spec.load_two_tower()
-    except UserError:
-        return None, *spec.load_text_encoder()
-    return backbone, *to_transformers(backbone, projection=backbone.pooling == "eot")
-
-
-def _check(
-    slot: str, name: str, encoder: TextEncoder, tokenizer: CLIPTokenizer, base: Encoder, checkpoint: Checkpoint
-) -> None:
-    """Raises UserError unless the encoder can take the place of the checkpoint's own."""
-    checkpoint.check_fits(slot, encoder, name)
+        model, tokenizer = to_transformers(backbone, projection=backbone.pooling == "eot")
+    checkpoint.check_fits(slot, model, name)
     if tokenizer.get_vocab() != base.tokenizer.get_vocab():
         raise UserError(
             f"The encoder {name!r} and the one of {checkpoint.name!r} that it replaces have different tokens, so their "
             "states cannot be compared one by one. Give an encoder that was trained from the checkpoint's."
         )
+    return model, tokenizer, backbone
 
 
 def recompute_activations(encoder: TextEncoder) -> None:

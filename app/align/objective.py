@@ -140,14 +140,14 @@ class Objective:
     ) -> dict[str, Tensor]:
         """The terms of texts that stand for the samples `rows`."""
         states, errors, distances = [], [], []
-        for slot, of_slot in zip(self.slots, map(list, zip(*texts, strict=True)), strict=True):
+        for slot, slot_texts in zip(self.slots, map(list, zip(*texts, strict=True)), strict=True):
             with autocast(self.precision, self.unet.device):
-                of_encoder, pooled = slot.reader.read(of_slot, length, slot.overlap)
+                encoded, pooled = slot.reader.read(slot_texts, length, slot.overlap)
                 if slot.fitted is not None:
-                    errors.append(slot.state_errors(of_encoder, of_slot, length))
+                    errors.append(slot.state_errors(encoded, slot_texts, length))
                 if slot.features is not None:
-                    distances.append(slot.feature_distances(pooled, of_slot, length))
-            states.append(of_encoder)
+                    distances.append(slot.feature_distances(pooled, slot_texts, length))
+            states.append(encoded)
         terms = {"state_error": sum(errors)}
         if distances:
             terms["feature_distance"] = sum(distances)
