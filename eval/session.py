@@ -337,7 +337,6 @@ class Session:
         Raises:
             UserError: an encoder cannot be loaded.
         """
-
         results = {}
         for label, spec in self.encoders.items():
             encoder = load(spec, label, self.device)
@@ -356,6 +355,8 @@ class Session:
         **more,
     ) -> dict:
         """Writes NAME.json and the figures into the output folder, prints the tables, and returns the report.
+
+        It holds settings, versions, digests, numbers by encoder, encoders compared, notes, bad records and seconds.
 
         Args:
             encoders: numbers by label.

@@ -157,7 +157,7 @@ def compare_objects(
     for score in [*SCORES, *(TELLINGS.values() if ways else ())]:
         if sums_a[score][1].any() and sums_b[score][1].any():
             line = paired_ratio_difference(sums_a[score], sums_b[score])
-            compared[score] = {name: value if name == "p" else 100 * value for name, value in line.items()}
+            compared[score] = {name: value and (value if name == "p" else 100 * value) for name, value in line.items()}
     return compared
 
 
