@@ -137,16 +137,10 @@ def trained_on(encoders: Mapping[str, EncoderSpec], pairs: Pairs) -> tuple[dict[
 class Processes:
     """The processes of this run, one for each GPU as `accelerate launch` starts them, or a single one.
 
-    Every process calls the same methods in the same order.
+    Every process calls the same methods in the same order. The main one reads, scores and writes.
 
     Args:
         device: where to run. None: each process on its own GPU; a single process where `pick_device` says.
-
-    Attributes:
-        count: number of processes.
-        index: of this process, from 0.
-        is_main: whether this process is the one that reads, scores and writes.
-        device: where this process runs.
 
     Raises:
         UserError: there is no such device, or several processes cannot share it.
