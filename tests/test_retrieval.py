@@ -61,33 +61,21 @@ several = st.lists(st.integers(1, 3), min_size=1, max_size=6).flatmap(
 )
 
 
-def check_recall(images, image_of, texts, ks, block):
-    got = recall_at_k(images, texts, ks=ks, block=block, image_of=image_of)
-    expected = literal_ranks(images, texts, range(len(texts)) if image_of is None else image_of)
-    for ranks, direction in zip(expected, got, strict=True):
-        assert got[direction] == pytest.approx({f"R@{k}": recall(ranks, k) for k in ks})
-    return got
-
-
 @settings(max_examples=300)
 @given(one_each | several, st.integers(1, 13), st.integers(1, 14))
 def test_recall_equals_brute_force_with_ties_for_any_block(drawn, k, block):
     images, image_of, texts = drawn
-    check_recall(torch.tensor(images).float(), image_of, torch.tensor(texts).float(), (k,), block)
+    images, texts = torch.tensor(images).float(), torch.tensor(texts).float()
+    got = recall_at_k(images, texts, ks=(k,), block=block, image_of=image_of)
+    expected = literal_ranks(images, texts, range(len(texts)) if image_of is None else image_of)
+    assert got == {way: {f"R@{k}": pytest.approx(recall(ranks, k))} for way, ranks in zip(got, expected, strict=True)}
 
 
-@pytest.mark.parametrize(("count", "captions", "noise"), [(60, 1, 1.5), (20, 5, 2.0)])
-def test_recall_of_random_features_equals_literal_ranks(count, captions, noise):
-    generator = torch.Generator().manual_seed(captions)
-    image_of = [image for image in range(count) for _ in range(captions)]
-    images = torch.randn(count, 8, generator=generator)
-    texts = images[image_of] + noise * torch.randn(len(image_of), 8, generator=generator)
-    got = check_recall(images, None if captions == 1 else image_of, texts, (1, 5, 10), 7)
-    assert 0 < got["text_to_image"]["R@1"] < got["text_to_image"]["R@10"] < 100
-    assert captions == 1 or got["text_to_image"]["R@1"] < got["image_to_text"]["R@1"] < 100  # one of five is enough
-
-
-def test_duplicates_among_several_captions():
+def test_duplicates_count_as_ties():
+    rows = torch.nn.functional.normalize(torch.randn(10, 64, generator=torch.Generator().manual_seed(2)), dim=1)
+    twice = torch.cat([rows, rows * (1 + 1e-7)])  # even after rounding to single precision
+    got = recall_at_k(twice, twice, ks=(1, 2))
+    assert got == {"text_to_image": {"R@1": 0.0, "R@2": 100.0}, "image_to_text": {"R@1": 0.0, "R@2": 100.0}}
     eye = torch.eye(2)
     # the same caption twice for one image harms nobody
     perfect = {"text_to_image": {"R@1": 100.0}, "image_to_text": {"R@1": 100.0}}
@@ -127,16 +115,6 @@ def test_ranks_among_candidates_equal_brute_force_with_ties_for_any_block(drawn,
     )
 
 
-def test_ranks_among_candidates_in_closed_form():
-    # Two images with a caption each; both captions say the same, and so does a third image.
-    images = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    texts = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    pairs = {"text_to_image": [[0, 1], [0, 1]]}
-    assert recall_ranks(images, texts, image_of=[0, 1], candidates=pairs)["text_to_image"].tolist() == [1, 2]
-    tied = {"text_to_image": [[0, 2], [1]]}
-    assert recall_ranks(images, texts, image_of=[0, 1], candidates=tied)["text_to_image"].tolist() == [2, 1]
-
-
 @pytest.mark.parametrize(
     ("candidates", "message"),
     [
@@ -166,13 +144,6 @@ def test_recall_in_closed_form():
     circle = torch.stack([angles.cos(), angles.sin()], dim=1)
     shifted = recall_at_k(circle[1:], circle[:-1], ks=(1, 2, 3))["text_to_image"]
     assert shifted == pytest.approx({"R@1": 100 / 19, "R@2": 200 / 19, "R@3": 100.0})
-
-
-def test_duplicated_pair_counts_as_tie_even_after_float32_rounding():
-    rows = torch.nn.functional.normalize(torch.randn(10, 64, generator=torch.Generator().manual_seed(2)), dim=1)
-    twice = torch.cat([rows, rows * (1 + 1e-7)])
-    got = recall_at_k(twice, twice, ks=(1, 2))
-    assert got == {"text_to_image": {"R@1": 0.0, "R@2": 100.0}, "image_to_text": {"R@1": 0.0, "R@2": 100.0}}
 
 
 def test_recall_does_not_depend_on_length_or_order():
