@@ -23,9 +23,9 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 from tqdm import tqdm
 
-from debias_diffusion.data import BadRecord, Record
-from debias_diffusion.data.bad_records import print_left_out
+from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
+from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.models.backbone import Backbone

@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
-from debias_diffusion.data import BadRecord, ImageFolder, Record
-from debias_diffusion.data.bad_records import print_left_out, refused
+from debias_diffusion.data.bad_records import BadRecord, print_left_out, refused
 from debias_diffusion.data.captions import check_caption, fold
+from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_layouts import load_json
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from debias_diffusion.data import BadRecord, Record
-from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
+from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_images, none_readable

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from debias_diffusion.data import BadRecord
-from debias_diffusion.data.bad_records import print_left_out
+from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import open_regular, write_text
 

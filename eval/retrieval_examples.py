@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from debias_diffusion.data import BadRecord, ImageSource, Record
-from debias_diffusion.data.bad_records import read_or_bad
+from debias_diffusion.data.bad_records import BadRecord, read_or_bad
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
 
 from .report import image_url, write_page
 

@@ -19,8 +19,10 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
 
-from debias_diffusion.data import BadRecord, ImageSource, Record, data_digest, open_data, read_captions
-from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data import data_digest, open_data, read_captions
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.devices import end_group_at_exit, pick_device
 from debias_diffusion.encoders import EncoderSpec
