@@ -1,1 +1,1 @@
-"""Measures of encoders: robustness, retrieval, attention, classification, pictures drawn with them; pages of all."""
+"""Measures of encoders: robustness, retrieval, attention, classification, images generated with them; pages of all."""

@@ -404,11 +404,10 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
             them (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. For images, their text encoders
-            take the place of SDXL's first; original, the SDXL checkpoint's own, is for images only. Of images, named
-            cut:NAME and separate:NAME, prompts are cut at 77 tokens and read in separate chunks; other evaluations have
-            each encoder once.
-        drawn: Generate images of only the first so many of these. auto is 1000, as many as Table S7 of the DeBias-CLIP
-            paper has, and 200 with toy/sdxl.
+            take the place of SDXL's first, and read prompts as `evaluate generation` says of cut:NAME and
+            separate:NAME; original, the SDXL checkpoint's own, is for images only.
+        images_per_encoder: Generate images of only the first so many pairs. auto is 1000, as in Table S7 of the
+            DeBias-CLIP paper, and 200 with toy/sdxl.
         base: SDXL folder in diffusers' layout, or a hub id, to generate with. Without it no images are generated and no
             drift is measured; auto is toy/sdxl for scenes of the toy world, whose images toy/features scores, and none
             for other data.
@@ -423,7 +422,7 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     encoders: list[str] = field(default_factory=lambda: list(TOYS))
     output: str = "runs/evaluation"
     data: str = "toy/test"
-    drawn: PositiveInt | Literal["auto"] = "auto"
+    images_per_encoder: PositiveInt | Literal["auto"] = "auto"
     base: str | None = "auto"
     classification: Classification | None = None
     classification_data: str | None = None
@@ -476,7 +475,9 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     @property
     def generated(self) -> int:
         """How many images of each encoder are generated, at most."""
-        count = (GENERATED_TOY if self.sdxl == TOY_BASE else GENERATED) if self.drawn == "auto" else self.drawn
+        count = self.images_per_encoder
+        if count == "auto":
+            count = GENERATED_TOY if self.sdxl == TOY_BASE else GENERATED
         return count if self.limit is None else min(count, self.limit)
 
     def settings(self, options: type, **changes) -> Any:

@@ -139,16 +139,10 @@ def trained_on(encoders: Mapping[str, EncoderSpec], pairs: Pairs) -> tuple[dict[
 class Processes:
     """The processes of this run, one for each GPU as `accelerate launch` starts them, or a single one.
 
-    Every process calls the same methods in the same order.
+    Every process calls the same methods in the same order. The main one reads, scores and writes.
 
     Args:
         device: where to run. None: each process on its own GPU; a single process where `pick_device` says.
-
-    Attributes:
-        count: number of processes.
-        index: of this process, from 0.
-        is_main: whether this process is the one that reads, scores and writes.
-        device: where this process runs.
 
     Raises:
         UserError: there is no such device, or several processes cannot share it.
@@ -339,7 +333,6 @@ class Session:
         Raises:
             UserError: an encoder cannot be loaded.
         """
-
         results = {}
         for label, spec in self.encoders.items():
             encoder = load(spec, label, self.device)
@@ -358,6 +351,8 @@ class Session:
         **more,
     ) -> dict:
         """Writes NAME.json and the figures into the output folder, prints the tables, and returns the report.
+
+        It holds settings, versions, digests, numbers by encoder, encoders compared, notes, bad records and seconds.
 
         Args:
             encoders: numbers by label.

@@ -568,7 +568,12 @@ def test_the_command_searches_and_every_evaluation_takes_what_it_leaves(tower, w
 def test_betas_leave_as_they_were_learned(world, tmp_path, capsys):
     base, data, images = world
     settings = dict(data=data, images=images, search="bp", limit=None, epochs=3, learning_rate=0.5, bp_batch=8)
+    picture, linked = tmp_path / "bp" / "heads.png", tmp_path / "linked"
+    picture.parent.mkdir()
+    linked.write_text("kept")
+    picture.symlink_to(linked)
     folder = ablate(AblateConfig(base, str(tmp_path / "bp"), **settings))
+    assert linked.read_text() == "kept" and picture.read_bytes()[:4] == b"\x89PNG"  # nothing goes through a link
     content, loaded = json.loads((folder / "ablation.json").read_text()), load_two_tower(str(folder))
     betas = torch.tensor(content["beta"])
     assert ((betas > 0) & (betas < 1)).all()  # a beta above 0.5 counts, too

@@ -75,25 +75,16 @@ def make_cifar_100(root: Path, labels: list[tuple[int, int]]) -> Path:
     return root
 
 
-def run(model: str | list[str], dataset: str, data: Path, output: Path, **options) -> dict:
-    models = [model] if isinstance(model, str) else model
-    return evaluate_classification(
-        ClassificationConfig(
-            encoders=models, output=str(output), dataset=dataset, data=str(data), device="cpu", **options
-        )
-    )
+def run(models: list[str], dataset: str, data: Path, output: Path, **options) -> dict:
+    settings = {"encoders": models, "output": str(output), "dataset": dataset, "data": str(data), "device": "cpu"}
+    return evaluate_classification(ClassificationConfig(**settings | options))
 
 
-def of_one(report: dict) -> dict:
-    """The numbers of the only encoder."""
-    [numbers] = report["encoders"].values()
-    return numbers
-
-
-def fewer_templates(monkeypatch, dataset: str) -> None:
+@pytest.fixture
+def few_templates(monkeypatch):
     """Two of the 80: the tests' time goes into prompts."""
-    few = replace(BENCHMARKS[dataset], templates=IMAGENET_TEMPLATES[:2])
-    monkeypatch.setitem(classification.BENCHMARKS, dataset, few)
+    few = replace(BENCHMARKS["imagenet-a"], templates=IMAGENET_TEMPLATES[:2])
+    monkeypatch.setitem(classification.BENCHMARKS, "imagenet-a", few)
 
 
 def by_hand(model: str, pictures: list[Image.Image], classes: list[str], templates) -> list[int]:
@@ -131,140 +122,77 @@ def test_templates_are_the_published_ones():
     assert len({template("X") for template in IMAGENET_TEMPLATES}) == 80
 
 
-def test_imagenet_1k_layout(tmp_path):
-    wnids = imagenet_wnids()
+def test_layouts_of_imagenet(tmp_path):
+    wnids, names = imagenet_wnids(), list(open_clip.IMAGENET_CLASSNAMES)
     root = image_folders(tmp_path / "val", wnids[::-1], drawn=3)  # made in reverse order: the last three classes
     data = read_imagenet(str(root), "imagenet-1k")
-    assert data.labels == [997, 998, 999]
-    assert [record.caption for record in data.records] == list(open_clip.IMAGENET_CLASSNAMES[-3:])
-    assert data.classes == list(open_clip.IMAGENET_CLASSNAMES)
-
-
-def test_imagenet_v2_folders_are_numbers_not_text(tmp_path):
+    assert (data.labels, data.classes) == ([997, 998, 999], names)
+    assert [record.caption for record in data.records] == names[-3:]
     root = image_folders(tmp_path / "v2", [str(index) for index in range(1000)], drawn=12, suffix="jpeg")
-    data = read_imagenet(str(root), "imagenet-v2")
-    assert data.labels == list(range(12))
-    assert [record.image.split("/")[0] for record in data.records] == [str(index) for index in range(12)]
-    assert [record.caption for record in data.records] == list(open_clip.IMAGENET_CLASSNAMES[:12])
+    data = read_imagenet(str(root), "imagenet-v2")  # folders are numbers, not text
+    assert data.labels == [int(record.image.split("/")[0]) for record in data.records] == list(range(12))
+    assert [record.caption for record in data.records] == names[:12]
     (root / "517").rmdir()
     with pytest.raises(UserError, match="holds 999 class folders, and imagenet-v2 has 1000, and lacks 517"):
         read_imagenet(str(root), "imagenet-v2")
 
 
-@pytest.mark.parametrize("dataset", ["imagenet-a", "imagenet-o"])
-@pytest.mark.usefixtures("blank_figures")
-def test_200_classes_compete_and_the_run_equals_brute_force(dataset, model, tmp_path, monkeypatch):
-    fewer_templates(monkeypatch, dataset)
+@pytest.mark.usefixtures("blank_figures", "few_templates")
+def test_200_classes_compete_and_the_run_equals_brute_force(model, tmp_path, monkeypatch):
     wnids = imagenet_wnids()[3::5]
     root = image_folders(tmp_path / "data", wnids, drawn=12)
     (root / "README.txt").write_text("as in the published archive")
-    (root / wnids[1] / "broken.JPEG").write_bytes(b"no image")
-    report = run(model, dataset, root, tmp_path / "out", batch_size=7)
+    for number in range(2):
+        (root / wnids[1] / f"broken_{number}.JPEG").write_bytes(b"no image")
+    with pytest.raises(UserError, match="2 of 14 records cannot be used.*0.01 that --max-bad"):
+        run([model], "imagenet-a", root, tmp_path / "out")
+    assert not (tmp_path / "out" / "classification.json").exists()
+    report = run([model], "imagenet-a", root, tmp_path / "out", batch_size=7, max_bad=0.2)
     assert (report["images"], report["classes"]) == (12, 200)
-    assert [record["where"] for record in report["left_out"]] == [f"{wnids[1]}/broken.JPEG"]
+    assert [record["where"] for record in report["left_out"]] == [f"{wnids[1]}/broken_{n}.JPEG" for n in range(2)]
     classes = list(open_clip.IMAGENET_CLASSNAMES[3::5])
     guesses = by_hand(model, [picture(index) for index in range(12)], classes, IMAGENET_TEMPLATES[:2])
     assert len(set(guesses)) > 1
     right = [100.0 * (guess == label) for label, guess in enumerate(guesses)]
-    assert [row["top1_percent"] for row in of_one(report)["per_class"]] == right
-    assert of_one(report)["top1_percent"] == pytest.approx(sum(right) / 12)
+    [numbers] = report["encoders"].values()
+    assert [row["top1_percent"] for row in numbers["per_class"]] == right
+    assert numbers["top1_percent"] == pytest.approx(sum(right) / 12)
     assert "200" in report["notes"][0] and report["compared"] == []
+    listed = Path.iterdir  # the order of the files does not matter
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(sorted(listed(self), reverse=True)))
+    again = run([model], "imagenet-a", root, tmp_path / "again", max_bad=0.2)
+    assert (again["encoders"], again["digests"]) == (report["encoders"], report["digests"])
 
 
-def test_cifar_10_run_equals_brute_force_and_leaves_its_files(model, tmp_path, capsys):
-    # The labels are the guesses by hand, but for three: so top-1 is known.
-    guesses = by_hand(model, [picture(index) for index in range(20)], CIFAR_10, CIFAR_TEMPLATES)
-    assert len(set(guesses)) > 1
-    labels = [(guess + (index < 3)) % 10 for index, guess in enumerate(guesses)]
-    report = run(model, "cifar-10", make_cifar_10(tmp_path / "cifar", [*labels, 200]), tmp_path / "out", batch_size=6)
-    assert of_one(report)["top1_percent"] == pytest.approx(100 * 17 / 20)
-    assert report["images"] == 20 and report["classes"] == 10 and len(report["templates"]) == 18
-    assert [record["kind"] for record in report["left_out"]] == ["unknown class"]
-    assert "image 20" in report["left_out"][0]["where"]
-    assert json.loads((tmp_path / "out" / "classification.json").read_text()) == report
-    assert Image.open(tmp_path / "out" / "classification.png").size[0] > 100
-    printed = capsys.readouterr().out
-    assert "85.0 (" in printed and "Left out: test_batch.bin, image 20" in printed
-
-
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory) -> str:
-    return save_tiny_clip(tmp_path_factory.mktemp("other-clip"), seed=13)
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_encoders_are_compared_image_by_image(model, other_model, tmp_path, capsys):
-    pictures = [picture(index) for index in range(20)]
-    guesses = [by_hand(name, pictures, CIFAR_10, CIFAR_TEMPLATES) for name in (model, other_model)]
+def test_encoders_are_compared_on_cifar_10_and_the_run_equals_brute_force(model, tmp_path, capsys):
+    models = [model, save_tiny_clip(tmp_path / "other", seed=13)]
+    pictures, names = [picture(index) for index in range(20)], [Path(name).name for name in models]
+    guesses = [by_hand(name, pictures, CIFAR_10, CIFAR_TEMPLATES) for name in models]
     # The first is right on the first 6 images, the second on all on which it differs from that.
     labels = [(first if index < 6 else second) for index, (first, second) in enumerate(zip(*guesses, strict=True))]
     hits = [[100.0 * (guess == label) for guess, label in zip(own, labels, strict=True)] for own in guesses]
     assert 0 < sum(hits[0]) < sum(hits[1])
-    root = make_cifar_10(tmp_path / "cifar", labels)
-    report = run([model, other_model], "cifar-10", root, tmp_path / "out", batch_size=7)
-    names = [Path(name).name for name in (model, other_model)]
-    assert list(report["encoders"]) == list(report["digests"]["encoders"]) == names
-    assert len(set(report["digests"]["encoders"].values())) == 2
+    root = make_cifar_10(tmp_path / "cifar", [*labels, 200])
+    report = run(models, "cifar-10", root, tmp_path / "out", batch_size=7)
+    assert report == json.loads((tmp_path / "out" / "classification.json").read_text())
+    assert report["images"] == 20 and report["classes"] == 10 and len(report["templates"]) == 18
+    assert [(bad["kind"], bad["where"]) for bad in report["left_out"]] == [
+        ("unknown class", "test_batch.bin, image 20")
+    ]
     for name, own in zip(names, hits, strict=True):
         assert report["encoders"][name]["top1_percent"] == pytest.approx(sum(own) / 20)
         assert sum(row["images"] for row in report["encoders"][name]["per_class"]) == 20
     [compared] = report["compared"]
     assert compared == {"a": names[1], "b": names[0], "score": "top-1"} | paired_difference(hits[1], hits[0])
-    assert compared["difference"] == pytest.approx((sum(hits[1]) - sum(hits[0])) / 20)
-    assert f"{names[1]} - {names[0]}, top-1" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_what_is_finished_is_not_done_again(model, other_model, tmp_path, monkeypatch):
-    fewer_templates(monkeypatch, "cifar-10")
-    root, output = make_cifar_10(tmp_path / "cifar", [1, 2, 3, 4, 5]), tmp_path / "out"
-
-    def kept() -> dict:
-        return {file.name: file.stat().st_mtime_ns for file in (output / "cache").iterdir()}
-
-    run(model, "cifar-10", root, output)  # as when a run of both was killed between them
-    first = kept()
-    together = run([model, other_model], "cifar-10", root, output)
-    assert first.items() < kept().items()
-    whole = kept()
-    again = run([model, other_model], "cifar-10", root, output)
-    assert kept() == whole and again == together  # the seconds too: those of the parts, whoever did them
-    anew = run([model, other_model], "cifar-10", root, tmp_path / "anew")
-    for name in ("encoders", "compared", "digests"):
-        assert anew[name] == together[name]
+    printed = capsys.readouterr().out
+    assert f"{names[1]} - {names[0]}, top-1" in printed and "Left out: test_batch.bin, image 20" in printed
+    assert Image.open(tmp_path / "out" / "classification.png").size[0] > 100
+    # Other names are other features of classes; the images are the same.
+    before = {file.name for file in (tmp_path / "out" / "cache").iterdir()}
     (root / "batches.meta.txt").write_text("".join(f"{name}\n" for name in CIFAR_10[::-1]))
-    run(model, "cifar-10", root, output)  # other names are other features of classes; the images are the same
-    assert sorted(name.split("-")[0] for name in kept().keys() - whole.keys()) == ["classes"]
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_the_share_of_unusable_images_has_a_limit(model, tmp_path, monkeypatch):
-    fewer_templates(monkeypatch, "imagenet-a")
-    root = image_folders(tmp_path / "data", imagenet_wnids()[:200], drawn=8)
-    for index in range(2):
-        (root / "n01440764" / f"broken_{index}.JPEG").write_bytes(b"no image")
-    with pytest.raises(UserError, match="2 of 10 records cannot be used.*0.01 that --max-bad"):
-        run(model, "imagenet-a", root, tmp_path / "out")
-    assert not (tmp_path / "out" / "classification.json").exists()
-    report = run(model, "imagenet-a", root, tmp_path / "out", max_bad=0.2)
-    assert report["images"] == 8 and len(report["left_out"]) == 2
-    broken = make_cifar_10(tmp_path / "cifar", [1, 2, 200, 201])
-    with pytest.raises(UserError, match="2 of 4 records"):
-        run(model, "cifar-10", broken, tmp_path / "cifar-out")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"models": []}, "at least one")],
-)
-def test_unusable_settings_are_told(options, message, model, tmp_path):
-    models = options.pop("models", model)
-    with pytest.raises(UserError, match=message):
-        run(models, "cifar-10", tmp_path, tmp_path / "out", **options)
-    with pytest.raises(UserError, match="There is no output"):
-        evaluate_classification(
-            ClassificationConfig(encoders=[model], output="", dataset="cifar-10", data=str(tmp_path))
-        )
+    run(models[:1], "cifar-10", root, tmp_path / "out")
+    added = {file.name for file in (tmp_path / "out" / "cache").iterdir()} - before
+    assert [name.split("-")[0] for name in added] == ["classes"]
 
 
 def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
@@ -273,20 +201,6 @@ def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
     assert [record.caption for record in data.records] == ["class 99", "class 0"]  # spaces for underscores
     for index, record in enumerate(data.records):
         assert np.array_equal(np.asarray(data.images.open(record.image)), np.asarray(picture(index)))
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_the_order_of_the_files_does_not_matter(model, tmp_path, monkeypatch):
-    fewer_templates(monkeypatch, "imagenet-a")
-    root = image_folders(tmp_path / "data", imagenet_wnids()[:200], drawn=6)
-    for index in range(3):
-        picture(50 + index).save(root / "n01440764" / f"more_{index}.JPEG", format="PNG")
-    listed = Path.iterdir
-    before = run(model, "imagenet-a", root, tmp_path / "one")
-    monkeypatch.setattr(Path, "iterdir", lambda self: iter(sorted(listed(self), reverse=True)))
-    after = run(model, "imagenet-a", root, tmp_path / "two")
-    for name in ("encoders", "digests"):
-        assert before[name] == after[name]
 
 
 @pytest.mark.parametrize(
@@ -302,13 +216,10 @@ def test_a_wrong_folder_is_told(spoil, message, tmp_path):
     spoil(root)
     with pytest.raises(UserError, match=message):
         read_imagenet(str(root), "imagenet-o")
-
-
-def test_no_folder_is_told(tmp_path):
-    with pytest.raises(UserError, match="is no folder"):
-        read_imagenet(str(tmp_path / "none"), "imagenet-1k")
-    with pytest.raises(UserError, match="holds no folders"):
-        read_imagenet(str(tmp_path), "imagenet-1k")
+    for folder, message in (("none", "is no folder"), (".", "holds no folders")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=message):
+            read_imagenet(str(tmp_path / "empty" / folder), "imagenet-1k")
 
 
 def test_cifar_pickles_are_not_opened(tmp_path):
@@ -384,9 +295,6 @@ def test_of_classes_equal_up_to_rounding_the_first_is_taken():
     images, classes = torch.tensor([[1.0, 0]]), torch.tensor([[1, 1e-5], [1, 0]])
     assert classify(images, classes).tolist() == [0]
     assert classify(images, torch.tensor([[1, 1e-2], [1, 0]])).tolist() == [1]
-
-
-def test_classify_refuses_nan():
     with pytest.raises(UserError, match="NaN"):
         classify(torch.tensor([[float("nan"), 1]]), torch.eye(2))
 

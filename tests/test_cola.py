@@ -65,7 +65,7 @@ def test_items_share_images_and_count_one_by_one():
     assert 0 < sum(expected) < 400
 
 
-def precision(scores: list[float], labels: list[bool]) -> float:
+def literal_precision(scores: list[float], labels: list[bool]) -> float:
     """Sum over the ranks of the positives of the precision there; no equal scores."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     ranks = [rank for rank, i in enumerate(order, 1) if labels[i]]
@@ -83,9 +83,9 @@ def test_average_precision_is_of_each_class_s_hard_images():
     cosine = torch.cosine_similarity(images[:, None].double(), texts[None].double(), dim=-1)
     for number, value in scores.items():
         rows = hard[:, number]
-        expected = precision(cosine[rows, number].tolist(), present[rows, number].tolist())
+        expected = literal_precision(cosine[rows, number].tolist(), present[rows, number].tolist())
         assert value == pytest.approx(expected, abs=1e-3)
-        everywhere = precision(cosine[:, number].tolist(), present[:, number].tolist())
+        everywhere = literal_precision(cosine[:, number].tolist(), present[:, number].tolist())
         assert value != pytest.approx(everywhere, abs=0.1)
     flat = torch.ones(4, 2)  # equal similarities: one threshold, whose precision is the share of positives
     all_hard = torch.ones(4, 1, dtype=torch.bool)
@@ -94,13 +94,8 @@ def test_average_precision_is_of_each_class_s_hard_images():
 
 
 def test_the_multi_object_file(tmp_path):
-    broken = [
-        ["a", "b"],
-        "x",
-        [f"{PLACE}/a.jpg", "one", f"{PLACE}/a.jpg", "two"],
-        [f"{PLACE}/a.jpg", " ", "b.jpg", "c"],
-        3,
-    ]
+    a = f"{PLACE}/a.jpg"
+    broken = [["a", "b"], "x", [a, "one", a, "two"], [a, " ", "b.jpg", "c"], 3]
     data = read_cola(write(tmp_path / "multi.json", [*ITEMS, *broken, ["https://x.org/", "a", "b.jpg", "c"]]))
     assert data.part == MULTI and data.images == [f"{name}.jpg" for name in ("red", "green", "blue", "white", "black")]
     assert data.texts[:2] == ["a red square left", "a green square"] and data.image_of == [0, 1, 2, 0, 3, 4]
@@ -117,13 +112,7 @@ def test_a_single_object_file_by_keys_and_as_a_list(as_list, tmp_path):
     content = [CLASSES, entries] if as_list else {"labels": CLASSES, "data": entries}
     data = read_cola(write(tmp_path / "single.json", content))
     assert (data.part, data.texts) == (SINGLE, CLASSES)
-    assert data.images == [
-        "red.jpg",
-        "blue.jpg",
-        "green.jpg",
-        "white.jpg",
-        "red.jpg",
-    ]
+    assert data.images == ["red.jpg", "blue.jpg", "green.jpg", "white.jpg", "red.jpg"]
     assert data.present.tolist()[0] == [True, False, False] and data.hard.tolist()[2] == [False, True, True]
     assert torch.equal(data.present[0], data.present[4]) and torch.equal(data.hard[0], data.hard[4])
     assert [bad.kind for bad in data.bad] == ["bad label", "bad hard list", "not an entry", "not an entry"]

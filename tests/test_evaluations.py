@@ -57,7 +57,7 @@ def check_all(config: AllConfig, monkeypatch) -> dict[str, dict]:
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
     toys = ["cut:toy/clip", "toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl"]
     assert AllConfig().encoders == toys
-    config = AllConfig([*toys[:2], toys[3]], str(tmp_path), limit=4, drawn=2)
+    config = AllConfig([*toys[:2], toys[3]], str(tmp_path), limit=4, images_per_encoder=2)
     reports = check_all(config, monkeypatch)
     printed = capsys.readouterr().out
     assert [f"[{n}/5]" in printed for n in (1, 5)] == [True, True] and "5 results in 5 sections" in printed
@@ -117,8 +117,8 @@ def test_sdxl_s_encoder_is_for_images_alone_which_are_as_many_as_in_table_s7(tmp
     def limit(**settings):
         return everything.settings_of_all(AllConfig(**settings))["generation"].limit
 
-    assert (limit(**toy), limit(**toy, drawn=3), limit(**toy, limit=5)) == (200, 3, 5)
-    assert (limit(**real), limit(**real, limit=None), limit(**real, drawn=3)) == (1000, 1000, 3)
+    assert (limit(**toy), limit(**toy, images_per_encoder=3), limit(**toy, limit=5)) == (200, 3, 5)
+    assert (limit(**real), limit(**real, limit=None), limit(**real, images_per_encoder=3)) == (1000, 1000, 3)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ REFUSED = [
     (AlignConfig, {"denoising": -1.0}, "denoising is -1.0, but must be a number, at least 0."),
     (AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
     (AlignConfig, {"pixels": 100}, "pixels is 100, but must be a whole number, a positive multiple of 8, or null."),
-    (AllConfig, {"drawn": 0}, "drawn is 0, but must be a whole number, at least 1, or auto."),
+    (AllConfig, {"images_per_encoder": 0}, "images_per_encoder is 0, but must be a whole number, at least 1, or auto."),
     (AllConfig, {"classification": "cifar-11"}, "classification is 'cifar-11', but must be imagenet-1k or"),
     (AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
     (AttentionConfig, {"prompt": None}, "There is no data and no benchmark"),

@@ -1,14 +1,19 @@
 """Recall at k against brute force and closed forms, and a retrieval evaluation on real photographs."""
 
+import html
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import skimage
 import torch
+from helpers.literal import literal_ranks
 from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from hypothesis import given, settings
@@ -21,12 +26,11 @@ from debias_diffusion.encoders import EncoderSpec, labels
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features, retrieval
 from debias_diffusion.eval.options import check_output
-from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.eval.retrieval_examples import disagreements, nearest_strangers
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k, recall_ranks
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
@@ -36,29 +40,6 @@ PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 def tiny_clip(tmp_path_factory) -> str:
     """The folder of a small random two-tower."""
     return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"), tokenizer=byte_tokenizer(77))
-
-
-def brute_force(images, texts, image_of, of_texts=None, of_images=None):
-    """(each text's rank of its image, each image's best rank of a caption), one comparison at a time.
-
-    Among all, or among the rows of images for each text, `of_texts`, and of texts for each image, `of_images`.
-    """
-    images, texts = ([row / row.norm() if row.norm() > 0 else row for row in rows.double()] for rows in (images, texts))
-    cosine = [[float(image @ text) for text in texts] for image in images]
-    of_texts, of_images = of_texts or [range(len(images))] * len(texts), of_images or [range(len(texts))] * len(images)
-    text_ranks = [
-        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in of_texts[t] if i != owner)
-        for t, owner in enumerate(image_of)
-    ]
-    image_ranks = [
-        min(
-            1 + sum(cosine[i][t] >= cosine[i][own] - 1e-6 for t in of_images[i] if image_of[t] != i)
-            for own in of_images[i]
-            if image_of[own] == i
-        )
-        for i in range(len(images))
-    ]
-    return text_ranks, image_ranks
 
 
 def recall(ranks, k):
@@ -81,33 +62,21 @@ several = st.lists(st.integers(1, 3), min_size=1, max_size=6).flatmap(
 )
 
 
-def check_recall(images, image_of, texts, ks, block):
-    got = recall_at_k(images, texts, ks=ks, block=block, image_of=image_of)
-    expected = brute_force(images, texts, range(len(texts)) if image_of is None else image_of)
-    for ranks, direction in zip(expected, got, strict=True):
-        assert got[direction] == pytest.approx({f"R@{k}": recall(ranks, k) for k in ks})
-    return got
-
-
 @settings(max_examples=300)
 @given(one_each | several, st.integers(1, 13), st.integers(1, 14))
 def test_recall_equals_brute_force_with_ties_for_any_block(drawn, k, block):
     images, image_of, texts = drawn
-    check_recall(torch.tensor(images).float(), image_of, torch.tensor(texts).float(), (k,), block)
+    images, texts = torch.tensor(images).float(), torch.tensor(texts).float()
+    got = recall_at_k(images, texts, ks=(k,), block=block, image_of=image_of)
+    expected = literal_ranks(images, texts, range(len(texts)) if image_of is None else image_of)
+    assert got == {way: {f"R@{k}": pytest.approx(recall(ranks, k))} for way, ranks in zip(got, expected, strict=True)}
 
 
-@pytest.mark.parametrize(("count", "captions", "noise"), [(60, 1, 1.5), (20, 5, 2.0)])
-def test_recall_of_random_features_equals_brute_force(count, captions, noise):
-    generator = torch.Generator().manual_seed(captions)
-    image_of = [image for image in range(count) for _ in range(captions)]
-    images = torch.randn(count, 8, generator=generator)
-    texts = images[image_of] + noise * torch.randn(len(image_of), 8, generator=generator)
-    got = check_recall(images, None if captions == 1 else image_of, texts, (1, 5, 10), 7)
-    assert 0 < got["text_to_image"]["R@1"] < got["text_to_image"]["R@10"] < 100
-    assert captions == 1 or got["text_to_image"]["R@1"] < got["image_to_text"]["R@1"] < 100  # one of five is enough
-
-
-def test_duplicates_among_several_captions():
+def test_duplicates_count_as_ties():
+    rows = torch.nn.functional.normalize(torch.randn(10, 64, generator=torch.Generator().manual_seed(2)), dim=1)
+    twice = torch.cat([rows, rows * (1 + 1e-7)])  # even after rounding to single precision
+    got = recall_at_k(twice, twice, ks=(1, 2))
+    assert got == {"text_to_image": {"R@1": 0.0, "R@2": 100.0}, "image_to_text": {"R@1": 0.0, "R@2": 100.0}}
     eye = torch.eye(2)
     # the same caption twice for one image harms nobody
     perfect = {"text_to_image": {"R@1": 100.0}, "image_to_text": {"R@1": 100.0}}
@@ -142,17 +111,9 @@ def test_ranks_among_candidates_equal_brute_force_with_ties_for_any_block(drawn,
     images, texts = torch.tensor(images, dtype=torch.float32), torch.tensor(texts, dtype=torch.float32)
     candidates = {"text_to_image": of_texts, "image_to_text": of_images}
     got = recall_ranks(images, texts, block, image_of, candidates)
-    assert tuple(got[name].tolist() for name in candidates) == brute_force(images, texts, image_of, of_texts, of_images)
-
-
-def test_ranks_among_candidates_in_closed_form():
-    # Two images with a caption each; both captions say the same, and so does a third image.
-    images = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
-    texts = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    pairs = {"text_to_image": [[0, 1], [0, 1]]}
-    assert recall_ranks(images, texts, image_of=[0, 1], candidates=pairs)["text_to_image"].tolist() == [1, 2]
-    tied = {"text_to_image": [[0, 2], [1]]}
-    assert recall_ranks(images, texts, image_of=[0, 1], candidates=tied)["text_to_image"].tolist() == [2, 1]
+    assert tuple(got[name].tolist() for name in candidates) == literal_ranks(
+        images, texts, image_of, of_texts, of_images
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,19 +147,12 @@ def test_recall_in_closed_form():
     assert shifted == pytest.approx({"R@1": 100 / 19, "R@2": 200 / 19, "R@3": 100.0})
 
 
-def test_duplicated_pair_counts_as_tie_even_after_float32_rounding():
-    rows = torch.nn.functional.normalize(torch.randn(10, 64, generator=torch.Generator().manual_seed(2)), dim=1)
-    twice = torch.cat([rows, rows * (1 + 1e-7)])
-    got = recall_at_k(twice, twice, ks=(1, 2))
-    assert got == {"text_to_image": {"R@1": 0.0, "R@2": 100.0}, "image_to_text": {"R@1": 0.0, "R@2": 100.0}}
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_recall_does_not_depend_on_length_or_order(scale):
+def test_recall_does_not_depend_on_length_or_order():
     generator = torch.Generator().manual_seed(3)
     images, texts = torch.randn(30, 6, generator=generator), torch.randn(30, 6, generator=generator)
     order = torch.randperm(30, generator=generator)
-    assert recall_at_k(scale * images[order], texts[order] / scale) == recall_at_k(images, texts)
+    for scale in (1e-3, 1e3):
+        assert recall_at_k(scale * images[order], texts[order] / scale) == recall_at_k(images, texts)
 
 
 def test_memory_is_of_a_block_and_not_of_the_whole_matrix(monkeypatch):
@@ -261,15 +215,7 @@ def test_images_are_read_ahead_in_order_and_unreadable_ones_named(tiny_clip):
 @pytest.fixture(scope="module")
 def another_clip(tmp_path_factory) -> str:
     """Another small random two-tower, of the same sizes."""
-    torch.manual_seed(99)
     return save_tiny_clip(tmp_path_factory.mktemp("another-clip"), seed=5, tokenizer=byte_tokenizer(77))
-
-
-@pytest.fixture(scope="module")
-def squares(tmp_path_factory) -> dict:
-    """Settings that name twelve tiny images."""
-    data, images = make_tiny_data(tmp_path_factory.mktemp("squares"), 12)
-    return {"data": data, "images": images}
 
 
 def settings_of(tmp_path, *encoders, **changes) -> RetrievalConfig:
@@ -277,7 +223,7 @@ def settings_of(tmp_path, *encoders, **changes) -> RetrievalConfig:
     return RetrievalConfig(list(encoders), **(settings | changes))
 
 
-def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, another_clip, tmp_path, capsys):
+def test_the_report_holds_numbers_and_left_out_pairs(tiny_clip, another_clip, tmp_path, capsys):
     entries = json.loads(PHOTOGRAPHS.read_text())
     broken = dict(entries[0], image="no-such.png")
     data = tmp_path / "data.json"
@@ -308,107 +254,58 @@ def test_evaluate_retrieval_reports_numbers_and_left_out_pairs(tiny_clip, anothe
             for k, value in recalls.items():
                 low, high = numbers["interval_percent"][direction][k]
                 assert 0 <= low <= value <= high <= 100 and (low < high or value in (0, 100))
-            mean_r = numbers["mean_r_percent"][direction]
-            assert mean_r == pytest.approx(sum(recalls.values()) / 3)
             low, high = numbers["mean_r_interval_percent"][direction]
-            assert low <= mean_r <= high and low < high
-    assert "mean of R@1, R@5, R@10 in percent" in printed
-    directions = ("text_to_image", "image_to_text")
-    differences = [
-        report["encoders"][second]["recall_percent"][d]["R@1"] - report["encoders"][first]["recall_percent"][d]["R@1"]
-        for d in directions
-    ]
-    compared = report["compared"]
-    assert [(line["a"], line["b"]) for line in compared] == [(second, first)] * 2
-    assert [line["difference"] for line in compared] == pytest.approx(differences)
+            assert low <= numbers["mean_r_percent"][direction] <= high and low < high
+    recalls = [report["encoders"][label]["recall_percent"].values() for label in (first, second)]
+    differences = [pytest.approx(after["R@1"] - before["R@1"]) for before, after in zip(*recalls, strict=True)]
+    compared = [(line["a"], line["b"], line["difference"]) for line in report["compared"]]
+    assert compared == [(second, first, difference) for difference in differences]
+    (figure,) = figures(report).values()
+    for axes, direction in zip(figure.axes, retrieval.DIRECTIONS, strict=True):
+        recalls = [numbers["recall_percent"][direction] for numbers in report["encoders"].values()]
+        assert [bar.get_height() for bar in axes.patches] == [value for of_k in recalls for value in of_k.values()]
+    with Image.open(tmp_path / "out" / "retrieval.png") as image:
+        assert image.format == "PNG" and image.width > image.height > 200
 
 
 def test_mean_r_is_the_mean_of_three_recalls_with_an_interval_over_images():
     # of the captions of image 0 one is first and one third; the caption of image 1 is not found
     result = {"ranks": {"text_to_image": [1, 3, 20], "image_to_text": [1, 7]}, "image_of": [0, 0, 1]}
     mean_r, limits = retrieval.mean_recall(result)
-    expected = {"text_to_image": 500 / 9, "image_to_text": 200 / 3, "both": 550 / 9}
-    assert mean_r == pytest.approx(expected)
+    assert mean_r == pytest.approx({"text_to_image": 500 / 9, "image_to_text": 200 / 3, "both": 550 / 9})
     # more than 2.5% of the samples draw one of the two images twice
-    assert limits["text_to_image"] == pytest.approx([0, 250 / 3])
-    assert limits["image_to_text"] == pytest.approx([100 / 3, 100])
-    assert limits["both"] == pytest.approx([50 / 3, 275 / 3])
-
-
-def test_the_interval_of_both_directions_draws_the_same_images():
-    # what one direction loses with an image the other gains
+    expected = {"text_to_image": [0, 250 / 3], "image_to_text": [100 / 3, 100], "both": [50 / 3, 275 / 3]}
+    assert limits == {name: pytest.approx(interval) for name, interval in expected.items()}
+    # both directions draw the same images: what one loses with an image the other gains
     result = {"ranks": {"text_to_image": [1, 20], "image_to_text": [20, 1]}, "image_of": [0, 1]}
     mean_r, limits = retrieval.mean_recall(result)
     assert mean_r == {"text_to_image": 50, "image_to_text": 50, "both": 50}
     assert limits == {"text_to_image": [0, 100], "image_to_text": [0, 100], "both": [50, 50]}
 
 
-@pytest.mark.usefixtures("blank_figures")
-def test_what_is_finished_is_not_done_again(tiny_clip, another_clip, squares, tmp_path, monkeypatch):
-    """Neither by a run that was killed with the second encoder, nor by one of another limit, batch or output name."""
-    encoded = []
-    for name in ("encode_image", "encode_text"):
-        original = getattr(Backbone, name)
-
-        def counted(self, batch, name=name, original=original):
-            encoded.append(name)
-            return original(self, batch)
-
-        monkeypatch.setattr(Backbone, name, counted)
-    config = settings_of(tmp_path, tiny_clip, another_clip, **squares)
-    monkeypatch.setattr(image_features, "PIECE", 5)  # 12 images in pieces
-    encode_texts = retrieval.encode_texts
-
-    def killed_at_the_second_encoder(*arguments):
-        if "encode_text" in encoded:
-            raise KeyboardInterrupt
-        return encode_texts(*arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(retrieval, "encode_texts", killed_at_the_second_encoder)
-        evaluate_retrieval(config)
-    assert encoded.count("encode_image") == 2 * 5 and encoded.count("encode_text") == 3  # 12 images: 4 + 1, 4 + 1, 2
-    encoded.clear()
-    resumed = evaluate_retrieval(config)
-    assert encoded == ["encode_text"] * 3
-    encoded.clear()
-    again = evaluate_retrieval(replace(config, batch_size=5))
-    assert not encoded and again["encoders"] == resumed["encoders"] and again["seconds"] == resumed["seconds"] > 0
-    whole = evaluate_retrieval(replace(config, output=str(tmp_path / "other")))
-    assert whole["encoders"] == resumed["encoders"] and whole["compared"] == resumed["compared"]
-    encoded.clear()
-    assert evaluate_retrieval(replace(config, limit=3))["images"] == 3 and encoded
-
-
 @pytest.fixture
-def three(tiny_clip, squares, tmp_path) -> RetrievalConfig:
-    """Settings of three images in a folder that a test may change."""
-    shutil.copytree(squares["images"], tmp_path / "images")
-    own = {"data": squares["data"], "images": str(tmp_path / "images"), "limit": 3, "max_bad": 1}
-    return settings_of(tmp_path, tiny_clip, **own)
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_an_image_that_has_changed_is_read_again(three):
-    assert evaluate_retrieval(three)["images"] == 3
-    Path(three.images, "1.png").write_text("no image")
-    changed = evaluate_retrieval(three)
-    assert changed["images"] == 2 and [bad["kind"] for bad in changed["left_out"]] == ["unreadable image"]
-    assert evaluate_retrieval(three) == changed  # now from the cache
+def three(tiny_clip, tmp_path) -> RetrievalConfig:
+    """Settings of the first three of twelve images in a folder that a test may change."""
+    data, images = make_tiny_data(tmp_path, 12)
+    return settings_of(tmp_path, tiny_clip, data=data, images=images, limit=3, max_bad=1)
 
 
 @pytest.mark.usefixtures("blank_figures")
 def test_ranks_are_of_the_images_that_were_read(three):
+    assert evaluate_retrieval(three)["images"] == 3
     image = Path(three.images, "1.png")
     whole, before = image.read_bytes(), image.stat()
     image.write_bytes(bytes(len(whole)))
-    os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))  # as where a network drive failed
-    assert evaluate_retrieval(three)["images"] == 2
-    image.write_bytes(whole)
-    os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))
-    for piece in Path(three.output, "cache").glob("images-*"):
-        piece.unlink()
-    assert evaluate_retrieval(three)["images"] == 3
+    changed = evaluate_retrieval(three)  # an image that has changed is read again
+    assert changed["images"] == 2 and [bad["kind"] for bad in changed["left_out"]] == ["unreadable image"]
+    assert evaluate_retrieval(three) == changed  # now from the cache
+    times = {"ns": (before.st_atime_ns, before.st_mtime_ns)}
+    for content, count in ((bytes(len(whole)), 2), (whole, 3)):  # as where a network drive failed
+        image.write_bytes(content)
+        os.utime(image, **times)
+        for piece in Path(three.output, "cache").glob("images-*"):
+            piece.unlink()
+        assert evaluate_retrieval(three)["images"] == count
 
 
 def test_a_piece_without_any_readable_image_is_no_end(three, monkeypatch):
@@ -419,38 +316,62 @@ def test_a_piece_without_any_readable_image_is_no_end(three, monkeypatch):
     assert report["images"] == 3 and len(report["left_out"]) == 2
 
 
+@pytest.mark.usefixtures("blank_figures")
 def test_a_data_file_with_too_many_bad_records_is_refused(three, tmp_path):
     entries = json.loads(Path(three.data).read_text())[:3]
-    (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "a.png"}, {"image": "b.png"}]))
-    config = replace(three, data=str(tmp_path / "data.json"), limit=2, max_bad=0.01)
+    (tmp_path / "bad.json").write_text(json.dumps([*entries, {"image": "a.png"}, {"image": "b.png"}]))
+    config = replace(three, data=str(tmp_path / "bad.json"), limit=2, max_bad=0.01)
     with pytest.raises(UserError, match="2 of 5 records cannot be used.*--max-bad"):
         evaluate_retrieval(config)
     assert evaluate_retrieval(replace(config, max_bad=0.4))["images"] == 2
-
-
-def test_identical_entries_never_score_at_rank_one(three, tmp_path):
-    (tmp_path / "data.json").write_text(json.dumps(json.loads(Path(three.data).read_text())[:1] * 7))
-    report = evaluate_retrieval(replace(three, data=str(tmp_path / "data.json"), limit=None))
+    # Identical entries never score at rank one.
+    (tmp_path / "same.json").write_text(json.dumps(entries[:1] * 7))
+    report = evaluate_retrieval(replace(three, data=str(tmp_path / "same.json"), limit=None))
     recalls = next(iter(report["encoders"].values()))["recall_percent"]
     assert recalls["text_to_image"] == recalls["image_to_text"] == {"R@1": 0.0, "R@5": 0.0, "R@10": 100.0}
 
 
-def test_names_are_no_formulas(tiny_clip, squares, tmp_path):
+def test_names_are_no_formulas(three, tmp_path):
     name = tmp_path / r"$\x$"
-    shutil.copytree(tiny_clip, name)
-    report = evaluate_retrieval(settings_of(tmp_path, str(name), **squares))
+    shutil.copytree(three.encoders[0], name)
+    report = evaluate_retrieval(replace(three, encoders=[str(name)]))
     assert list(report["encoders"]) == [r"$\x$"] and (tmp_path / "out" / "retrieval.png").is_file()
 
 
-def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path):
-    report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another_clip, **squares))
-    (figure,) = figures(report).values()
-    for axes, direction in zip(figure.axes, ("text_to_image", "image_to_text"), strict=True):
-        heights = [bar.get_height() for bar in axes.patches]
-        recalls = [its["recall_percent"][direction] for its in report["encoders"].values()]
-        assert heights == [value for its in recalls for value in its.values()]
-    with Image.open(tmp_path / "out" / "retrieval.png") as image:
-        assert image.format == "PNG" and image.width > image.height > 200
+# ---- pairs that a run was trained on
+
+
+HELD_OUT = 6  # as in `helpers.training_runs.config`
+
+
+def evaluate_run(encoders, world, tmp_path, **settings):
+    _, data, images = world
+    config = {"output": str(tmp_path / "scores"), "data": data, "images": images} | settings
+    return evaluate_retrieval(RetrievalConfig([str(name) for name in encoders], **config))
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_pairs_that_were_trained_on_are_counted_or_left_out(finished_run, world, tmp_path, capsys):
+    report = evaluate_run([finished_run, world[0]], world, tmp_path)
+    pairs = len(json.loads(Path(world[1]).read_text()))
+    assert list(report["trained_on"].values()) == [pairs - HELD_OUT] and report["images"] == pairs
+    (label,) = report["trained_on"]
+    note = f"{label} was trained on {pairs - HELD_OUT} of these {pairs} pairs. --held-out evaluates on the others."
+    assert report["notes"] == [note] and f"Note: {note}" in capsys.readouterr().out
+    # The folder of the run's model is the same model, and the first pairs are the held-out ones.
+    of_model = evaluate_run([Path(finished_run) / "last"], world, tmp_path, limit=HELD_OUT + 1)
+    assert list(of_model["trained_on"].values()) == [1]
+    held_out = evaluate_run([world[0], finished_run], world, tmp_path, held_out=True)
+    assert held_out["images"] == HELD_OUT and list(held_out["trained_on"].values()) == [0] and held_out["notes"] == []
+    other = shutil.copy(world[1], tmp_path / "data.json")  # of other data nothing is said
+    other.write_text(other.read_text() + "\n")
+    report = evaluate_run([finished_run], world, tmp_path, data=str(other))
+    assert report["trained_on"] == {} and report["notes"] == []
+    with pytest.raises(UserError, match="None of the encoders was trained on the data .* Leave out --held-out"):
+        evaluate_run([finished_run], world, tmp_path, held_out=True, data=str(other))
+
+
+# ---- settings, tables
 
 
 @pytest.mark.parametrize(
@@ -461,57 +382,115 @@ def test_the_figure_shows_the_numbers(tiny_clip, another_clip, squares, tmp_path
         ({"images": "."}, "None of the 3 images"),
         ({"device": "cuda:99"}, "cuda:99"),
         ({"encoders": ["ViT-B-32"]}, "ViT-B-32:WEIGHTS"),
-        ({"encoders": []}, "at least one encoder"),
-        ({"encoders": ["toy/clip", "toy/clip"]}, "none twice"),
-        ({"encoders": ["toy/clap"]}, "Did you mean"),
-        ({"encoders": ["toy/clip", "cut:toy/clip"]}, "none twice"),
+        ({"output": "file"}, "cannot be made: .*file' is a file"),
+        ({"output": "file/deeper"}, "cannot be made: .*file' is a file"),
     ],
 )
 def test_unusable_settings_are_refused(tiny_clip, tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
     config = {"encoders": [tiny_clip], "data": str(PHOTOGRAPHS), "images": skimage.data_dir, "limit": 3}
     with pytest.raises(UserError, match=message):
         evaluate_retrieval(RetrievalConfig(**({"output": "out"} | config | change)))
     assert not (tmp_path / "out" / "retrieval.json").exists()
-
-
-def test_settings_check_themselves_before_anything_is_read():
-    config = RetrievalConfig(["toy/clip"], "out", data="nowhere.json")
-    with pytest.raises(UserError, match="The benchmark 'coco' needs the folder"):
-        replace(config, data=None, dataset=["coco"])
-
-
-def test_an_output_that_cannot_be_a_folder_is_told_first(tiny_clip, tmp_path):
-    (tmp_path / "file").write_text("x")
-    for output in ("file", "file/deeper"):
-        with pytest.raises(UserError, match="cannot be made: .*file' is a file"):
-            evaluate_retrieval(settings_of(tmp_path, tiny_clip, output=str(tmp_path / output)))
     check_output(str(tmp_path / "not" / "there" / "yet"))
     assert not (tmp_path / "not").exists()
 
 
-def test_digests_tell_contents_apart(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x").write_bytes(b"1")
-    first = path_digest(tmp_path / "a")
-    (tmp_path / "a" / ".hidden").write_bytes(b"2")
-    assert path_digest(tmp_path / "a") == first
-    (tmp_path / "a" / "x").rename(tmp_path / "a" / "y")
-    assert path_digest(tmp_path / "a") != first
-    layer = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-    before = weights_digest(layer)
-    assert before == weights_digest(layer)
-    with torch.no_grad():
-        layer.bias[0] += 1
-    assert weights_digest(layer) != before
-
-
-def test_a_table_in_markdown_holds_its_cells():
-    its = Table(["a|b", "n"], [["<b>_x_", 1.5], ["c", None], ["d", 3]])
-    assert its.markdown().split("\n") == [
+def test_a_table_in_markdown_holds_its_cells_and_as_text_is_aligned():
+    table = Table(["a|b", "n"], [["<b>_x_", 1.5], ["c", None], ["d", 3]])
+    assert table.markdown().split("\n") == [
         r"| a\|b | n |", "| --- | --: |", r"| \<b\>\_x\_ | 1.50 |", "| c | - |", "| d | 3 |",
     ]  # fmt: skip
-
-
-def test_table_is_aligned():
     assert str(Table(["", "R@1"], [["a", 5.0], ["bc", None]])).split("\n") == ["     R@1", "a   5.00", "bc     -"]
+    cells = [cell(1.5), cell(1.5, 1, 2, "+.2f"), cell(1.5, None, None), cell(None)]
+    assert cells == ["1.5", "+1.50 (+1.00 to +2.00)", "1.5 (no interval: too few)", None]
+
+
+# ---- the page of captions that one encoder retrieves and another does not
+
+
+HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} red square"
+COUNT = 12
+
+
+def test_disagreements_are_all_captions_that_one_has_first_and_the_other_has_not():
+    ranks = {"a": [1, 1, 2, 1, 9], "b": [1, 2, 1, 3, 9]}
+    both = {(part.right, part.wrong): part for part in disagreements(ranks, 5)}
+    assert both["a", "b"].queries == [1, 3] and both["b", "a"].queries == [2]
+    assert [part.total for part in disagreements(ranks, 1)] == [2, 1]
+    some = disagreements({"a": [1] * 99, "b": [2] * 99}, 10)[0]
+    assert len(set(some.queries)) == 10 and some == disagreements({"a": [1] * 99, "b": [2] * 99}, 10)[0]
+
+
+def test_nearest_strangers_are_never_the_captions_own_image():
+    random = torch.Generator().manual_seed(0)
+    images, texts = (torch.randn(count, 5, generator=random) for count in (7, 9))
+    own = [3, 0, 0, 6, 2, 1, 5, 4, 4]
+    for text, image, nearest in zip(texts, own, nearest_strangers(images, texts, own), strict=True):
+        cosines = [float(torch.cosine_similarity(text, other, dim=0)) for other in images]
+        assert nearest == max((row for row in range(7) if row != image), key=cosines.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    random = np.random.default_rng(0)
+    (folder / "images").mkdir()
+    entries = []
+    for index in range(COUNT):
+        name = f"{index} & <b>.png"
+        Image.fromarray(random.integers(0, 256, (40, 400, 3), dtype=np.uint8)).save(folder / "images" / name)
+        entries.append({"image": name, "conversations": [{}, {"value": f"{HOSTILE} {index}"}]})
+    (folder / "data.json").write_text(json.dumps(entries))
+    tokenizer = byte_tokenizer(77)
+    encoders = [save_tiny_clip(folder / name, seed=seed, tokenizer=tokenizer) for seed, name in enumerate(["a", "b"])]
+    config = RetrievalConfig(
+        encoders, str(folder / "out"), str(folder / "data.json"), str(folder / "images"), examples=COUNT
+    )
+    report = evaluate_retrieval(config)
+    page = (folder / "out" / "retrieval_examples.html").read_text()
+    return SimpleNamespace(folder=folder, encoders=encoders, report=report, page=page)
+
+
+def test_the_page_shows_the_captions_and_both_images(evaluated):
+    sections = evaluated.page.split("<h2>")[1:]
+    assert [section[: section.index("</h2>")] for section in sections] == [
+        "a is right, b is wrong",
+        "b is right, a is wrong",
+    ]
+    features = []
+    for name in evaluated.encoders:
+        backbone = load_backbone(name).eval()
+        with torch.no_grad():
+            pixels = [Image.open(evaluated.folder / "images" / f"{index} & <b>.png") for index in range(COUNT)]
+            images = backbone.encode_image(torch.stack([backbone.preprocess(image) for image in pixels]))
+            texts = backbone.encode_text(backbone.tokenize([f"{HOSTILE} {index}" for index in range(COUNT)]))
+        cosine = torch.nn.functional.normalize(texts, dim=1) @ torch.nn.functional.normalize(images, dim=1).T
+        features.append(cosine.argmax(dim=1).tolist())
+    shown = 0
+    for section, (right, wrong) in zip(sections, (features, features[::-1]), strict=True):
+        expected = [index for index in range(COUNT) if right[index] == index != wrong[index]]
+        assert f"<p>{len(expected)} of {COUNT} captions" in section
+        articles = section.split("<article>")[1:]
+        for article, index in zip(articles, expected, strict=True):
+            assert html.unescape(re.search("<p>(.*?)</p>", article)[1]) == f"{HOSTILE} {index}"
+            names = [html.unescape(name) for name in re.findall(r"<br>(.*?)</figcaption>", article)]
+            assert names == [f"{index} & <b>.png", f"{wrong[index]} & <b>.png"]
+            assert article.count('src="data:image/jpeg;base64,') == 2
+            shown += 1
+    assert shown > 0
+
+
+def test_all_text_on_it_is_escaped(evaluated):
+    assert "<script" not in evaluated.page and "<b>" not in evaluated.page and "{{ 7 * 7 }}" in evaluated.page
+    assert "&lt;script&gt;" in evaluated.page
+
+
+def test_without_examples_there_is_no_page_and_with_one_encoder_an_error(evaluated, tmp_path):
+    settings = {"data": str(evaluated.folder / "data.json"), "images": str(evaluated.folder / "images")}
+    report = evaluate_retrieval(RetrievalConfig(evaluated.encoders, str(tmp_path / "out"), **settings))
+    assert not (tmp_path / "out" / "retrieval_examples.html").exists()
+    assert report["encoders"] == evaluated.report["encoders"]
+    with pytest.raises(UserError, match="examples is 3 with 1 encoder"):
+        RetrievalConfig(evaluated.encoders[:1], str(tmp_path / "out"), examples=3, **settings)

@@ -23,3 +23,26 @@ def literal_sigmoid(image, text, scale, bias):
             z = 1 if i == j else -1
             total = total + torch.log1p(torch.exp(-z * (scale * image[i] @ text[j] + bias)))
     return total / len(image)
+
+
+def literal_ranks(images, texts, image_of, of_texts=None, of_images=None):
+    """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals.
+
+    Among all, or among the rows of images for each text, `of_texts`, and of texts for each image, `of_images`.
+    """
+    images, texts = ([row / row.norm() if row.norm() > 0 else row for row in rows.double()] for rows in (images, texts))
+    cosine = [[float(image @ text) for text in texts] for image in images]
+    of_texts, of_images = of_texts or [range(len(images))] * len(texts), of_images or [range(len(texts))] * len(images)
+    text_ranks = [
+        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in of_texts[t] if i != owner)
+        for t, owner in enumerate(image_of)
+    ]
+    image_ranks = [
+        min(
+            1 + sum(cosine[i][t] >= cosine[i][own] - 1e-6 for t in of_images[i] if image_of[t] != i)
+            for own in of_images[i]
+            if image_of[own] == i
+        )
+        for i in range(len(images))
+    ]
+    return text_ranks, image_ranks
