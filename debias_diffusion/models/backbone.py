@@ -249,7 +249,8 @@ class Backbone(nn.Module):
         """Everything but the image that decides its features, as JSON values: part of the key of a cache of them."""
         vision_cfg = self.config["model_cfg"]["vision_cfg"]
         weights = weights_digest(self.model.visual)
-        changes = {"attention": self.image_attention, _PROMPTS: self._extra_config.get(_PROMPTS)}
+        prompts = self.prompt_settings
+        changes = {"attention": self.image_attention, _PROMPTS: prompts and prompts.description()}
         changes = {name: description for name, description in changes.items() if description is not None}
         return {"weights": weights, "vision_cfg": vision_cfg, "preprocess": str(self.preprocess)} | changes
 
