@@ -76,8 +76,7 @@ def check_reads_eot(encoder: Backbone | TextEncoder) -> None:
     if not encoder.family.causal:
         raise UserError(
             f"The text tower of a {encoder.family.name} has no causal mask, and its feature is not read at EOT, so "
-            "there is no attention from EOT as equations 1 to 3 of DeBias-CLIP define it. Give a CLIP, "
-            "for example ViT-L-14."
+            "there is no attention from EOT as DeBias-CLIP defines it. Give a CLIP, for example ViT-L-14."
         )
     if encoder.pooling != "eot":
         raise UserError(
@@ -99,19 +98,15 @@ def _backbone_last_layer(backbone: Backbone, rows: Tensor) -> tuple[Tensor, Tens
 def _transformers_last_layer(encoder: TextEncoder, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The same from the encoder's own forward pass, adapters included"""
     attention = getattr(encoder, "text_model", encoder).encoder.layers[-1].self_attn
-    seen = {}
-
-    def keep(name: str):
-        return lambda module, arguments, output: seen.update({name: output})
-
-    hooks = [getattr(attention, name).register_forward_hook(keep(name)) for name in ("q_proj", "k_proj")]
+    outputs = {}  # by module
+    parts = (attention.q_proj, attention.k_proj)
+    hooks = [part.register_forward_hook(lambda part, _, output: outputs.update({part: output})) for part in parts]
     try:
         encoder(input_ids=rows)
     finally:
         for hook in hooks:
             hook.remove()
-    heads = encoder.config.num_attention_heads
-    return tuple(seen[name].unflatten(-1, (heads, -1)) for name in ("q_proj", "k_proj"))
+    return tuple(outputs[part].unflatten(-1, (encoder.config.num_attention_heads, -1)) for part in parts)
 
 
 class PositionMeans:
@@ -129,8 +124,7 @@ class PositionMeans:
     """
 
     def __init__(self, context_length: int):
-        self.captions = 0
-        self.counts = torch.zeros(context_length, dtype=torch.long)
+        self.captions, self.counts = 0, torch.zeros(context_length, dtype=torch.long)
         kinds = ("before_softmax", "after_softmax")
         self._sums = {kind: torch.zeros(context_length, dtype=torch.double) for kind in kinds}
         self._eot = dict.fromkeys(self._sums, 0.0)

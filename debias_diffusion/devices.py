@@ -25,10 +25,8 @@ def pick_device(name: str | None = None) -> torch.device:
     try:
         return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"The device {name!r} is not available ({reason}). Use cpu, or leave the device out."
-        ) from error
+        problem = f"The device {name!r} is not available ({str(error).splitlines()[0]})."
+        raise UserError(f"{problem} Use cpu, or leave the device out.") from error
 
 
 def pick_precision(name: str, device: torch.device) -> str:

@@ -184,12 +184,11 @@ class EncoderSpec:
         from .models.model_files import explain_failure
 
         with explain_failure(f"The model {self.name!r} could not be loaded"):
-            backbone = self._read_two_tower()
-            if backbone.random_weights:
-                raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
+            backbone = self._read_two_tower().float().eval()
             from .ablation.heads import apply_saved  # open_clip is optional
 
-            backbone = backbone.float().eval()
+            if backbone.random_weights:
+                raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
             apply_saved(backbone)
             return backbone
 
@@ -218,9 +217,8 @@ class EncoderSpec:
         if self.kind is Kind.ORIGINAL:
             return UserError(f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint. Name another.")
         from .models.chinese_clip import NOT_TRAINED
-        from .models.families import CHINESE_CLIP
 
-        return UserError(f"{self.name!r} is a {CHINESE_CLIP}. {NOT_TRAINED}")
+        return UserError(f"{self.name!r} is a Chinese-CLIP. {NOT_TRAINED}")
 
 
 def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPTokenizer"]:

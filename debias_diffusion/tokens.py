@@ -212,17 +212,17 @@ class CaptionTokenizer:
         self.tokenizer.model_max_length = context_length
         return CaptionTokenizer(self.tokenizer, context_length, self.markers, self.cleaning)
 
-    def _all_ids(self, captions: list[str]) -> list[list[int]]:
+    def _uncut_ids(self, captions: list[str]) -> list[list[int]]:
         cleaned = [self.cleaning(caption) for caption in captions]
         return self.tokenizer(cleaned, add_special_tokens=False, verbose=False)["input_ids"]
 
     def text_ids(self, captions: list[str]) -> list[list[int]]:
         """Each caption's ids without SOT and EOT, cut so that both still fit the context length."""
-        return [row[: self.context_length - self.n_special] for row in self._all_ids(captions)]
+        return [row[: self.context_length - self.n_special] for row in self._uncut_ids(captions)]
 
     def count(self, caption: str) -> int:
         """How many tokens the whole caption has, SOT and EOT included; may exceed the context length."""
-        return len(self._all_ids([caption])[0]) + self.n_special
+        return len(self._uncut_ids([caption])[0]) + self.n_special
 
     def n_post(self, text_ids: list[int]) -> int:
         """How many PADs follow EOT in the literal row: the room for a prefix (Algorithm 1, line 9)."""

@@ -9,6 +9,7 @@ import stat
 import pytest
 
 from debias_diffusion import files
+from debias_diffusion.data import ImageFolder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import (
     append,
@@ -182,11 +183,12 @@ def test_a_stamp_changes_with_size_and_either_time(tmp_path):
     stamp = file_stamp(file)
     assert file_stamp(file) == stamp
     os.utime(file, ns=(0, 0))
-    earlier = file_stamp(file)
+    earlier, image = file_stamp(file), ImageFolder(tmp_path).stamp("a")
     file.write_bytes(b"2")  # of the same size, and the time of its content is set back, as copies do
     os.utime(file, ns=(0, 0))
     file.chmod(0o600)
     assert file_stamp(file)[:2] == earlier[:2] and file_stamp(file) != earlier != stamp
+    assert ImageFolder(tmp_path).stamp("a") != image  # so that nothing of the other content is served
 
 
 def test_a_pipe_in_the_place_of_a_file_that_is_read_does_not_block(tmp_path):

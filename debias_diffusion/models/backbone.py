@@ -102,7 +102,6 @@ class Backbone(nn.Module):
 
     @property
     def loss(self) -> str:
-        """ "softmax" or "sigmoid": the loss that the features were trained for."""
         return self.family.loss
 
     @property
@@ -248,14 +247,12 @@ class Backbone(nn.Module):
 
     def image_fingerprint(self) -> dict:
         """Everything but the image that decides its features, as JSON values: part of the key of a cache of them."""
-        fingerprint = {
-            "weights": weights_digest(self.model.visual),
-            "vision_cfg": self.config["model_cfg"]["vision_cfg"],
-            "preprocess": str(self.preprocess),
-        }
-        fingerprint |= {} if self.image_attention is None else {"attention": self.image_attention}
+        vision_cfg = self.config["model_cfg"]["vision_cfg"]
+        weights = weights_digest(self.model.visual)
         prompts = self.prompt_settings
-        return fingerprint | ({} if prompts is None else {_PROMPTS: prompts.description()})
+        changes = {"attention": self.image_attention, _PROMPTS: prompts and prompts.description()}
+        changes = {name: description for name, description in changes.items() if description is not None}
+        return {"weights": weights, "vision_cfg": vision_cfg, "preprocess": str(self.preprocess)} | changes
 
     def as_floats(self, images: torch.Tensor) -> torch.Tensor:
         """Images from `preprocess` as they are, and uint8 ones from `read_pixels` normalised."""
@@ -315,11 +312,8 @@ class Backbone(nn.Module):
             raise UserError(f"open_clip has no {CHINESE_CLIP}. {NOT_TRAINED}")
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(
-            {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}, folder / WEIGHTS_FILE
-        )
+        save_tensors(self.model.state_dict(), folder / WEIGHTS_FILE)
         if self.short_positions is not None:
-            table = {_SHORT_POSITIONS: self.short_positions.detach().cpu()}
-            save_tensors(table, folder / SHORT_POSITIONS_FILE)
+            save_tensors({_SHORT_POSITIONS: self.short_positions}, folder / SHORT_POSITIONS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
         self.family.save_tokenizer(self.tokenizer, folder)

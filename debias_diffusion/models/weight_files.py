@@ -53,7 +53,7 @@ def weights_digest(module: nn.Module) -> str:
 
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors with the permissions of any new file: safetensors 0.8 lets only the owner read it."""
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, file, metadata={"format": "pt", **(metadata or {})})
     umask = os.umask(0)
     os.umask(umask)
