@@ -12,8 +12,6 @@ from helpers.tiny_clip import registered, tiny_clip
 from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion import encoders
-from debias_diffusion.app.export import export
-from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import EncoderSpec, Kind, labels, load_text_encoder, load_two_tower, may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest

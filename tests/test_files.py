@@ -9,7 +9,7 @@ import stat
 import pytest
 
 from debias_diffusion import files
-from debias_diffusion.data import ImageFolder
+from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import (
     append,
