@@ -71,7 +71,7 @@ class Checked:
 
 
 def check_value(name: str, value: Any, hint: Any) -> None:
-    """Raises UserError for a value of an option that its annotation does not allow."""
+    """Raises UserError for a value that an annotation does not allow."""
     if not _fits(value, hint):
         raise UserError(refusal(name, value, hint))
 

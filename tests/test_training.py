@@ -533,3 +533,10 @@ def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finis
     train(config(world, run))
     is_the_same_run(run, finished_run)
     assert (run / "not-finite.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "not-finite.jsonl", "job.json", "items.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_ends_a_run_at_once(world, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((UserError, OSError), match="not a regular file|no regular file"):
+        train(config(world, tmp_path))

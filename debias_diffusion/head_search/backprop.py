@@ -70,7 +70,7 @@ class Backprop:
     def _epoch(self, epoch: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """alpha and AdamW's averages after a pass, from those before it."""
         self._restore(state)
-        order = torch.from_numpy(np.random.default_rng([self.seed, epoch]).permutation(len(self.texts)))
+        order = torch.from_numpy(np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.texts)))
         batches = order.to(self.alpha.device).split(self.batch)
         for number, images in enumerate(batches):
             step, steps = epoch * len(batches) + number, self.epochs * len(batches)

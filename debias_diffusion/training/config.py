@@ -43,6 +43,22 @@ Tracker = Literal["tensorboard", "wandb"]
 RunSeed = between(int, 0, 2**32 - 1)  # a step's draws are seeded with it and, in the lower half of 64 bits, its number
 _Scale = Annotated[float, Rule("above 0, at most 100", lambda scale: 0 < scale <= 100)]
 CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
+# Options in the order of `train --help`.
+_GROUPS = {
+    "Data and model": (
+        *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
+        "freeze_image_tower",
+    ),
+    "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
+    "Optimization": (
+        *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
+    ),
+    "Speed and memory": ("precision", "chunk", "checkpoint_activations", "compile", "workers", "feature_cache"),
+    "Validation, checkpoints and logs": (
+        *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
+    ),
+    "Bad records": ("max_bad", "check_data"),
+}
 
 
 @dataclass(kw_only=True)
@@ -153,21 +169,7 @@ class TrainConfig(RunConfig):
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
 
-    GROUPS = {  # noqa: RUF012 - without an annotation, so no option
-        "Data and model": (
-            *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
-            "freeze_image_tower",
-        ),
-        "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
-        "Optimization": (
-            *("batch", "epochs", "max_steps", "learning_rate", "warmup", "weight_decay", "betas", "eps", "seed"),
-        ),
-        "Speed and memory": ("precision", "chunk", "checkpoint_activations", "compile", "workers", "feature_cache"),
-        "Validation, checkpoints and logs": (
-            *("validation", "keep_best", "eval_every", "checkpoint_every", "keep", "log_every", "trackers"),
-        ),
-        "Bad records": ("max_bad", "check_data"),
-    }
+    GROUPS = _GROUPS  # without an annotation, so no option
 
     model: str
     pretrained: str | None = None
