@@ -14,6 +14,7 @@ from helpers.tiny_clip import tiny_clip, tiny_siglip
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_heads, tower_shape
@@ -456,13 +457,18 @@ def test_descent_quiets_what_was_planted_and_changes_no_weight(problem, tmp_path
     assert all(weight.grad is None for weight in problem.population.tower.visual.parameters())
 
 
-def test_a_stopped_descent_continues_to_the_same_bits(problem, tmp_path):
+def test_a_stopped_or_damaged_descent_continues_to_the_same_bits(problem, tmp_path):
     with Job.open(tmp_path, "ablate") as job:
         whole, epochs = descent(problem, job, epochs=4).run(), job.names("epochs/")
         assert len(epochs) == 4
         for epoch in epochs[2:]:  # as if it had been stopped before
             job.remove(epoch)
         assert torch.equal(descent(problem, job, epochs=4).run(), whole) and job.names("epochs/") == epochs
+    state = load_file(tmp_path / epochs[3])
+    save_file(state | {"alpha": -state["alpha"]}, tmp_path / epochs[3])
+    (tmp_path / epochs[1]).write_bytes((tmp_path / epochs[1]).read_bytes()[:-1])
+    with Job.open(tmp_path, "ablate") as job:
+        assert torch.equal(descent(problem, job, epochs=4).run(), whole)
 
 
 def test_heads_of_a_text_tower_are_searched_on_several_sets_of_texts():
