@@ -169,7 +169,7 @@ class _Search:
     def _problem(self) -> Problem:
         """The pairs whose image can be read, encoded as far as every ablation shares."""
         config, backbone, pairs = self.config, self.backbone, self.pairs
-        of_images = config.tower == "image"
+        is_image = config.tower == "image"
         shape: list[torch.Size] = []
 
         def embed(images: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class _Search:
             shape.append(embedded.shape[1:])
             return embedded.flatten(1)
 
-        encode = embed if of_images else None
+        encode = embed if is_image else None
         features, good, bad = encode_images(
             backbone, pairs.records, pairs.images, config.batch, self.device, "images", encode=encode
         )
@@ -185,7 +185,7 @@ class _Search:
         check_share(bad, len(pairs.records), config.max_bad)
         captions = [pairs.records[index].caption for index in good]
         texts = {edit: [edit_caption(text, edit) for text in captions] for edit in FITNESS[config.fitness]}
-        if of_images:
+        if is_image:
             embedded = features.view(-1, *shape[0]).to(self.device)
             encoded = {
                 edit: encode_texts(backbone, edited, config.batch, self.device, f"captions, {edit}").to(self.device)

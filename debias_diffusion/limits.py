@@ -92,9 +92,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if origin is Literal:
         return value in parts
-    if origin is tuple:
+    if origin is tuple and ... not in parts:
         return isinstance(value, list | tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
-    if origin is list:
+    if origin in (list, tuple):
         return isinstance(value, list | tuple) and all(_fits(entry, parts[0]) for entry in value)
     return isinstance(value, origin or _KINDS.get(hint, hint)) and not (hint in _KINDS and isinstance(value, bool))
 

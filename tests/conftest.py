@@ -29,9 +29,9 @@ hypothesis.settings.load_profile("default")
 
 # The files of tests that take longest, slow ones and then fast ones, start first: else a process waits in the end.
 LONGEST = """
-test_shipped_weights test_command_line test_true_size test_benchmarks test_stopping test_processes
+test_shipped_weights test_command_line test_true_size test_benchmarks test_processes
 test_generate test_pipeline_family test_training test_quickstart test_demo
-test_align test_families test_fix_clip test_pipeline_suite test_continuing
+test_align test_families test_fix_clip test_pipeline_suite
 test_export test_generation test_interchange test_synthesize test_evaluations
 test_step test_robustness test_reproduce test_ablation_export
 """.split()

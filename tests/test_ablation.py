@@ -14,6 +14,7 @@ from helpers.tiny_clip import tiny_clip, tiny_siglip
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from debias_diffusion.ablation.heads import Ablation, apply_saved, fold_text_heads, tower_shape
@@ -214,11 +215,6 @@ def test_the_search_finds_a_known_optimum_and_without_selection_it_does_not(monk
             patch.setattr(genetic, "TOURNAMENT", 1)
             blind = evolve(masks, towards(target), 100, seed)
         assert max(generation.fitness.max() for generation in blind) < 0.9
-
-
-def test_the_first_generation_has_every_share():
-    shares = first_masks(200, 144, seed=0).double().mean(dim=1)
-    assert shares.min() < 0.1 and shares.max() > 0.9 and 0.4 < shares.mean() < 0.6
 
 
 @given(seed=st.integers(0, 99), number=st.integers(0, 50))
@@ -461,13 +457,18 @@ def test_descent_quiets_what_was_planted_and_changes_no_weight(problem, tmp_path
     assert all(weight.grad is None for weight in problem.population.tower.visual.parameters())
 
 
-def test_a_stopped_descent_continues_to_the_same_bits(problem, tmp_path):
+def test_a_stopped_or_damaged_descent_continues_to_the_same_bits(problem, tmp_path):
     with Job.open(tmp_path, "ablate") as job:
-        whole, epochs = descent(problem, job, epochs=4, seed=-1).run(), job.names("epochs/")
+        whole, epochs = descent(problem, job, epochs=4).run(), job.names("epochs/")
         assert len(epochs) == 4
         for epoch in epochs[2:]:  # as if it had been stopped before
             job.remove(epoch)
-        assert torch.equal(descent(problem, job, epochs=4, seed=-1).run(), whole) and job.names("epochs/") == epochs
+        assert torch.equal(descent(problem, job, epochs=4).run(), whole) and job.names("epochs/") == epochs
+    state = load_file(tmp_path / epochs[3])
+    save_file(state | {"alpha": -state["alpha"]}, tmp_path / epochs[3])
+    (tmp_path / epochs[1]).write_bytes((tmp_path / epochs[1]).read_bytes()[:-1])
+    with Job.open(tmp_path, "ablate") as job:
+        assert torch.equal(descent(problem, job, epochs=4).run(), whole)
 
 
 def test_heads_of_a_text_tower_are_searched_on_several_sets_of_texts():
@@ -584,6 +585,15 @@ def test_betas_leave_as_they_were_learned(world, tmp_path, capsys):
     recalls = recall_at_k(features, texts, [1, 5, 10])
     assert content["recall"]["after"]["text_to_image_R@1"] == pytest.approx(recalls["text_to_image"]["R@1"])
     assert content["recall"]["after"] != content["recall"]["before"]
+
+
+def test_a_model_whose_features_became_alike_is_not_passed_off_as_better(tmp_path, capsys):
+    """Of equation 3: a model of constant features has a margin of 0, and one that errs a negative one."""
+    settings = dict(data="toy/validation", search="all", limit=60, beta=0.0)
+    ablate(AblateConfig("toy/clip", str(tmp_path), **settings))
+    content = json.loads((tmp_path / "ablation.json").read_text())
+    assert content["recall"]["after"]["mean_r"] < content["recall"]["before"]["mean_r"]
+    assert "though the fitness rose" in capsys.readouterr().out
 
 
 def test_too_few_pairs_are_refused(world, tmp_path):

@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import tarfile
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ import pytest
 import torch
 from helpers.poisoned_training import poisoned_by
 from helpers.ranks import forked
-from helpers.tiny_clip import CONFIG, registered, tiny_siglip
+from helpers.tiny_clip import CONFIG, registered, tiny_clip, tiny_siglip
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import (
     STEPS,
@@ -30,18 +31,14 @@ from helpers.training_runs import (
 )
 from PIL import Image
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import recall_at_k
 from debias_diffusion.training import loop, stop
-from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
@@ -326,43 +323,6 @@ def test_jsonl_and_shards_make_the_same_run_as_a_folder(world, finished_run, tmp
         assert same_weights(tmp_path / name, finished_run)
 
 
-def test_every_process_and_worker_sees_each_pair_once_and_others_replace_bad_ones(world, tmp_path):
-    data, images = make_tiny_data(tmp_path / "world", count=40)
-    for bad in (3, 17, 30):
-        Path(images, f"{bad}.png").write_text("not an image")
-    captions, source = open_data(data, images)
-    backbone, recipe = load_backbone(world[0]), RECIPES["debias-clip"]
-    batches = GlobalBatches(40, 8, 3, seed=0)
-    read = source, backbone.read_pixels, backbone.tokenizer, recipe
-    dataset = CaptionDataset(captions.records, *read, 0, batches.stand_ins)
-
-    def steps(workers, world_size):
-        loaders = [
-            DataLoader(
-                dataset,
-                batch_sampler=batches.iterate(0, rank, world_size),
-                collate_fn=Collate(backbone.tokenizer, recipe),
-                num_workers=workers,
-            )
-            for rank in range(world_size)
-        ]
-        # [(key, sample id), ...] of each step, over all processes
-        return [
-            [pair for batch in step for pair in zip(batch.keys, batch.sample_ids, strict=True)]
-            for step in zip(*loaders, strict=True)
-        ]
-
-    alone = steps(0, 1)
-    assert alone == steps(2, 1) == steps(0, 2) == steps(1, 2)
-    for epoch in range(3):
-        seen = [(key[1], sample) for step in alone for key, sample in step if key[0] == epoch]
-        replaced = {index: sample for index, sample in seen if sample != f"{index}.png"}
-        assert set(replaced) == {3, 17, 30}
-        assert not {"3.png", "17.png", "30.png"} & {sample for _, sample in seen}
-        whole = [sample for index, sample in seen if index not in replaced]
-        assert len(whole) == len(set(whole)) == 37 and set(replaced.values()) <= set(whole)
-
-
 def test_epochs_have_every_pair_and_a_stand_in_that_no_worker_process_or_restart_changes(world, tmp_path, capsys):
     data, images = make_tiny_data(tmp_path / "world", count=38)
     Path(images, "17.png").write_text("not an image")
@@ -488,3 +448,95 @@ def test_the_images_pass_open_clips_validation_transform(world):
     image = Image.new("RGB", (50, 40), (255, 0, 0))
     _, _, transform = open_clip.create_model_and_transforms(f"local-dir:{world[0]}")
     assert torch.equal(backbone.preprocess(image), transform(image))
+
+
+# ---- runs that continue from what was changed, damaged or left unfinished since they stopped
+
+
+def test_another_base_model_at_the_same_place_is_refused(world, finished_run, tmp_path):
+    model, run = str(tmp_path / "base"), killed_copy(finished_run, tmp_path / "run")
+    shutil.copytree(world[0], model)
+    tiny_clip(seed=1).save(model)
+    with pytest.raises(UserError, match="The base model is another one, by its contents"):
+        train(config((model, *world[1:]), run))
+    # Other preprocessing is another base model too.
+    shutil.copytree(world[0], model, dirs_exist_ok=True)
+    file = Path(model, "open_clip_config.json")
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | {"preprocess_cfg": before["preprocess_cfg"] | {"mean": [0.1, 0.2, 0.3]}}))
+    with pytest.raises(UserError, match="The base model is another one, by its contents"):
+        train(config((model, *world[1:]), run))
+    file.write_text(json.dumps(before))
+    train(config((model, *world[1:]), run))
+    is_the_same_run(run, finished_run)
+
+
+@pytest.fixture
+def bad_world(world, tmp_path):
+    """(base model, data file, image folder) with five of 40 images unreadable and one missing, none of them held out"""
+    data, images = make_tiny_data(tmp_path / "world", count=40)
+    for bad in (10, 15, 20, 25, 30):
+        Path(images, f"{bad}.png").write_text("not an image")
+    Path(images, "35.png").unlink()
+    return world[0], data, images
+
+
+def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(bad_world, tmp_path):
+    settings = dict(max_steps=12, max_bad=0.1, batch=8)
+    with pytest.raises(UserError, match=r"share of 0.1 that --max-bad .* with a larger --max-bad: the run continues"):
+        train(config(bad_world, tmp_path / "run", **settings))
+    stopped_at = max((tmp_path / "run").glob("checkpoint*")).name
+    before = (tmp_path / "run" / "job.json").read_text()
+    assert train(config(bad_world, tmp_path / "run", **settings | {"max_bad": 0.3})) is not None
+    assert (tmp_path / "run" / "job.json").read_text() == before
+    steps = [line["step"] for line in log(tmp_path / "run") if "loss" in line]
+    assert steps == list(range(1, 13)) and int(stopped_at[-8:]) < 12
+    # With that limit it is bound by no other setting less.
+    with pytest.raises(UserError, match="seed: 0 there, 1 here"):
+        train(config(bad_world, tmp_path / "run", **settings | {"seed": 1}))
+
+
+def test_a_bad_record_is_named_once_however_often_a_run_continues(bad_world, tmp_path):
+    settings = dict(max_steps=12, max_bad=0.3, checkpoint_every=4, keep=9)
+    train(config(bad_world, tmp_path / "alone", **settings))
+    shutil.copytree(tmp_path / "alone", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "last")
+    for checkpoint in sorted((tmp_path / "run").glob("checkpoint*"))[1:]:
+        checkpoint.unlink()
+    with open(tmp_path / "run" / "bad-records.jsonl", "a") as file:
+        file.write('{"where": "1')  # a kill
+    train(config(bad_world, tmp_path / "run", **settings))
+    alone, run = ((tmp_path / name / "bad-records.jsonl").read_text().splitlines() for name in ("alone", "run"))
+    kinds = {record["where"]: record["kind"] for record in map(json.loads, alone)}
+    assert len(alone) == len(kinds) == 6
+    assert (kinds["10.png"], kinds["35.png"]) == ("unreadable image", "missing image")
+    assert run == [*alone, '{"where": "1'] or sorted(run) == sorted([*alone, '{"where": "1'])
+    assert same_weights(tmp_path / "run", tmp_path / "alone")
+
+
+def test_a_workers_error_is_reported_without_its_traceback(bad_world, tmp_path):
+    for index in range(6, 40):
+        Path(bad_world[2], f"{index}.png").write_text("not an image")
+    for index in (6, 16, 26, 36):  # `look_for_images` finds all
+        assert Path(bad_world[2], f"{index}.png").exists()
+    with pytest.raises(UserError) as raised:
+        train(config(bad_world, tmp_path / "run", workers=1, max_bad=0.2))
+    assert "Traceback" not in str(raised.value) and "cannot be read from" in str(raised.value)
+
+
+def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finished_run, tmp_path):
+    run = killed_copy(finished_run, tmp_path / "run")
+    lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = [b"\xff\xfe\x00\n", b'{"loss": 1}\n', b"[]}\n", b'{"step": "1"}\n', b"{" * 100_000 + b"}\n"]
+    (run / "log.jsonl").write_bytes(b"".join([lines[0], *damaged, *lines[1:], b'{"step": 1']))
+    (run / "not-finite.jsonl").write_bytes(b"\x80}\n")
+    train(config(world, run))
+    is_the_same_run(run, finished_run)
+    assert (run / "not-finite.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "not-finite.jsonl", "job.json", "items.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_ends_a_run_at_once(world, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((UserError, OSError), match="not a regular file|no regular file"):
+        train(config(world, tmp_path))

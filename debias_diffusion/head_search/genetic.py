@@ -69,8 +69,8 @@ def _rng(seed: int, generation: Generation, step: str, number: int) -> random.Ra
 
 def _tournament(generation: Generation, rng: random.Random) -> int:
     """The fittest of a few drawn individuals."""
-    drawn = [rng.randrange(len(generation.masks)) for _ in range(TOURNAMENT)]
-    return max(drawn, key=lambda number: generation.fitness[number].item())
+    candidates = [rng.randrange(len(generation.masks)) for _ in range(TOURNAMENT)]
+    return max(candidates, key=lambda number: generation.fitness[number].item())
 
 
 def _cross(one: Tensor, other: Tensor, rng: random.Random) -> None:

@@ -93,11 +93,11 @@ class _Tree:
             chosen = torch.where(mask.to(attended.device)[:, None], ablated, attended)
             below = after_attention(block, states, chosen)
             self.children += stem.count
-            of_child = numbers[child_of == child]
+            members = numbers[child_of == child]
             if is_last:
-                yield of_child, stem.project(below)
+                yield members, stem.project(below)
             else:
-                yield from self._grow(stem, below, masks, of_child, depth + 1)
+                yield from self._grow(stem, below, masks, members, depth + 1)
 
 
 class Population(_Tree):

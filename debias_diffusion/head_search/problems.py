@@ -55,7 +55,7 @@ class Margin:
 
     def negatives(self, generation: int) -> Tensor:
         """[pairs, k1 + k2] wrong images of each text, none twice."""
-        drawn = []
+        rows = []
         for text, hard in enumerate(self.hard.tolist()):
             rng = random.Random(f"{self.seed}/{generation}/{text}")
             taken, further = {text, *hard}, []
@@ -64,8 +64,8 @@ class Margin:
                 if image not in taken:
                     taken.add(image)
                     further.append(image)
-            drawn.append(hard + further)
-        return torch.tensor(drawn, device=self.hard.device)
+            rows.append(hard + further)
+        return torch.tensor(rows, device=self.hard.device)
 
     def __call__(self, images: Tensor, texts: Tensor, generation: int | None) -> Tensor:
         """The mean margin of each ablation, [ablations].
@@ -139,7 +139,7 @@ class Problem(ABC):
         images, texts = self.untouched
         for name, features in ({"images": images} | texts).items():
             _check_finite(features, name if name == "images" else f"texts ({name})")
-        self.margins = {name: Margin.of(of_set[0], images[0], k1, k2, seed) for name, of_set in texts.items()}
+        self.margins = {name: Margin.of(features[0], images[0], k1, k2, seed) for name, features in texts.items()}
 
     def fitness(self, encoded: tuple[Tensor, dict[str, Tensor]], generation: int | None) -> Tensor:
         """The mean over the sets of texts of `Margin`, [ablations]. Raises UserError if one is not finite."""
@@ -150,13 +150,13 @@ class Problem(ABC):
 
     def recalls(self, encoded: tuple[Tensor, dict[str, Tensor]]) -> list[dict[str, float]]:
         """Of the first set: R@1, 5 and 10 in both directions and their mean, "mean_r", of each ablation, in percent."""
-        images, of_sets = encoded
-        texts, rows = next(iter(of_sets.values())), []
+        images, sets = encoded
+        texts, rows = next(iter(sets.values())), []
         for number in range(max(len(images), len(texts))):
             # On the CPU, because not every device has the double precision of ranks.
             pair = (F.normalize(part[number % len(part)], dim=-1).cpu() for part in (images, texts))
             recalls = recall_at_k(*pair, [k for k in KS if k <= images.shape[1]])
-            flat = {f"{way}_{k}": value for way, of_way in recalls.items() for k, value in of_way.items()}
+            flat = {f"{direction}_{k}": value for direction, by_k in recalls.items() for k, value in by_k.items()}
             rows.append(flat | {"mean_r": sum(flat.values()) / len(flat)})
         return rows
 
@@ -195,7 +195,7 @@ class ImageProblem(Problem):
         return tower.project(states)
 
     def _texts(self) -> dict[str, Tensor]:
-        return {name: of_set[None] for name, of_set in self.texts.items()}
+        return {name: features[None] for name, features in self.texts.items()}
 
 
 class TextProblem(Problem):
@@ -305,7 +305,7 @@ class _Scored:
             images, texts = self.problem.encode(torch.stack([by_key[key] for key in new]))
             for number, key in enumerate(new):
                 one = slice(number, number + 1)
-                self.known[key] = _part(images, one), {name: _part(of_set, one) for name, of_set in texts.items()}
+                self.known[key] = _part(images, one), {name: _part(part, one) for name, part in texts.items()}
         self.known = {key: self.known[key] for key in by_key}
         fitness = {key: self.problem.fitness(encoded, generation)[0].item() for key, encoded in self.known.items()}
         scores = [fitness.get(mask.numpy().tobytes(), -torch.inf) for mask in masks]

@@ -179,7 +179,7 @@ class Method(Term):
         terms: further losses, for any method.
     """
 
-    terms: tuple = field(default=(), kw_only=True, metadata={"is_setting": False})
+    terms: tuple[Term, ...] = field(default=(), kw_only=True, metadata={"is_setting": False})
 
     @property
     def reads_short(self) -> bool:

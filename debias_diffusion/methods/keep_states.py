@@ -128,25 +128,25 @@ class KeepStates(Term):
     ) -> dict[str, Tensor]:
         """{"state_tokens": [2, context_length - 2]}: ids and cuts, or nothing."""
         rng = draw_generator(seed, epoch, f"{sample_id}/states")
-        drawn = torch.full((2, tokenizer.context_length - 2), _NOTHING)
+        rows = torch.full((2, tokenizer.context_length - 2), _NOTHING)
         if rng.random() < SHARE:
             tokens = _draw_text(caption, tokenizer, rng)
-            ids = torch.tensor([tokens.ids, tokens.cuts], dtype=torch.long)[:, : drawn.shape[1]]
+            ids = torch.tensor([tokens.ids, tokens.cuts], dtype=torch.long)[:, : rows.shape[1]]
             if ids.shape[1] >= _FEWEST:
-                drawn[:, : ids.shape[1]] = ids
-        return {"state_tokens": drawn}
+                rows[:, : ids.shape[1]] = ids
+        return {"state_tokens": rows}
 
     def encode(self, backbone: Backbone, batch: Batch, modules: Teacher) -> dict[str, Tensor]:
         """{"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}: [batch] each."""
         rows = batch.views["state_tokens"]
         is_drawn = rows[:, 0, 0] != _NOTHING
-        drawn = is_drawn.to(backbone.logit_scale.dtype)
-        errors = torch.zeros_like(drawn)
+        counts = is_drawn.to(backbone.logit_scale.dtype)
+        errors = torch.zeros_like(counts)
         texts = [_tokens(*row) for row in rows[is_drawn].tolist()]
         if texts:
             drawn_errors = state_errors(backbone.text, modules, texts, backbone.tokenizer)
             errors = errors.index_put((is_drawn.nonzero().flatten(),), drawn_errors.to(errors))
-        return {"state_error": errors, "state_drawn": drawn}
+        return {"state_error": errors, "state_drawn": counts}
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None

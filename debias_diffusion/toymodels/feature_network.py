@@ -50,8 +50,8 @@ def train_features(
     """Trains the network; returns it without its head."""
     learner = _Learner(seed)
     scenes = draw_scenes(pictures)
-    drawn, answers = draw_pictures(scenes), torch.tensor([_answers(scene) for scene in scenes])
-    run_stage(folder, learner, partial(_loss, learner, drawn, answers, batch, seed), steps=steps, peak=1e-3)
+    images, answers = draw_pictures(scenes), torch.tensor([_answers(scene) for scene in scenes])
+    run_stage(folder, learner, partial(_loss, learner, images, answers, batch, seed), steps=steps, peak=1e-3)
     return learner.network.eval()
 
 

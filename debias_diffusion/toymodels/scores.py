@@ -85,15 +85,15 @@ def score_sdxl(
         at once, without guidance: it says early in training whether the text is used.
     """
     pipe.set_progress_bar_config(disable=True)
-    drawn, at_once, scenes = [], [], []
+    generated, at_once, scenes = [], [], []
     for start in tqdm(range(0, count, batch), desc="drawing"):
         pairs = [short_prompt(split, index, style) for index in range(start, min(start + batch, count))]
         scenes += [true_scene for true_scene, _ in pairs]
         texts = [clean(text.text) for _, text in pairs]
         noise = [torch.Generator().manual_seed(index) for index in range(start, start + len(pairs))]
-        drawn += pipe(texts, generator=noise, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE).images
+        generated += pipe(texts, generator=noise, num_inference_steps=STEPS, guidance_scale=GUIDANCE_SCALE).images
         at_once += _in_one_step(pipe, texts)
-    return _contents(drawn, scenes) | {"objects in one step": _contents(at_once, scenes)["objects"]}, drawn
+    return _contents(generated, scenes) | {"objects in one step": _contents(at_once, scenes)["objects"]}, generated
 
 
 def _contents(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:

@@ -54,10 +54,10 @@ def as_input(pictures: torch.Tensor) -> torch.Tensor:
 def train_vae(folder: Path, *, pictures: int = 20_000, steps: int = 7000, batch: int = 16, seed: int = 0):
     """Trains the autoencoder, and sets its scaling factor so that latents have unit variance."""
     vae = new_vae(seed)
-    drawn = draw_pictures(draw_scenes(pictures))
-    run_stage(folder, vae, partial(_loss, vae, drawn, batch, seed), steps=steps, peak=1e-3)
+    rendered = draw_pictures(draw_scenes(pictures))
+    run_stage(folder, vae, partial(_loss, vae, rendered, batch, seed), steps=steps, peak=1e-3)
     with torch.inference_mode():
-        latents = torch.cat([vae.encode(as_input(part)).latent_dist.mean for part in drawn[:2000].split(250)])
+        latents = torch.cat([vae.encode(as_input(part)).latent_dist.mean for part in rendered[:2000].split(250)])
     vae.register_to_config(scaling_factor=round(1 / latents.std().item(), 5))
     return vae.eval()
 

@@ -1,6 +1,10 @@
+"""What captions are drawn, by samplers, paddings and recipes: as often as defined, and a pure function of the key."""
+
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
+from math import comb
 
 import pytest
 import torch
@@ -13,10 +17,119 @@ from scipy.stats import chisquare
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import find_method
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, DualCaption, find_padding
-from debias_diffusion.methods.sampling import SAMPLERS
+from debias_diffusion.methods.sampling import SAMPLERS, draw_generator, find_sampler, random_subset
+from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import PAD, CaptionTokenizer
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.optimizer import Optimizer
+
+SENTENCES = ["S.", "a.", "b.", "c.", "d."]
+DETAILS = SENTENCES[1:]
+
+
+def arrangements(items, size):
+    """Every ordered choice of `size` items, each as likely as the others."""
+    choices = list(permutations(items, size))
+    return {choice: 1 / len(choices) for choice in choices}
+
+
+def mixture(parts):
+    """{choice: probability} of several equally likely or weighted parts."""
+    total = Counter()
+    for weight, part in parts:
+        for choice, probability in part.items():
+            total[choice] += weight * probability
+    return dict(total)
+
+
+# What each sampler draws from five sentences, and how often: the definitions, written out.
+DEFINITIONS = {
+    "random": mixture([(1 / 4, arrangements(DETAILS, n)) for n in range(1, 5)]),
+    "ordered": {tuple(SENTENCES[1:end]): 1 / 4 for end in range(2, 6)},
+    "independent": mixture([(comb(4, n) / 15, arrangements(DETAILS, n)) for n in range(1, 5)]),
+    "shuffle": arrangements(DETAILS, 4),
+    "keep-4": arrangements(DETAILS, 4),
+    "keep-2": arrangements(DETAILS, 2),
+    "keep-9": arrangements(DETAILS, 4),
+    "summary": {("S.",): 1.0},
+    "summary-as-released": {("S",): 1.0},
+    "opening": {tuple(SENTENCES[:end]): 1 / 5 for end in range(1, 6)},
+    "details": {tuple(DETAILS): 1.0},
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_sampler_draws_what_its_definition_says_as_often_as_it_says(name):
+    sampler, expected, draws = find_sampler(name), DEFINITIONS[name], 24_000
+    assert sum(expected.values()) == pytest.approx(1)
+    counts = Counter(tuple(sampler(SENTENCES, draw_generator(0, 0, str(i)))) for i in range(draws))
+    assert set(counts) == set(expected)
+    if len(expected) > 1:
+        observed = [counts[choice] for choice in expected]
+        assert chisquare(observed, [draws * p for p in expected.values()]).pvalue > 1e-3
+
+
+def test_every_sampler_has_a_definition():
+    assert set(SAMPLERS) <= set(DEFINITIONS)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+@given(sentences=st.lists(st.text(min_size=1), max_size=200, unique=True), seed=st.integers(0, 2**31))
+@settings(max_examples=50)
+def test_a_short_caption_is_some_of_the_sentences_once_each(name, sentences, seed):
+    before = list(sentences)
+    drawn = find_sampler(name)(sentences, random.Random(seed))
+    assert sentences == before
+    assert bool(drawn) == bool(sentences)
+    if name == "summary-as-released":  # a part of a sentence, or several
+        assert drawn == (" ".join(sentences).split(". ")[:1] if sentences else [])
+        return
+    assert len(drawn) == len(set(drawn)) and set(drawn) <= set(sentences)
+    if len(sentences) > 1 and name not in ("summary", "opening"):
+        assert sentences[0] not in drawn
+    if name in ("summary", "opening", "ordered", "details"):
+        start = sentences.index(drawn[0]) if drawn else 0
+        assert drawn == sentences[start : start + len(drawn)]
+    if name.startswith("keep"):
+        assert len(drawn) == min(int(name[5:]), max(len(sentences) - 1, min(len(sentences), 1)))
+
+
+@pytest.mark.parametrize("name", ["randm", "keep-0", "keep--1", "keep-x", "keep-", "keep4", "keep-1.5", ""])
+def test_unknown_samplings_are_named(name):
+    with pytest.raises(UserError, match=rf"Unknown sampling '{name}'.*random.*keep-N with another N from 1"):
+        find_sampler(name)
+
+
+@pytest.mark.parametrize(
+    "caption",
+    [
+        "A man reads. He smiles.",
+        "Mr. Lee reads a book. He smiles.",
+        "Is it a dog? It is one. It barks.",
+        "One sentence only.",
+        "No stop at all",
+        "Wait... a dog. A cat!",
+    ],
+)
+def test_the_released_summary_is_long_clips_split_of_the_caption(caption):
+    drawn = find_sampler("summary-as-released")(split_sentences(caption), random.Random(0))
+    assert drawn == [caption.split(". ")[0]]
+
+
+def test_draws_depend_on_seed_epoch_and_sample_and_on_nothing_else():
+    def draw(*key):
+        return draw_generator(*key).random()
+
+    assert draw(0, 1, "a") == draw(0, 1, "a")
+    assert len({draw(0, 0, "a"), draw(1, 0, "a"), draw(0, 1, "a"), draw(0, 0, "b")}) == 4
+
+
+def test_a_draw_stays_what_it_was():
+    # The same on every machine and Python, or a resumed run would not continue the same one.
+    assert random_subset(["S.", "a.", "b.", "c.", "d."], draw_generator(7, 2, "coco/1.jpg")) == ["b.", "d.", "a."]
+
+
+# ---- recipes
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(60), 60)
 CAPTION = "A scene. The cat is red. The dog is blue. The sky is dark."
@@ -30,7 +143,7 @@ def draw(recipe, caption=CAPTION, seed=0, epoch=0, sample_id="x"):
     return recipe.captions(caption, TOKENIZER, seed, epoch, sample_id)
 
 
-def test_debias_clip_drops_the_summary_and_pads_in_front():
+def test_debias_clip_drops_the_summary_and_pads_in_front_which_long_clip_does_not():
     pairs = [draw(RECIPES["debias-clip"], sample_id=str(i)) for i in range(300)]
     assert all(text(long.ids) == CAPTION.lower().replace(".", " .") and long.n_pre == 0 for long, _ in pairs)
     shorts = Counter(text(short.ids) for _, short in pairs)
@@ -39,9 +152,6 @@ def test_debias_clip_drops_the_summary_and_pads_in_front():
     assert len(shorts) == 3 + 6 + 6
     assert all(0 <= short.n_pre <= TOKENIZER.n_post(short.ids) for _, short in pairs)
     assert len({short.n_pre for _, short in pairs}) > 20
-
-
-def test_long_clip_takes_the_summary_and_does_not_pad():
     _, short = draw(RECIPES["long-clip"])
     assert (text(short.ids), short.n_pre) == ("a scene .", 0)
 
@@ -134,13 +244,6 @@ def test_any_caption_in_any_script_fits_the_window_and_ends_in_eot(name, samplin
         assert row.count(BOS) == row.count(EOS) == 1
         assert row.index(EOS) == 1 + len(one.ids) + one.n_pre
         assert set(row[row.index(EOS) + 1 :]) <= {PAD}
-
-
-def test_captions_are_a_pure_function_of_seed_epoch_and_sample():
-    recipe = RECIPES["debias-clip"]
-    assert draw(recipe, seed=1, epoch=2) == draw(recipe, seed=1, epoch=2)
-    drawn = [draw(recipe, seed=1, epoch=epoch)[1] for epoch in range(10)]
-    assert len({(tuple(short.ids), short.n_pre) for short in drawn}) > 5
 
 
 @pytest.mark.parametrize("caption", ["One sentence only.", "no stop", "..."])
