@@ -47,13 +47,9 @@ class Difference:
 
     def numbers(self) -> dict:
         """As JSON values, rounded."""
-        return {name: _rounded(part) for name, part in asdict(self).items()}
-
-
-def _rounded(value):
-    if isinstance(value, list):
-        return [_rounded(part) for part in value]
-    return value if value is None else float(f"{value:.4g}")
+        numbers = {name: part for name, part in asdict(self).items() if name != "by_seed"}
+        rounded = {name: part if part is None else float(f"{part:.4g}") for name, part in numbers.items()}
+        return rounded | {"by_seed": [float(f"{part:.4g}") for part in self.by_seed]}
 
 
 def over_seeds(a: Mapping[int, Sequence[float] | float], b: Mapping[int, Sequence[float] | float]) -> Difference:
@@ -69,10 +65,11 @@ def over_seeds(a: Mapping[int, Sequence[float] | float], b: Mapping[int, Sequenc
         raise ValueError(f"a has the seeds {sorted(a)} and b {sorted(b)}; both must have the same")
     if any(np.shape(a[seed]) != np.shape(b[seed]) for seed in a):
         raise ValueError("both must have values of the same queries")
-    if len(a) == 1:
-        [(seed, values)] = a.items()
-        return _of_queries(values, b[seed]) if np.ndim(values) else of_numbers([float(values) - float(b[seed])])
-    return of_numbers([float(np.mean(a[seed]) - np.mean(b[seed])) for seed in sorted(a)])
+    by_seed = [float(np.mean(a[seed]) - np.mean(b[seed])) for seed in sorted(a)]
+    [first, *others] = a
+    if others or not np.ndim(a[first]):
+        return of_numbers(by_seed)
+    return Difference(**paired_difference(a[first], b[first]), by_seed=by_seed)
 
 
 def of_numbers(by_seed: Sequence[float]) -> Difference:
@@ -85,11 +82,6 @@ def of_numbers(by_seed: Sequence[float]) -> Difference:
     test = stats.ttest_1samp(by_seed, 0)
     low, high = map(float, test.confidence_interval())
     return Difference(mean, low, high, float(test.pvalue), list(by_seed))
-
-
-def _of_queries(a: Sequence[float], b: Sequence[float]) -> Difference:
-    numbers = paired_difference(a, b)
-    return Difference(numbers["difference"], numbers["low"], numbers["high"], numbers["p"], [numbers["difference"]])
 
 
 def joint_verdict(verdicts: Sequence[str]) -> str:
