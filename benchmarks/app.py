@@ -44,10 +44,8 @@ def served():
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
             lines = iter(server.stdout.readline, "")
-            yield (
-                next(found[0] for line in lines if (found := re.search(r"http://\S+", line))),
-                psutil.Process(server.pid),
-            )
+            address = next(match[0] for line in lines if (match := re.search(r"http://\S+", line)))
+            yield address, psutil.Process(server.pid)
         finally:
             server.terminate()
             server.wait()
@@ -57,12 +55,10 @@ def without_server(requests: int, steps: int) -> float:
     """Requests a second."""
     models = DemoModels("toy/sdxl", [ENCODER], pick_device(None))
     request = replace(models.defaults, prompt=PROMPT, steps=steps)
-    for _ in draw(models, request):  # the first one is slower
-        pass
+    list(draw(models, request))  # the first one is slower
     started = time.perf_counter()
     for seed in tqdm(range(requests), desc="without a server"):
-        for _ in draw(models, replace(request, seed=seed)):
-            pass
+        list(draw(models, replace(request, seed=seed)))
     return requests / (time.perf_counter() - started)
 
 
@@ -83,7 +79,7 @@ def with_clients(url: str, server: psutil.Process, clients: int, requests: int, 
 
     before, started = server.memory_info().rss, time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        latencies = sorted(taken for own in pool.map(work, connected, share) for taken in own)
+        latencies = sorted(taken for of_client in pool.map(work, connected, share) for taken in of_client)
     wall = time.perf_counter() - started
     return {
         "clients": clients,

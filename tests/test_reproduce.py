@@ -14,7 +14,7 @@ from debias_diffusion.app.options import ReproduceConfig
 from debias_diffusion.app.reproduce import differences, measuring
 from debias_diffusion.app.reproduce import papers as files
 from debias_diffusion.app.reproduce.building import Work
-from debias_diffusion.app.reproduce.claims import decide, with_epochs
+from debias_diffusion.app.reproduce.claims import decide
 from debias_diffusion.app.reproduce.command import RESULTS, write_table
 from debias_diffusion.app.reproduce.differences import FAILS, HOLDS, UNDECIDED, UNTESTED, of_numbers, over_seeds
 from debias_diffusion.app.reproduce.evidence import evidence_page
@@ -129,18 +129,6 @@ def test_a_reading_and_an_alignment_are_of_the_trained_encoder(tmp_path, monkeyp
     ]
     assert made[1] == made[0] in work.units[made[2]].needs and made[2] != made[3] and "/alignment/" in made[3]
     assert work.units[made[3]].needs == ("pairs-4000-100-2-styles",) and seen[0]["data"] == "toy/test-7"
-
-
-@pytest.mark.parametrize("world", ["toy", "real"])
-def test_the_budgets_of_a_claim_are_different_trainings(world, tmp_path):
-    work = Work(files.read_world(PAPERS, world), Path("data"), tmp_path)
-    claims = files.read_yaml(PAPERS / "claims.yaml", Claims)
-    tested = [claim for group in claims.claims.values() for claim in group if len(claim.epochs) > 1]
-    assert tested
-    for claim in tested:
-        for name in (claim.compare[0].a, claim.compare[0].b):
-            models = [with_epochs(claims.models[name], epochs) for epochs in claim.epochs]
-            assert len({work.add(model, "docci", 0) for model in models}) == len(models)
 
 
 @pytest.mark.parametrize("world", ["toy", "real"])

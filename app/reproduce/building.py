@@ -104,7 +104,7 @@ class Work:
     # ---- trainings
 
     def _training(self, model: Model, seed: int, _encoder: str, identity: str, _needs: tuple[str, ...]) -> str:
-        settings = self.training_settings(model)
+        settings = self._training_settings(model)
         config = self._train_config(settings, seed, self.output)
         # Equal methods have one folder, however they are spelled: long-clip is debias-clip with three options.
         plain = {name: part for name, part in settings.items() if name not in _SPELLING}
@@ -116,7 +116,7 @@ class Work:
         name, title = f"seed-{seed}/training/{config.recipe}-{digest}", f"train {describe(model)}, seed {seed}"
         return self._add(name, title, partial(self._train, settings, seed), *needs, cost=cost)
 
-    def training_settings(self, model: Model) -> dict[str, Any]:
+    def _training_settings(self, model: Model) -> dict[str, Any]:
         """Settings of `train` for a model in this world, with epochs turned into steps where the world does so."""
         base, given = self.world.bases[model.base], model.training or {}
         known = _check_names("train", given, TrainConfig)

@@ -1,7 +1,6 @@
 """Claims of the papers, decided by differences between models."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,15 @@ from .papers import Claim, Claims, Comparison, Model, Recorded
 Lookup = Callable[[Model, str, str], dict[int, list[float] | float]]
 
 
-def budgets(claim: Claim) -> list[int | None]:
-    """The epochs that a claim is tested at; None: those of its models."""
-    return list(claim.epochs) or [None]
-
-
-def compared_models(claims: Claims, claim: Claim, epochs: int | None) -> Iterator[tuple[Comparison, dict[str, Model]]]:
-    """Each comparison of a claim, with its models by name, trained for these epochs.
+def compared_models(claims: Claims, claim: Claim) -> Iterator[tuple[Comparison, dict[str, Model]]]:
+    """Each comparison of a claim, with its models by name.
 
     Raises:
         UserError: a comparison names an unknown model.
     """
     for comparison in claim.compare:
         names = filter(None, (comparison.a, comparison.b, comparison.c, comparison.d))
-        yield comparison, {name: with_epochs(_find_model(claims, name), epochs) for name in names}
-
-
-def with_epochs(model: Model, epochs: int | None) -> Model:
-    """The model trained for another number of epochs; a model without training, and None, change nothing."""
-    if epochs is None or model.training is None:
-        return model
-    return replace(model, training=model.training | {"epochs": epochs})
+        yield comparison, {name: _find_model(claims, name) for name in names}
 
 
 def _find_model(claims: Claims, name: str) -> Model:
@@ -50,25 +37,22 @@ def _find_model(claims: Claims, name: str) -> Model:
 
 
 def decide(claims: Claims, scores: Lookup, repository: Path) -> dict[str, list[dict]]:
-    """Every claim's parts and verdict as JSON values, by group; a claim of several budgets is one entry for each.
+    """Every claim's parts and verdict as JSON values, by group.
 
     Args:
         repository: the folder that recorded files are named from.
     """
 
-    def decided(claim: Claim, epochs: int | None) -> dict:
-        parts = [_compare(*part, scores) for part in compared_models(claims, claim, epochs)]
+    def decided(claim: Claim) -> dict:
+        parts = [_compare(*part, scores) for part in compared_models(claims, claim)]
         absent = dict.fromkeys(part.file for part in claim.recorded if not (repository / part.file).is_file())
         parts += [_recorded(part, repository) for part in claim.recorded if part.file not in absent]
         reason = " ".join(f"{file} is not here." for file in absent)
         verdict = UNTESTED if reason else joint_verdict([part["verdict"] for part in parts])
         entry = {"claim": claim.claim, "source": claim.source, "published": claim.published, "note": claim.note}
-        return entry | {"epochs": epochs, "parts": parts, "verdict": verdict, "reason": reason}
+        return entry | {"parts": parts, "verdict": verdict, "reason": reason}
 
-    return {
-        title: [decided(claim, epochs) for claim in group for epochs in budgets(claim)]
-        for title, group in claims.claims.items()
-    }
+    return {title: list(map(decided, group)) for title, group in claims.claims.items()}
 
 
 def _compare(comparison: Comparison, models: dict[str, Model], scores: Lookup) -> dict:

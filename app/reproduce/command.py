@@ -15,7 +15,7 @@ from debias_diffusion.training.plan import duration
 from ..options import ReproduceConfig
 from . import papers
 from .building import Work
-from .claims import Lookup, budgets, compared_models, decide, with_epochs
+from .claims import Lookup, compared_models, decide
 from .differences import over_seeds
 from .evidence import evidence_page
 from .listing import TFLOPS, missing_parts
@@ -82,13 +82,11 @@ class Reproduction:
         yield from ((model, column) for _, model, column in self._compared())
 
     def _compared(self) -> Iterator[tuple[str, Model, Column]]:
-        """Every model of a claim by its name and budget, with each column it is compared in."""
+        """Every model of a claim by its name, with each column it is compared in."""
         for claim in (claim for group in (self.claims.claims.values() if self.claims else ()) for claim in group):
-            for epochs in budgets(claim):
-                for comparison, models in compared_models(self.claims, claim, epochs):
-                    for name, model in models.items():
-                        label = name if epochs is None else f"{name}, {epochs} epochs"
-                        yield label, model, Column(comparison.evaluation, comparison.score)
+            for comparison, models in compared_models(self.claims, claim):
+                for name, model in models.items():
+                    yield name, model, Column(comparison.evaluation, comparison.score)
 
     def _plan(self) -> str:
         units = self.work.units
@@ -125,9 +123,6 @@ class Reproduction:
 
     def _write_claims(self) -> list[Path]:
         groups = decide(self.claims, self._scores, self.folder.resolve().parents[1])
-        entries = [entry for group in groups.values() for entry in group]
-        for entry in entries:
-            entry["steps"] = self._steps(entry["epochs"])
         content = {
             "world": self.world.title,
             "budget": self.world.budget,
@@ -142,23 +137,17 @@ class Reproduction:
             write_json(file, content)
         page = self.output / "claims.md"
         write_text(page, evidence_page(content, RESULTS))
-        print(f"\n{Table(['claim', 'verdict'], [[entry['claim'], entry['verdict']] for entry in entries])}")
+        verdicts = [[entry["claim"], entry["verdict"]] for group in groups.values() for entry in group]
+        print(f"\n{Table(['claim', 'verdict'], verdicts)}")
         return [*files, page]
-
-    def _steps(self, epochs: int | None) -> int | None:
-        """The steps that trainings of so many epochs really took; None where the world counts epochs."""
-        if epochs is None:
-            return None
-        model = next(model for model in self.claims.models.values() if model.training is not None)
-        return self.work.training_settings(with_epochs(model, epochs)).get("max_steps")
 
     def _means(self) -> dict[str, dict]:
         """{evaluation: {model: {score: {"mean", "deviation" over seeds}}}}"""
         means = {}
-        for label, model, column in self._compared():
+        for name, model, column in self._compared():
             by_seed = [np.mean(part) for part in self._scores(model, column.evaluation, column.score).values()]
             deviation = float(f"{np.std(by_seed, ddof=1):.3g}") if len(by_seed) > 1 else None
-            of_model = means.setdefault(column.evaluation, {}).setdefault(label, {})
+            of_model = means.setdefault(column.evaluation, {}).setdefault(name, {})
             of_model[column.score] = {"mean": float(f"{np.mean(by_seed):.5g}"), "deviation": deviation}
         return means
 

@@ -135,7 +135,6 @@ class Claim(Checked):
         published: the published numbers, in words.
         compare: differences that this command measures.
         recorded: differences from the results of benchmarks.
-        epochs: budgets: the comparison is made once for each, and overrides the epochs of every training.
         note: on the claim.
     """
 
@@ -144,7 +143,6 @@ class Claim(Checked):
     published: str = ""
     compare: list[Comparison] = field(default_factory=list)
     recorded: list[Recorded] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
     note: str = ""
 
 

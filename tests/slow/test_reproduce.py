@@ -64,4 +64,4 @@ def test_a_page_has_every_claim_and_verdict(written, settings):
     assert page == evidence_page(content, RESULTS)
     entries = [entry for group in content["claims"].values() for entry in group]
     assert f"Of {len(entries)} claims: " in page
-    assert "Padding adds to both on long captions (1 steps)" in page
+    assert "Padding adds to both on long captions at one epoch" in page
