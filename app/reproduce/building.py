@@ -172,21 +172,23 @@ class Work:
     def _ablation(self, model: Model, seed: int, encoder: str, identity: str, needs: tuple[str, ...]) -> str:
         settings = ablation_settings(self.world, model)
         _check_names("ablate", settings, AblateConfig)
-        settings = self._filled(settings | {"model": encoder}, seed)
+        settings = self._filled(settings, seed)
 
         def work(folder: Path) -> None:
-            ablate(checked(AblateConfig, settings | {"output": str(folder), "seed": seed, "device": self.device}))
+            given = settings | {"model": encoder, "output": str(folder), "seed": seed, "device": self.device}
+            ablate(checked(AblateConfig, given))
 
         name = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{_digest(settings, identity)}"
         return self._add(name, f"ablate {describe(model)}, seed {seed}", work, *needs, cost=60.0)
 
     def _alignment(self, model: Model, seed: int, encoder: str, identity: str, needs: tuple[str, ...]) -> str:
-        settings = self.world.alignment | model.alignment | {"encoder": encoder}
+        settings = self.world.alignment | model.alignment
         _check_names("align", settings, AlignConfig)
         settings, needs = self._filled(settings, seed), needs + self._pairs(len(STYLES))
 
         def work(folder: Path) -> None:
-            given = settings | self._drawn_pairs(len(STYLES)) | {"output": str(folder), "seed": seed}
+            given = settings | self._drawn_pairs(len(STYLES))
+            given |= {"encoder": encoder, "output": str(folder), "seed": seed}
             if align(checked(AlignConfig, given)) is None:
                 raise KeyboardInterrupt  # it, too, has left a checkpoint
 

@@ -15,8 +15,7 @@ from debias_diffusion.training.plan import duration
 from ..options import ReproduceConfig
 from . import papers
 from .building import Work
-from .claims import Lookup, compared_models, decide
-from .differences import over_seeds
+from .claims import Lookup, compared_models, decide, over_seeds
 from .evidence import evidence_page
 from .listing import TFLOPS, missing_parts
 from .papers import CLAIMS, Column, Model, PaperTable

@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from debias_diffusion.eval.report import escaped
 
-from .differences import FAILS, HOLDS, UNDECIDED, UNTESTED
+from .claims import FAILS, HOLDS, UNDECIDED, UNTESTED
 
 TEMPLATE = "evidence.md.j2"
 _SUMMARY = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not decided", UNTESTED: "are not tested"}
