@@ -433,8 +433,6 @@ class ReproduceConfig(Checked):
         results: Also write the claims' results into this JSON file.
         list: Name every table and figure, what it needs and whether it is here.
         plan: Print what would run and what it costs, and do nothing.
-        finished: Decide the claims by what is finished, and run nothing: each by the seeds that all its models have, at
-            least three if so many are wanted.
     """
 
     target: list[str]
@@ -447,7 +445,6 @@ class ReproduceConfig(Checked):
     results: str | None = None
     list: bool = False
     plan: bool = False
-    finished: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -460,8 +457,6 @@ class ReproduceConfig(Checked):
                 "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
                 "`reproduce --list` names all."
             )
-        if self.finished and self.target != ["claims"]:
-            raise UserError(f"--finished is for `reproduce claims`, got {self.target}. Leave it out.")
 
 
 @dataclass

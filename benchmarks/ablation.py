@@ -80,23 +80,16 @@ def suppressions(backbone: Backbone, images: int, rounds: int, device: torch.dev
         with torch.no_grad():
             attend(*inputs)
 
-    def both(attend: Callable) -> None:
+    def forward_and_backward(attend: Callable) -> None:
         attend(*inputs).sum().backward()
 
-    works = {
-        (name, work): (lambda attend=attend, run=run: run(attend))
-        for name, attend in forms.items()
-        for work, run in (("forward", forward), ("forward and backward", both))
-    }
+    runs = {"forward": forward, "forward and backward": forward_and_backward}
+    works = {(name, work): partial(runs[work], attend) for name, attend in forms.items() for work in runs}
     medians = median_seconds(works, 20 * rounds, device)
-    return {name: {work: medians[name, work] for work in ("forward", "forward and backward")} for name in forms}
+    return {name: {work: medians[name, work] for work in runs} for name in forms}
 
 
 # ---- many ablations
-
-
-def random_population(heads: int) -> Tensor:
-    return first_masks(population_size(heads, False), heads, 0)
 
 
 def converged_population(heads: int) -> Tensor:
@@ -171,7 +164,7 @@ def main() -> None:
     shape = len(blocks), blocks[0].attn.num_heads
     heads = shape[0] * shape[1]
     kinds = {
-        "random": random_population(heads),
+        "random": first_masks(population_size(heads, False), heads, 0),
         "converged": converged_population(heads),
         "probe": torch.eye(shape[0] * shape[1], dtype=torch.bool),
     }

@@ -39,9 +39,6 @@ META = torch.device("meta")
 FITTED = {"the first encoder": (True, False), "the second": (False, True), "both": (True, True)}
 
 
-# ---- counted
-
-
 def slot(encoder: CLIPTextModelWithProjection, tokenizer, fitted: bool) -> Slot:
     """An encoder of 77 positions, or one of 248 in its place."""
 
@@ -60,7 +57,7 @@ def slot(encoder: CLIPTextModelWithProjection, tokenizer, fitted: bool) -> Slot:
 
 def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
     """TFLOP and GB of one pair."""
-    pipe = random_sdxl("sdxl", META, torch.bfloat16)
+    pipe = random_sdxl(META, torch.bfloat16)
     unet = pipe.unet.requires_grad_(False)
     parts = ((pipe.text_encoder, pipe.tokenizer), (pipe.text_encoder_2, pipe.tokenizer_2))
     slots = [slot(*part, is_fitted) for part, is_fitted in zip(parts, fitted, strict=True)]
@@ -80,53 +77,35 @@ def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
     return {"tflop": cost.flop / 1e12, "activations_gb": cost.activation_bytes / 1e9, "state_gb": state / 1e9}
 
 
-# ---- timed
-
-
 def time_toy(repeats: int) -> dict:
     """Seconds of both passes on `PAIRS` pairs, and ratios to those without the UNet."""
+    encoders = {"encoder": "toy/debias-clip-sdxl", "encoder_2": "stretch"}
     with tempfile.TemporaryDirectory() as folder:
         data, images = write_pairs(Path(folder) / "data", 0, PAIRS)
+        shared = dict(base="toy/sdxl", data=str(data), images=str(images), batch=PAIRS, validation=0)
         runs = {}
         for (title, fitted), denoising in product(FITTED.items(), (0.0, 10.0)):
-            names = {"encoder": "toy/debias-clip-sdxl", "encoder_2": "stretch"}
-            given = {name: value for (name, value), is_fitted in zip(names.items(), fitted, strict=True) if is_fitted}
             name = f"{title}{' with the UNet' if denoising else ''}"
-            output = str(Path(folder) / name)
-            config = AlignConfig(
-                base="toy/sdxl",
-                data=str(data),
-                output=output,
-                images=str(images),
-                **given,
-                denoising=denoising,
-                batch=PAIRS,
-                validation=0,
-            )
+            given = {part: encoders[part] for part, is_fitted in zip(encoders, fitted, strict=True) if is_fitted}
+            config = AlignConfig(**shared, **given, denoising=denoising, output=str(Path(folder) / name))
             accelerator = make_accelerator(config)
             run = Alignment(config, accelerator)
             run.prepare(StopRequest(accelerator))
             batch = collate([run.dataset[(0, index, index)] for index in range(PAIRS)])
             runs[name] = lambda run=run, batch=batch: (run.backward(batch), run.optimizer.clear())
         times = by_turns(runs, repeats, lambda step: seconds(step, CPU))
-    baseline = times[next(iter(times))]
-    return {
-        name: {
-            "seconds": statistics.median(values),
-            "ratio": statistics.median(one / other for one, other in zip(values, baseline, strict=True)),
-        }
-        for name, values in times.items()
-    }
+    baseline, timed = times[next(iter(times))], {}
+    for name, values in times.items():
+        ratio = statistics.median(one / other for one, other in zip(values, baseline, strict=True))
+        timed[name] = {"seconds": statistics.median(values), "ratio": ratio}
+    return timed
 
 
 def main() -> None:
-    arguments = read_options(__doc__, repeats=5)
-    counted = [
-        {"pixels": pixels, "fitted": title, "recomputed": recomputed, **count(pixels, fitted, recomputed)}
-        for pixels, (title, fitted), recomputed in tqdm(
-            list(product((512, 1024), FITTED.items(), (False, True))), desc="counting"
-        )
-    ]
+    arguments, counted = read_options(__doc__, repeats=5), []
+    for pixels, (title, fitted), recomputed in tqdm([*product((512, 1024), FITTED.items(), (False, True))]):
+        numbers = count(pixels, fitted, recomputed)
+        counted.append({"pixels": pixels, "fitted": title, "recomputed": recomputed, **numbers})
     header = [
         "pixels",
         "fitted",
@@ -136,26 +115,15 @@ def main() -> None:
         "weights and AdamW, GB",
         "GB in all",
     ]
-    rows = [
-        [
-            row["pixels"],
-            row["fitted"],
-            "recomputed" if row["recomputed"] else "kept",
-            *(f"{value:.1f}" for value in (row["tflop"], row["activations_gb"], row["state_gb"])),
-            f"{row['activations_gb'] + row['state_gb']:.1f}",
-        ]
-        for row in counted
-    ]
+    rows = []
+    for row in counted:
+        numbers = row["tflop"], row["activations_gb"], row["state_gb"], row["activations_gb"] + row["state_gb"]
+        activations = "recomputed" if row["recomputed"] else "kept"
+        rows.append([row["pixels"], row["fitted"], activations, *(f"{value:.1f}" for value in numbers)])
     timed = time_toy(arguments.repeats)
+    parts = "SDXL, one pair at a time, counted:", Table(header, rows), f"The toy, {PAIRS} pairs:"
     of_toy = Table(["fitted", "seconds", "to the first row"], [[name, *row.values()] for name, row in timed.items()])
-    publish(
-        "align",
-        {"tokens": TOKENS, "pairs": PAIRS, "counted": counted, "timed": timed},
-        "SDXL, one pair at a time, counted:",
-        Table(header, rows),
-        f"The toy, {PAIRS} pairs:",
-        of_toy,
-    )
+    publish("align", {"tokens": TOKENS, "pairs": PAIRS, "counted": counted, "timed": timed}, *parts, of_toy)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,8 @@ def served():
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
             lines = iter(server.stdout.readline, "")
-            yield (
-                next(found[0] for line in lines if (found := re.search(r"http://\S+", line))),
-                psutil.Process(server.pid),
-            )
+            address = next(match[0] for line in lines if (match := re.search(r"http://\S+", line)))
+            yield address, psutil.Process(server.pid)
         finally:
             server.terminate()
             server.wait()
@@ -84,7 +82,7 @@ def with_clients(url: str, server: psutil.Process, clients: int, requests: int, 
 
     before, started = server.memory_info().rss, time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
-        latencies = sorted(taken for own in pool.map(work, connected, share) for taken in own)
+        latencies = sorted(taken for of_client in pool.map(work, connected, share) for taken in of_client)
     wall = time.perf_counter() - started
     return {
         "clients": clients,

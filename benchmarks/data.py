@@ -82,14 +82,9 @@ class Plain(Dataset):
 
     def __init__(self, records: list[Record], folder: Path, context_length: int):
         self.records, self.folder = records, folder
-        self.transform = transforms.Compose(
-            [
-                transforms.Resize(224, transforms.InterpolationMode.BICUBIC),
-                transforms.CenterCrop(224),
-                transforms.ToTensor(),
-                transforms.Normalize(open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD),
-            ]
-        )
+        resize, crop = transforms.Resize(224, transforms.InterpolationMode.BICUBIC), transforms.CenterCrop(224)
+        normalize = transforms.Normalize(open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
+        self.transform = transforms.Compose([resize, crop, transforms.ToTensor(), normalize])
         self.tokenizer = open_clip.SimpleTokenizer(context_length=context_length)
 
     def __getitem__(self, key: tuple[int, int, int]):
@@ -152,12 +147,11 @@ def main() -> None:
 
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     ratios = {name: value / medians[f"plain,{name.split(',')[1]}"] for name, value in medians.items()}
+    tokens = statistics.mean(tokenizer.count(record.caption) for record in records)
+    sentences = statistics.mean(len(split_sentences(record.caption)) for record in records)
     result = {
         "image": {"width": size[0], "height": size[1], "kilobytes": round(kilobytes)},
-        "caption": {
-            "tokens": round(statistics.mean(tokenizer.count(record.caption) for record in records), 1),
-            "sentences": round(statistics.mean(len(split_sentences(record.caption)) for record in records), 1),
-        },
+        "caption": {"tokens": round(tokens, 1), "sentences": round(sentences, 1)},
         "pairs": arguments.pairs,
         "repeats": arguments.repeats,
         "samples_per_second_and_core": {name: round(value, 1) for name, value in medians.items()},

@@ -1,13 +1,12 @@
 """The cost of longer prompts for an image.
 
-    python benchmarks/generate.py [--model toy|sdxl|tiny] [--steps 30] [--repeats 7]
+    python benchmarks/generate.py [--steps 30] [--repeats 7]
 
 Counted: the FLOPs of SDXL at 1024 x 1024, its true configuration without weights. A step is the UNet on one row of the
 batch; with guidance it runs on two, and every number of a step but the ratios doubles.
 Timed: the steps of an image with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
-accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL; `tiny` is a small random
-one that tries the path of the accelerator on the CPU. The lengths take turns, so that other load affects all; ratios
-are to the steps of stock diffusers (77 positions) in the same round.
+accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL. The lengths take turns, so
+that other load affects all; ratios are to the steps of stock diffusers (77 positions) in the same round.
 Prints Markdown, and writes to benchmarks/results/.
 """
 
@@ -32,59 +31,43 @@ WINDOW, STOCK = 248, 77
 POSITIONS = (STOCK, 152, 227, WINDOW, 494)
 COUNTED = (*POSITIONS, 496)  # the last: two chunks that keep their BOS and EOS
 
-CROSS_BLOCKS = {"down_block_types": ("DownBlock2D", *2 * ["CrossAttnDownBlock2D"])}
-CROSS_BLOCKS["up_block_types"] = (*2 * ["CrossAttnUpBlock2D"], "UpBlock2D")
-SIZES = {
-    "sdxl": {
-        "unet": dict(
-            sample_size=128,
-            block_out_channels=(320, 640, 1280),
-            transformer_layers_per_block=(1, 2, 10),
-            attention_head_dim=(5, 10, 20),
-            cross_attention_dim=768 + 1280,
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=6 * 256 + 1280,
-        ),
-        "vae": dict(block_out_channels=(128, 256, 512, 512), layers_per_block=2),
-        "clip": dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12),
-        "clip_2": dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20),
-    },
-    "tiny": {
-        "unet": dict(
-            sample_size=8,
-            block_out_channels=(32, 32, 64),
-            transformer_layers_per_block=(1, 1, 2),
-            attention_head_dim=(2, 2, 4),
-            cross_attention_dim=16 + 32,
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=6 * 8 + 32,
-        ),
-        "vae": dict(block_out_channels=4 * (32,), layers_per_block=1),
-        "clip": dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2),
-        "clip_2": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2),
-    },
-}
+UNET = dict(
+    sample_size=128,
+    block_out_channels=(320, 640, 1280),
+    down_block_types=("DownBlock2D", *2 * ["CrossAttnDownBlock2D"]),
+    up_block_types=(*2 * ["CrossAttnUpBlock2D"], "UpBlock2D"),
+    transformer_layers_per_block=(1, 2, 10),
+    attention_head_dim=(5, 10, 20),
+    cross_attention_dim=768 + 1280,
+    addition_embed_type="text_time",
+    addition_time_embed_dim=256,
+    projection_class_embeddings_input_dim=6 * 256 + 1280,
+    use_linear_projection=True,
+)
+VAE = dict(
+    down_block_types=4 * ("DownEncoderBlock2D",),
+    up_block_types=4 * ("UpDecoderBlock2D",),
+    block_out_channels=(128, 256, 512, 512),
+    layers_per_block=2,
+)
+IDS = dict(vocab_size=49408, bos_token_id=49406, eos_token_id=49407)
+CLIP_L = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+BIG_G = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20)
 
 
-def random_sdxl(name: str, device: torch.device, dtype: torch.dtype) -> StableDiffusionXLLongPromptPipeline:
-    """An SDXL of `SIZES` with a CLIP-L of 248 positions and a bigG of 77."""
-    sizes = SIZES[name]
-    ids = dict(vocab_size=49408, bos_token_id=49406, eos_token_id=49407)
-    clip = CLIPTextConfig(**ids, **sizes["clip"], max_position_embeddings=WINDOW, hidden_act="quick_gelu")
-    width_2 = sizes["clip_2"]["hidden_size"]
-    clip_2 = CLIPTextConfig(**ids, **sizes["clip_2"], max_position_embeddings=STOCK, projection_dim=width_2)
-    blocks = 4 * ("DownEncoderBlock2D",), 4 * ("UpDecoderBlock2D",)
+def random_sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLLongPromptPipeline:
+    """SDXL's true configuration with a CLIP-L of 248 positions and a bigG of 77."""
+    clip_l = CLIPTextConfig(**IDS, **CLIP_L, max_position_embeddings=WINDOW, hidden_act="quick_gelu")
+    big_g = CLIPTextConfig(**IDS, **BIG_G, max_position_embeddings=STOCK, projection_dim=BIG_G["hidden_size"])
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
             models = {
-                "unet": UNet2DConditionModel(
-                    **sizes["unet"], **CROSS_BLOCKS, addition_embed_type="text_time", use_linear_projection=True
-                ),
-                "vae": AutoencoderKL(down_block_types=blocks[0], up_block_types=blocks[1], **sizes["vae"]),
-                "text_encoder": CLIPTextModel(clip),
-                "text_encoder_2": CLIPTextModelWithProjection(clip_2),
+                "unet": UNet2DConditionModel(**UNET),
+                "vae": AutoencoderKL(**VAE),
+                "text_encoder": CLIPTextModel(clip_l),
+                "text_encoder_2": CLIPTextModelWithProjection(big_g),
             }
     finally:
         torch.set_default_dtype(default)
@@ -113,22 +96,19 @@ def flops(run) -> tuple[int, dict[str, int]]:
     """What `run()` takes, in all and by the names of the modules."""
     with FlopCounterMode(display=False) as counter:
         run()
-    return counter.get_total_flops(), {
-        name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()
-    }
+    by_module = {name: sum(by_operator.values()) for name, by_operator in counter.get_flop_counts().items()}
+    return counter.get_total_flops(), by_module
 
 
 def unet_inputs(pipe: StableDiffusionXLLongPromptPipeline, positions: int) -> dict:
     """Of one row, without values."""
     config, empty = pipe.unet.config, lambda *shape: torch.empty(*shape, device="meta")
+    pooled = empty(1, pipe.text_encoder_2.config.projection_dim)
     return dict(
         sample=empty(1, config.in_channels, config.sample_size, config.sample_size),
         timestep=empty(()),
         encoder_hidden_states=empty(1, positions, config.cross_attention_dim),
-        added_cond_kwargs={
-            "text_embeds": empty(1, pipe.text_encoder_2.config.projection_dim),
-            "time_ids": empty(1, 6),
-        },
+        added_cond_kwargs={"text_embeds": pooled, "time_ids": empty(1, 6)},
     )
 
 
@@ -150,38 +130,29 @@ def parts(total: int, by_module: dict[str, int]) -> dict[str, float]:
 
 def count(steps: int) -> dict:
     """SDXL's FLOPs at the lengths of `COUNTED`."""
-    pipe = random_sdxl("sdxl", torch.device("meta"), torch.float32)
-    rows = {}
+    pipe, rows = random_sdxl(torch.device("meta"), torch.float32), {}
+    decode, _ = flops(lambda: pipe.vae.decode(unet_inputs(pipe, STOCK)["sample"]))
     for positions in tqdm(COUNTED, desc="counting"):
         inputs = unet_inputs(pipe, positions)
         plain, by_module = flops(lambda inputs=inputs: pipe.unet(**inputs))
-        rows[positions] = {"plain": plain, "shares": parts(plain, by_module)}
-    prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
-    encode = {
-        positions: flops(lambda prompt=prompt: pipe.encode_prompt(prompt, device="meta", negative_prompt=""))[0]
-        for positions, prompt in prompts.items()
-    }
-    decode, _ = flops(lambda: pipe.vae.decode(unet_inputs(pipe, STOCK)["sample"]))
-    stock = rows[STOCK]["plain"]
-    for positions, row in rows.items():
-        row["plain_to_stock"] = round(row["plain"] / stock, 4)
-        if positions in encode:
-            row["encode"] = encode[positions]
-            picture = encode[positions] + 2 * steps * row["plain"] + decode
-            row["encode_share"] = round(encode[positions] / picture, 4)
+        row = rows[positions] = {"plain": plain, "shares": parts(plain, by_module)}
+        row["plain_to_stock"] = round(plain / rows[STOCK]["plain"], 4)
+        if positions in POSITIONS:
+            encode = partial(pipe.encode_prompt, prompt_of(pipe, positions), device="meta", negative_prompt="")
+            row["encode"], _ = flops(encode)
+            row["encode_share"] = round(row["encode"] / (row["encode"] + 2 * steps * plain + decode), 4)
     parameters = sum(parameter.numel() for parameter in pipe.unet.parameters())
     return {"unet_parameters": parameters, "steps": steps, "decode": decode, "rows": rows}
 
 
 def counted_tables(result: dict) -> list[Table | str]:
-    tera, rows = 1e12, result["rows"]
+    tera, rows, costs = 1e12, result["rows"], []
     title = (
         f"Counted: SDXL's UNet ({result['unet_parameters'] / 1e9:.3f} billion parameters) at 1024 x 1024, one row of "
         f"the batch (two with guidance). Encoding: CLIP-L of {WINDOW} positions, bigG in chunks of {STOCK}, prompt and "
         f"negative prompt; its share is of an image with guidance, {result['steps']} steps and decoding "
         f"({result['decode'] / tera:.2f} TFLOP)."
     )
-    costs = []
     for positions, row in rows.items():
         encode = [f"{row['encode'] / tera:.3f}", f"{row['encode_share']:.2%}"] if "encode" in row else [None, None]
         costs.append([str(positions), f"{row['plain'] / tera:.3f}", f"{row['plain_to_stock'] - 1:+.2%}", *encode])
@@ -217,28 +188,21 @@ def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int)
     return by_turns(variants, repeats, lambda run: seconds(run, pipe.device))
 
 
-def time_pictures(model: str, device: torch.device, steps: int, repeats: int) -> dict:
-    half = torch.float32 if device.type == "cpu" else torch.float16
-    pipe = load_pipeline("toy/sdxl", "toy/debias-clip", device) if model == "toy" else random_sdxl(model, device, half)
-    times = measure(pipe, steps, repeats)
-
-    def ratio(name: str, other: str) -> list[float]:
-        """The median, and the smallest and largest, of the rounds' ratios."""
-        found = [one / two for one, two in zip(times[name], times[other], strict=True)]
-        return [round(value, 3) for value in (statistics.median(found), min(found), max(found))]
-
-    rows = {}
+def time_images(device: torch.device, steps: int, repeats: int) -> dict:
+    is_toy = device.type == "cpu"
+    pipe = load_pipeline("toy/sdxl", "toy/debias-clip", device) if is_toy else random_sdxl(device, torch.float16)
+    times, rows = measure(pipe, steps, repeats), {}
     for positions in POSITIONS:
-        plain, encode = f"{positions} plain", f"{positions} encode"
-        picture = statistics.median(times[plain]) + statistics.median(times[encode])
+        plain, encode = times[f"{positions} plain"], statistics.median(times[f"{positions} encode"])
+        ratios = [one / stock for one, stock in zip(plain, times[f"{STOCK} plain"], strict=True)]
         rows[positions] = {
-            "step_ms": round(1000 * statistics.median(times[plain]) / steps, 3),
-            "plain_to_stock": ratio(plain, f"{STOCK} plain"),
-            "encode_ms": round(1000 * statistics.median(times[encode]), 3),
-            "encode_share": round(statistics.median(times[encode]) / picture, 4),
+            "step_ms": round(1000 * statistics.median(plain) / steps, 3),
+            "plain_to_stock": [round(value, 3) for value in (statistics.median(ratios), min(ratios), max(ratios))],
+            "encode_ms": round(1000 * encode, 3),
+            "encode_share": round(encode / (statistics.median(plain) + encode), 4),
         }
     return {
-        "model": model,
+        "model": "toy" if is_toy else "sdxl",
         "precision": f"fp{torch.finfo(pipe.unet.dtype).bits}",
         "pixels": pipe.default_sample_size * pipe.vae_scale_factor,
         "steps": steps,
@@ -254,27 +218,20 @@ def timed_tables(result: dict) -> list[Table | str]:
         f"Timed: {result['model']}, {result['pixels']} pixels, {result['precision']}, guidance, "
         f"{result['steps']} steps, {result['repeats']} rounds. Ratios ({result['ratios']}) are to {result['baseline']}."
     )
-    rows = [
-        [
-            str(positions),
-            row["step_ms"],
-            "{:.2f} ({:.2f}-{:.2f})".format(*row["plain_to_stock"]),
-            f"{row['encode_ms']:.1f}",
-            f"{row['encode_share']:.1%}",
-        ]
-        for positions, row in result["rows"].items()
-    ]
-    return [title, Table(["positions", "ms a step", "to stock", "ms encoding", "share of both"], rows)]
+    lines = []
+    for positions, row in result["rows"].items():
+        ratio = "{:.2f} ({:.2f}-{:.2f})".format(*row["plain_to_stock"])
+        lines.append([str(positions), row["step_ms"], ratio, f"{row['encode_ms']:.1f}", f"{row['encode_share']:.1%}"])
+    return [title, Table(["positions", "ms a step", "to stock", "ms encoding", "share of both"], lines)]
 
 
 def main() -> None:
-    options = read_options(__doc__, model=("", "toy", *SIZES), steps=30, repeats=7)
-    device = Accelerator().device
-    model = options.model or ("toy" if device.type == "cpu" else "sdxl")
+    options, device = read_options(__doc__, steps=30, repeats=7), Accelerator().device
     counted = count(options.steps)
     publish("generate-sdxl-counted", counted, *counted_tables(counted))
-    timed = time_pictures(model, device, options.steps, options.repeats)
-    publish(f"generate-{model}-{device.type}-{timed['precision']}", timed, *timed_tables(timed), device=device)
+    timed = time_images(device, options.steps, options.repeats)
+    name = f"generate-{timed['model']}-{device.type}-{timed['precision']}"
+    publish(name, timed, *timed_tables(timed), device=device)
 
 
 if __name__ == "__main__":

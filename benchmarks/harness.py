@@ -15,8 +15,6 @@ from debias_diffusion.files import write_json, write_text
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
-# Edits of captions in the tables of retrieval.
-EDITS = {"keep": "Whole caption", "move2": "1 and 2 swapped", "move4": "1 and 4 swapped", "remove": "1 removed"}
 
 
 def read_options(description: str, **defaults: Any) -> argparse.Namespace:

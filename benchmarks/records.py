@@ -70,7 +70,8 @@ def read_list(path: Path) -> list[Record]:
     return [Record(name, name, caption) for name, caption in zip(names, captions, strict=True)]
 
 
-def own_megabytes(process: psutil.Process | None = None) -> float:
+def megabytes(process: psutil.Process | None = None) -> float:
+    """What belongs to a process alone."""
     return round((process or psutil.Process()).memory_full_info().uss / 1e6, 1)
 
 
@@ -82,19 +83,19 @@ def process_seconds(process: psutil.Process) -> float:
 
 def look(records: Sequence[Record], results) -> None:
     sum(len(records[index].caption) for index in range(0, len(records), 7))
-    results.put(own_megabytes())
+    results.put(megabytes())
 
 
 def read(kind: str, path: Path) -> dict:
     """What one reader costs. For a process of its own."""
-    process, peak, before = psutil.Process(), PeakMemory(CPU), own_megabytes()
+    process, peak, before = psutil.Process(), PeakMemory(CPU), megabytes()
     peak.start()
     started, used = time.perf_counter(), process_seconds(process)
     records = read_list(path) if kind == "list" else read_sharegpt4v(path).records
     result = {
         "seconds": round(time.perf_counter() - started, 2),
         "processor_seconds": round(process_seconds(process) - used, 2),
-        "reader_mb": round(own_megabytes() - before, 1),
+        "reader_mb": round(megabytes() - before, 1),
         "peak_mb": round((peak.read() or 0) / 1e6, 1),
     }
     context = get_context("fork")
@@ -125,7 +126,7 @@ def plan(data: Path, output: Path) -> dict:
     result = {
         "seconds": round(time.perf_counter() - started, 2),
         "processor_seconds": round(process_seconds(psutil.Process(process.pid)), 2),
-        "mb": own_megabytes(psutil.Process(process.pid)),
+        "mb": megabytes(psutil.Process(process.pid)),
     }
     process.kill()
     process.wait()
@@ -147,16 +148,14 @@ def main() -> None:
             readers[kind] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         plans = {"small": plan(small, folder / "small"), "all": plan(data, folder / "run")}
         size = data.stat().st_size
+    compared = ("seconds", "processor_seconds", "reader_mb", "peak_mb")
     result = {
         "cores": os.cpu_count(),
         "load_before": round(load, 1),
         "pairs": arguments.pairs,
         "megabytes": round(size / 1e6),
         "readers": readers,
-        "list_over_ours": {
-            name: round(readers["list"][name] / readers["ours"][name], 1)
-            for name in ("seconds", "processor_seconds", "reader_mb", "peak_mb")
-        },
+        "list_over_ours": {name: round(readers["list"][name] / readers["ours"][name], 1) for name in compared},
         "plan": plans,
         "plan_mb_beside_small": round(plans["all"]["mb"] - plans["small"]["mb"], 1),
     }

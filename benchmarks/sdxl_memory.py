@@ -65,7 +65,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def count() -> dict:
-    pipe = random_sdxl("sdxl", torch.device("meta"), torch.float16)
+    pipe = random_sdxl(torch.device("meta"), torch.float16)
     weights = {part: sum(p.numel() for p in getattr(pipe, part).parameters()) for part in PARTS}
     rows = {}
     for positions in COUNTED:
@@ -78,10 +78,7 @@ def count() -> dict:
         def step(inputs=inputs, conditions=conditions, timestep=one_row["timestep"]):
             return pipe.unet(**inputs, timestep=timestep, added_cond_kwargs=conditions)
 
-        rows[positions] = {
-            "unet_peak": peak_bytes(step),
-            "embeddings": inputs["encoder_hidden_states"].nbytes,
-        }
+        rows[positions] = {"unet_peak": peak_bytes(step), "embeddings": inputs["encoder_hidden_states"].nbytes}
     ids = torch.empty(2, WINDOW, dtype=torch.long, device="meta")
     chunks = torch.empty(2 * 6, 77, dtype=torch.long, device="meta")
     latents = torch.empty(1, 4, 128, 128, dtype=torch.float16, device="meta")
@@ -102,15 +99,10 @@ def tables(result: dict) -> list[Table]:
         for part, parameters in result["parameters"].items()
     ]
     parts.append(["vae in fp32", "", "", peaks["vae, fp32"] / GB])
-    steps = [
-        [
-            str(positions),
-            f"{row['unet_peak'] / 1e6:,.0f}",
-            f"{100 * (row['unet_peak'] / stock - 1):+.2f}%",
-            f"{row['embeddings'] / 1e6:.1f}",
-        ]
-        for positions, row in result["rows"].items()
-    ]
+    steps = []
+    for positions, row in result["rows"].items():
+        step, share = f"{row['unet_peak'] / 1e6:,.0f}", f"{100 * (row['unet_peak'] / stock - 1):+.2f}%"
+        steps.append([str(positions), step, share, f"{row['embeddings'] / 1e6:.1f}"])
     return [
         Table(["part", "parameters, millions", "fp16 GB", "most at once beside weights, GB"], parts),
         Table(["positions", "most at once in a step, MB", "to 77", "embeddings, MB"], steps),

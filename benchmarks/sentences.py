@@ -32,6 +32,14 @@ PHOTOGRAPHS = ROOT / "tests" / "photographs" / "captions.json"
 CHARACTERS = 850  # of a caption of ShareGPT4V with nine sentences and 173 tokens
 
 
+def syntok_splitter(module) -> Callable[[str], list[str]]:
+    def split(caption: str) -> list[str]:
+        sentences = (sentence for paragraph in module.analyze(caption) for sentence in paragraph)
+        return ["".join(token.spacing + token.value for token in sentence) for sentence in sentences]
+
+    return split
+
+
 # {library: (its module, what splits a caption with it)}
 LIBRARIES = {
     "blingfire": ("blingfire", lambda module: lambda caption: module.text_to_sentences(caption).split("\n")),
@@ -42,26 +50,8 @@ LIBRARIES = {
     "segtok": ("segtok.segmenter", lambda module: lambda caption: list(module.split_single(caption))),
     "sentence-splitter": ("sentence_splitter", lambda module: module.SentenceSplitter(language="en").split),
     "sentencex": ("sentencex", lambda module: lambda caption: list(module.segment("en", caption))),
-    "syntok": (
-        "syntok.segmenter",
-        lambda module: (
-            lambda caption: [
-                "".join(token.spacing + token.value for token in sentence)
-                for paragraph in module.analyze(caption)
-                for sentence in paragraph
-            ]
-        ),
-    ),
+    "syntok": ("syntok.segmenter", syntok_splitter),
 }
-
-
-def caption_of(case: dict) -> str:
-    return case.get("caption") or case.get("joined_by", " ").join(case["sentences"])
-
-
-def squeezed(sentences: list[str]) -> list[str]:
-    """Without sentences that are blank; white space inside one is a single space."""
-    return [" ".join(sentence.split()) for sentence in sentences if sentence.strip()]
 
 
 def borders(sentences: list[str]) -> set[int]:
@@ -74,27 +64,30 @@ def borders(sentences: list[str]) -> set[int]:
 
 
 def score(split: Callable, cases: list[dict]) -> dict[str, float]:
-    exact = found = expected = shared = 0
+    exact = given = expected = shared = 0
     for case in cases:
-        answer, truth = squeezed(split(caption_of(case))), squeezed(case["sentences"])
+        caption = case.get("caption") or case.get("joined_by", " ").join(case["sentences"])
+        answer, truth = (
+            [" ".join(sentence.split()) for sentence in part if sentence.strip()]
+            for part in (split(caption), case["sentences"])
+        )
         exact += answer == truth
-        found, expected = found + len(borders(answer)), expected + len(borders(truth))
+        given, expected = given + len(borders(answer)), expected + len(borders(truth))
         shared += len(borders(answer) & borders(truth))
-    return {"exact": exact / len(cases), "f1": 2 * shared / (found + expected)}
+    return {"exact": exact / len(cases), "f1": 2 * shared / (given + expected)}
 
 
-def long_captions(number: int, seed: int = 0) -> list[str]:
+def long_captions(number: int) -> list[str]:
     """Captions of about `CHARACTERS` from the sentences of photographs and of the open cases."""
     photographs = [entry["conversations"][1]["value"] for entry in json.loads(PHOTOGRAPHS.read_text())]
-    sentences = [sentence for caption in photographs for sentence in split_sentences(caption)]
+    plain = [sentence for caption in photographs for sentence in split_sentences(caption)]
     hard = [sentence for case in json.loads((CASES / "open.json").read_text()) for sentence in case["sentences"]]
-    rng, captions = random.Random(seed), []
+    rng, captions = random.Random(0), []
     for _ in range(number):
-        drawn = []
-        while len(" ".join(drawn)) < CHARACTERS - 45:  # half a sentence
-            # Mostly plain sentences, as in true captions.
-            drawn.append(rng.choice(sentences if rng.random() < 0.9 else hard))
-        captions.append(" ".join(" ".join(drawn).split()))
+        sentences = []
+        while len(" ".join(sentences)) < CHARACTERS - 45:  # half a sentence
+            sentences.append(rng.choice(plain if rng.random() < 0.9 else hard))  # mostly plain, as in true captions
+        captions.append(" ".join(" ".join(sentences).split()))
     return captions
 
 
@@ -110,27 +103,21 @@ def captions_per_second(split: Callable, captions: list[str], least: float = 0.2
 
 def main() -> None:
     arguments = read_options(__doc__, held_back=False, repeats=7)
-    candidates, versions, absent = {"ours": split_sentences}, {"ours": ""}, []
+    candidates, rows, absent = {"ours": split_sentences}, {"ours": {}}, []
     for name, (module, splitter) in LIBRARIES.items():
         try:
-            versions[name] = importlib.metadata.version(name)
+            rows[name] = {"version": importlib.metadata.version(name)}
             candidates[name] = splitter(importlib.import_module(module))
         except ImportError:
             absent.append(name)
-
-    halves = ["open", "held_back"] if arguments.held_back else ["open"]
-    rows = {name: {"version": versions[name]} if versions[name] else {} for name in candidates}
-    for half in halves:
-        cases = json.loads((CASES / f"{half}.json").read_text())
-        for name, split in candidates.items():
-            rows[name][half] = score(split, cases)
-
-    captions = long_captions(1000)
+            rows.pop(name, None)
+    halves, captions = ["open", *(["held_back"] if arguments.held_back else [])], long_captions(1000)
     speeds = by_turns(candidates, arguments.repeats, lambda split: captions_per_second(split, captions))
-
+    for name, split in candidates.items():
+        rows[name] |= {half: score(split, json.loads((CASES / f"{half}.json").read_text())) for half in halves}
+        rows[name]["captions_per_second"] = round(statistics.median(speeds[name]))
     lines = []
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["open"]["exact"]):
-        row["captions_per_second"] = round(statistics.median(speeds[name]))
         scores = [text for half in halves for text in (f"{row[half]['exact']:.1%}", f"{row[half]['f1']:.3f}")]
         lines.append([name, *scores, f"{row['captions_per_second']:,}"])
     report = {

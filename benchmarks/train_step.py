@@ -59,39 +59,39 @@ from debias_diffusion.training.step import backward
 SENTENCES, SENTENCE_TOKENS = (6, 12), (12, 26)
 
 
+def random_images(backbone: Backbone, size: int, seed: int) -> torch.Tensor:
+    shape, generator = (size, 3, *backbone.model.visual.image_size), torch.Generator().manual_seed(seed)
+    return torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+
+
+def as_batch(images: torch.Tensor, tokens, views: dict[str, torch.Tensor]) -> Batch:
+    keys = [(0, at, at) for at in range(len(images))]
+    return Batch(keys, list(map(str, range(len(images)))), images, tokens, [], views)
+
+
 def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
     """Random images and token ids, with captions sampled and padded as DeBias-CLIP's recipe does.
 
     Of every fourth sample, the long caption's states are compared where a method keeps states.
     """
     rng, tokenizer = random.Random(seed), backbone.tokenizer
-    words = tokenizer.markers.sot
-    long_ids, short_ids = [], []
+    words, long_ids, short_ids = tokenizer.markers.sot, [], []
     compared = torch.full((size, 2, tokenizer.context_length - 2), -1)
     for sample in range(size):
         sentences = [
             [rng.randrange(1, words) for _ in range(rng.randint(*SENTENCE_TOKENS))]
             for _ in range(rng.randint(*SENTENCES))
         ]
-        drawn = rng.sample(sentences[1:], rng.randint(1, len(sentences) - 1))
-        for ids, parts in ((long_ids, sentences), (short_ids, drawn)):
+        sampled = rng.sample(sentences[1:], rng.randint(1, len(sentences) - 1))
+        for ids, parts in ((long_ids, sentences), (short_ids, sampled)):
             ids.append([token for part in parts for token in part][: tokenizer.context_length - 2])
         if sample % round(1 / SHARE) == 0:
             cuts = [cut for part in sentences for cut in [Cut.TOKEN] * (len(part) - 1) + [Cut.SENTENCE]]
             ids = long_ids[-1]
             compared[sample, :, : len(ids)] = torch.tensor([ids, cuts[: len(ids)]])
     n_pre = [0] * size + [rng.randint(0, tokenizer.n_post(ids)) for ids in short_ids]
-    side = backbone.model.visual.image_size
-    images = torch.randint(256, (size, 3, *side), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    keys = [(0, i, i) for i in range(size)]
-    return Batch(
-        keys,
-        list(map(str, range(size))),
-        images,
-        tokenizer.batch(long_ids + short_ids, n_pre),
-        [],
-        {"state_tokens": compared},
-    )
+    tokens = tokenizer.batch(long_ids + short_ids, n_pre)
+    return as_batch(random_images(backbone, size, seed), tokens, {"state_tokens": compared})
 
 
 def padded_backward(backbone: Backbone, method: DualCaption, batch: Batch, rows: torch.Tensor, precision: str) -> None:
@@ -188,12 +188,11 @@ class FixClipSteps:
             long_ids.append(ids[: tokenizer.context_length - 2])
             short_ids.append(ids[: counts[0]])
         is_short = [False] * size + [method.has_own_positions] * size
-        side = self.backbone.model.visual.image_size
-        images = torch.randint(256, (size, 3, *side), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-        drawn = [method.views(images[at], "", tokenizer, seed, 0, str(at)) for at in range(size)]
-        views = {name: torch.stack([view[name] for view in drawn]) for name in drawn[0]}
-        tokens, keys = tokenizer.batch(long_ids + short_ids, is_short=is_short), [(0, at, at) for at in range(size)]
-        return Batch(keys, list(map(str, range(size))), images, tokens, [], views).to(self.accelerator.device)
+        images = random_images(self.backbone, size, seed)
+        views = [method.views(images[at], "", tokenizer, seed, 0, str(at)) for at in range(size)]
+        views = {name: torch.stack([view[name] for view in views]) for name in views[0]}
+        tokens = tokenizer.batch(long_ids + short_ids, is_short=is_short)
+        return as_batch(images, tokens, views).to(self.accelerator.device)
 
     def step(self, row: str, batch: Batch) -> None:
         """A step of a row on its batch, the update included."""
@@ -206,11 +205,9 @@ class FixClipSteps:
         else:
             method, visual = self.methods[row], self.backbone.model.visual
             visual.regional_prompts = self.prompts if method.prompts else None
-            self.backbone.config["debias_diffusion"] = {
-                name: value
-                for name, value in self.configuration.items()
-                if method.prompts or name != "regional_prompts"
-            }
+            left_out = () if method.prompts else ("regional_prompts",)
+            configuration = {name: value for name, value in self.configuration.items() if name not in left_out}
+            self.backbone.config["debias_diffusion"] = configuration
             backward(self.backbone, method, batch, self.accelerator, self.precision, modules=self.modules)
             visual.regional_prompts = self.prompts
         self.optimizer.step(1e-6)

@@ -110,7 +110,6 @@ REFUSED = [
         {"seeds": [0, -1]},
         "seeds is [0, -1], but must be values, each a whole number, from 0 to 4294967295.",
     ),
-    (ReproduceConfig, {"finished": True}, "--finished is for `reproduce claims`"),
     (ShardsConfig, {"size": 0}, "size is 0, but must be a whole number, from 1 to 65500."),
     (ShardsConfig, {"quality": 101}, "quality is 101"),
     (SynthesizeConfig, {"images": None}, "Neither data nor images is given"),

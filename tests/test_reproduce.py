@@ -1,5 +1,6 @@
-"""`reproduce`: one table from end to end on tiny data, settings of all, shared units, claims and their page."""
+"""`reproduce`: one table from end to end on tiny data, names of results, wrong files, claims and their page."""
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -7,38 +8,21 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import shared_units
-from helpers.ranks import forked
-from helpers.small_papers import PAPERS, count_compared, write_small_papers
+from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
 
 from debias_diffusion.app.options import ReproduceConfig
-from debias_diffusion.app.reproduce import measuring
-from debias_diffusion.app.reproduce.availability import missing_parts, missing_weights
+from debias_diffusion.app.reproduce import claims, measuring
+from debias_diffusion.app.reproduce import papers as files
 from debias_diffusion.app.reproduce.building import Work
-from debias_diffusion.app.reproduce.claims import all_claims, decide, with_epochs
-from debias_diffusion.app.reproduce.command import RESULTS
-from debias_diffusion.app.reproduce.differences import FAILS, HOLDS, UNDECIDED, UNTESTED, of_numbers, over_seeds
+from debias_diffusion.app.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
+from debias_diffusion.app.reproduce.command import RESULTS, write_table
 from debias_diffusion.app.reproduce.evidence import evidence_page
-from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.papers import (
-    Base,
-    Claim,
-    Claims,
-    Column,
-    Comparison,
-    Model,
-    PaperTable,
-    Recorded,
-    World,
-    read_tables,
-    read_world,
-)
-from debias_diffusion.app.reproduce.papers import read_yaml as read
-from debias_diffusion.app.reproduce.units import RESULT, result_of
+from debias_diffusion.app.reproduce.listing import missing_parts, missing_weights, reproduce
+from debias_diffusion.app.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
+from debias_diffusion.app.reproduce.units import RESULT
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.files import read_json_object, write_json
-from debias_diffusion.jobs import Job
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 ROOT = Path(__file__).parent.parent
@@ -56,12 +40,6 @@ def settings(papers, tmp_path_factory):
     return {"world": "toy", "papers": str(papers), "output": str(output), "device": "cpu"}
 
 
-def test_weights_that_are_not_here_are_named_with_a_way_to_get_them():
-    base = Base("ViT-B-16-quickgelu", "openai", "nobody/nothing")
-    [line] = missing_weights(base)
-    assert "The weights ViT-B-16-quickgelu:openai are not in" in line and "hf download nobody/nothing" in line
-
-
 @pytest.fixture(scope="module")
 def written(settings):
     return reproduce(ReproduceConfig(["table-S4"], **settings))
@@ -71,20 +49,21 @@ def test_a_table_is_executed_from_end_to_end(written, papers, settings):
     """All of them are in slow/test_reproduce.py."""
     output = Path(settings["output"]) / "toy"
     assert [file.name for file in written] == ["table-S4.md"]
-    assert count_compared(read_tables(papers)["table-S4"], read_json_object(output / "table-S4.json")) > 0
+    assert count_compared(files.read_tables(papers)["table-S4"], read_json_object(output / "table-S4.json")) > 0
     assert "| Shuffle |" in (output / "table-S4.md").read_text()
 
 
-def test_what_is_done_is_kept_and_what_is_damaged_is_computed_again(written, settings, capsys):
+def test_what_is_done_is_kept_and_what_is_damaged_or_edited_is_computed_again(written, settings, capsys):
     output = Path(settings["output"]) / "toy"
     before = {file: file.read_bytes() for file in output.rglob(RESULT)}
-    assert len(before) > 2
-    damaged = next(file for file in before if "retrieval" in str(file))
-    damaged.write_bytes(before[damaged][:-10])
+    cut, edited = [file for file in before if "retrieval" in str(file)][:2]
+    cut.write_bytes(before[cut][:-10])
+    edited.write_text(json.dumps({score: [100.0] for score in json.loads(before[edited])}))
+    assert len(before) > 2 and edited.read_bytes() != before[edited]
     capsys.readouterr()
     assert reproduce(ReproduceConfig(["table-S4"], **settings)) == written
     assert {file: file.read_bytes() for file in output.rglob(RESULT)} == before
-    assert "to do: 0 trainings, 1 other pieces" in capsys.readouterr().out
+    assert "to do: 0 trainings, 2 other pieces" in capsys.readouterr().out
     (training,) = (output / "seed-0" / "training").iterdir()
     assert not list(training.glob("checkpoint-*")) and (training / "last").is_dir()
 
@@ -93,47 +72,52 @@ def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
     """Another root, another model under a base's name, another number of pairs: never the old number."""
 
     def named(root="data", base="toy/clip", **changes):
-        world = replace(read_world(papers, "toy"), bases={"b": Base(base)}, **changes)
+        world = replace(files.read_world(papers, "toy"), bases={"b": Base(base)}, **changes)
         work = Work(world, tmp_path / root, tmp_path / "output")
         models = Model("b"), Model("b", training={}), Model("b", ablation={})
-        return [unit for model in models for unit in work.add(model, [Column("docci")], 0).values()]
+        return [work.add(model, "docci", 0) for model in models]
 
-    world = read_world(papers, "toy")
+    world = files.read_world(papers, "toy")
     real = {"docci": world.evaluations["docci"] | {"data": "{root}/docci.json"}}
     plain, others = named(evaluations=real), [named("other", evaluations=real), named(base="ViT-B-32:none")]
     assert named(evaluations=real) == plain and all(not set(plain) & set(other) for other in others)
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "open_clip_config.json").write_text("{}")
+    before = named(base=str(local))
+    (local / "open_clip_config.json").write_text("{ }")
+    assert not set(before) & set(named(base=str(local)))
     pairs = named(pairs=8), named(held_out=3), named()
     assert len({of[1] for of in pairs}) == 3 and len({of[0] for of in pairs}) == 1  # of the training alone
 
 
-def test_a_method_is_one_training_however_it_is_spelled(settings):
+def test_a_method_is_one_training_however_it_is_spelled(papers, tmp_path):
     """Long-CLIP at w = 0.1 is DeBias-CLIP with another short caption."""
-    work = Work(read_world(Path(settings["papers"]), "toy"), Path("data"), Path(settings["output"]) / "toy")
-    spelled = [
-        {"recipe": "long-clip", "short_weight": 0.1},
-        {"recipe": "long-clip", "short_weight": 0.1, "sampling": "summary", "epochs": 3},
+    work = Work(files.read_world(papers, "toy"), Path("data"), tmp_path)
+    spelled = [{"recipe": "long-clip", "short_weight": 0.1}, {"recipe": "long-clip", "short_weight": 0.1, "epochs": 3}]
+    spelled += [spelled[0] | {"sampling": "summary"}]
+    assert len({work.add(Model(training=training), "docci", 0) for training in spelled}) == 1
+    assert len({work.add(Model(training=spelled[0]), "docci", seed) for seed in (0, 1)}) == 2
+
+
+def test_a_reading_and_an_alignment_are_of_the_trained_encoder(tmp_path, monkeypatch):
+    world, seen = files.read_world(STUDIES, "toy-test"), []
+    monkeypatch.setitem(measuring.KINDS, "generation", lambda settings: seen.append(settings) or {})
+    work = Work(world, tmp_path / "root", tmp_path / "output")
+    trained = Model("clip", training={"recipe": "long-clip"})
+    models = [trained, replace(trained, reading="cut"), replace(trained, alignment={}), Model("original", alignment={})]
+    names = [work.add(model, "long", 7) for model in models]
+    for name in names:
+        work.units[name].work(tmp_path)
+    made = [work.units[name].needs[0] for name in names]
+    assert [settings["encoders"] for settings in seen] == [
+        [str(tmp_path / "output" / made[0])],
+        [f"cut:{tmp_path / 'output' / made[0]}"],
+        [str(tmp_path / "output" / made[2])],
+        [str(tmp_path / "output" / made[3])],
     ]
-    assert len({work.training_name(Model(training=training), 0) for training in spelled}) == 1
-    assert work.training_name(Model(training=spelled[0]), 1) != work.training_name(Model(training=spelled[0]), 0)
-
-
-@pytest.mark.parametrize("world", ["toy", "real"])
-def test_the_budgets_of_a_claim_are_different_trainings(world, tmp_path):
-    work, claims = Work(read_world(PAPERS, world), Path("data"), tmp_path), read(PAPERS / "claims.yaml", Claims)
-    tested = [claim for claim in all_claims(claims) if len(claim.epochs) > 1]
-    assert tested
-    for claim in tested:
-        for name in claim.compare[0].names:
-            models = [with_epochs(claims.models[name], epochs) for epochs in claim.epochs]
-            assert len({work.training_name(model, 0) for model in models}) == len(models)
-
-
-@pytest.mark.parametrize("world", ["toy", "real"])
-def test_every_row_has_settings_that_can_be_used(world, tmp_path, capsys):
-    reproduce(ReproduceConfig(["all"], world=world, papers=str(PAPERS), output=str(tmp_path / "new"), plan=True))
-    printed = capsys.readouterr().out
-    assert "to do: " in printed and ("of one core" if world == "toy" else "GPU hours") in printed
-    assert not (tmp_path / "new").exists()
+    assert made[1] == made[0] in work.units[made[2]].needs and made[2] != made[3] and "/alignment/" in made[3]
+    assert work.units[made[3]].needs == ("pairs-4000-100-2-styles",) and seen[0]["data"] == "toy/test-7"
 
 
 def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, capsys):
@@ -144,7 +128,7 @@ def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, 
     assert not (tmp_path / "new").exists()
     reproduce(ReproduceConfig([], **settings | {"list": True, "world": "real", "root": str(tmp_path)}))
     printed = capsys.readouterr().out
-    assert all(name in printed for name in (*read_tables(papers), "figure-S10", "aat-table-16"))
+    assert all(name in printed for name in (*files.read_tables(papers), "figure-S10", "aat-table-16"))
     assert "share-captioner_coco_lcs_sam_1246k_1107.json' is not there. Get it with: hf download" in printed
 
 
@@ -172,7 +156,7 @@ def test_a_wrong_option_is_explained(settings, given, message):
         ({"rowz": {}}, "unknown key 'rowz'. Did you mean rows. Allowed are paper, title"),
         ({"title": 3}, "title is 3, but must be text"),
         ({"rows": {"a": {"published": ["x"]}}}, r"rows: a: published is \['x'\], but must be values, each a number"),
-        ({"rows": {"a": 3}}, "rows: a is 3, but must hold keys of base, training"),
+        ({"rows": {"a": 3}}, "rows: a is 3, but must hold keys. Allowed are base, training"),
         ({"columns": None}, "columns is None, but must be names with values"),
         ({"rows": {"a": {"trainin": {}}}}, "rows: a: unknown key 'trainin'. Did you mean training"),
     ],
@@ -181,16 +165,16 @@ def test_a_wrong_file_is_explained(tmp_path, change, message):
     table = {"paper": "P", "title": "T", "source": "S", "columns": {"c": {"evaluation": "docci"}}, "rows": {}}
     file = tmp_path / "table.yaml"
     file.write_text(yaml.safe_dump(table))
-    assert read(file, PaperTable).columns["c"].score == "t2i"
+    assert files.read_yaml(file, PaperTable).columns["c"].score == "t2i"
     file.write_text(yaml.safe_dump(table | change))
     with pytest.raises(UserError, match=message):
-        read(file, PaperTable)
+        files.read_yaml(file, PaperTable)
     file.write_text(yaml.safe_dump({name: part for name, part in table.items() if name != "source"}))
     with pytest.raises(UserError, match="missing 1 required .* 'source'. Allowed are paper"):
-        read(file, PaperTable)
+        files.read_yaml(file, PaperTable)
     file.write_text("a: [")
     with pytest.raises(UserError, match="cannot be read as YAML"):
-        read(file, PaperTable)
+        files.read_yaml(file, PaperTable)
 
 
 @pytest.mark.parametrize(
@@ -213,29 +197,6 @@ def test_wrong_settings_of_a_row_are_explained(papers, settings, tmp_path, row, 
         reproduce(ReproduceConfig(["mine"], **settings | {"papers": str(folder)}))
 
 
-# ---- units
-
-
-def test_two_processes_do_each_unit_once(tmp_path):
-    screens = [tmp_path / "0", tmp_path / "1"]
-    output = tmp_path / "output"
-    output.mkdir()
-    forked(2, lambda rank: shared_units.do_all(output, screens[rank]), group=False)
-    lines = [screen.read_text().splitlines() for screen in screens]
-    assert all(lines) and sum(map(len, lines)) == shared_units.COUNT + 1
-    times = [(output / str(number) / "times.txt").read_text() for number in range(shared_units.COUNT)]
-    assert times == ["done\n"] * shared_units.COUNT
-    assert result_of(Job.read(output), shared_units.SUM) == {"total": sum(range(shared_units.COUNT))}
-
-
-def test_a_killed_unit_is_done_again(tmp_path):
-    with pytest.raises(AssertionError, match=r"exit codes \[9\]"):
-        forked(1, lambda _: shared_units.die_within(tmp_path), group=False)
-    assert (tmp_path / "0" / "half.txt").exists() and not Job.read(tmp_path).names()
-    shared_units.do_all(tmp_path, tmp_path / "screen")
-    assert result_of(Job.read(tmp_path), "0") == {"number": 0}
-
-
 # ---- claims
 
 UP = {seed: [60.0 + seed, 100.0, 80.0] for seed in range(3)}
@@ -253,6 +214,18 @@ def test_a_difference_over_seeds_is_students():
     assert difference.p == pytest.approx(1 - t / (2 + t * t) ** 0.5, rel=1e-6)
     assert over_seeds(UP, DOWN).by_seed == pytest.approx([50.0, 50.0 + 2 / 3, 50.0 + 4 / 3])
     assert of_numbers([0.0, 0.0]).p == 1 and of_numbers([1.0]).low is None
+
+
+def test_a_row_is_compared_with_the_row_it_names(tmp_path):
+    columns, rows = {"c": Column("docci")}, {"up": Row("up", minus="down", published=[70]), "down": Row("down")}
+    table, scores = PaperTable("P", "T", "S", columns, rows), {"up": UP, "down": DOWN}
+    page = write_table("t", table, lambda model, *_: scores[model.base], "w", [*UP], tmp_path).read_text()
+    numbers = read_json_object(tmp_path / "t.json")["rows"]["up"]["c"]
+    assert numbers["minus"] == {"row": "down"} | over_seeds(UP, DOWN).numbers() and numbers["difference"] == 10.3333
+    assert "| up (minus down) | 80.33: +50.67 (+49.01 to +52.32) | 70.00 | +10.33 |" in page
+    assert "| down | 29.67 | - | - |" in page
+    with pytest.raises(UserError, match="up is compared with 'low', which is none of the rows up, down"):
+        write_table("t", replace(table, rows=rows | {"up": Row("up", minus="low")}), None, "w", [0], tmp_path)
 
 
 def test_a_single_seed_has_the_interval_of_its_queries():
@@ -284,8 +257,7 @@ def test_a_single_seed_has_the_interval_of_its_queries():
     ],
 )
 def test_a_verdict_is_the_intervals(low, high, sign, verdict):
-    difference = of_numbers([0.0])
-    assert type(difference)(0.0, low, high, None, []).verdict(sign, margin=2.0) == verdict
+    assert claims.Difference(0.0, low, high, None, []).verdict(sign, margin=2.0) == verdict
 
 
 def test_claims_that_must_hold_must_not_and_are_open(tmp_path):
@@ -293,8 +265,8 @@ def test_claims_that_must_hold_must_not_and_are_open(tmp_path):
     models = {name: Model(base=name) for name in scores}
 
     def decided(*compare, **more):
-        claims = Claims(models, {"group": [Claim("c", "s", compare=list(compare), **more)]})
-        return decide(claims, lambda model, evaluation, score: scores[model.base], tmp_path)["group"][0]
+        tested = Claims(models, {"group": [Claim("c", "s", compare=list(compare), **more)]})
+        return decide(tested, lambda model, evaluation, score: scores[model.base], tmp_path)["group"][0]
 
     def part(a, b, **more):
         return Comparison(a, b, "docci", **more)
@@ -304,25 +276,10 @@ def test_claims_that_must_hold_must_not_and_are_open(tmp_path):
     assert decided(part("up", "noisy"))["verdict"] == UNDECIDED
     assert decided(part("up", "down"), part("up", "noisy"))["verdict"] == UNDECIDED
     assert decided(part("up", "down"), part("up", "noisy"), part("down", "up"))["verdict"] == FAILS
-    assert decided(part("up", "down"), not_tested="because")["verdict"] == UNTESTED
     # (up - down) - (up - down) is 0 for every query
     assert decided(part("up", "down", c="up", d="down", sign="=", margin=0.1))["verdict"] == HOLDS
     with pytest.raises(UserError, match="unknown model 'upp'. Did you mean up"):
         decided(part("upp", "down"))
-
-
-def test_a_claim_is_decided_by_the_seeds_that_all_its_models_have(tmp_path):
-    scores = {"up": UP, "down": {seed: DOWN[seed] for seed in [*DOWN][1:]}, "none": {}}
-    models = {name: Model(base=name) for name in scores}
-
-    def decided(b, fewest):
-        claims = Claims(models, {"group": [Claim("c", "s", compare=[Comparison("up", b, "docci")])]})
-        return decide(claims, lambda model, *_: scores[model.base], tmp_path, fewest)["group"][0]
-
-    entry = decided("down", len(DOWN) - 1)
-    assert entry["verdict"] == HOLDS and len(entry["parts"][0]["by_seed"]) == len(DOWN) - 1
-    for open_entry in (decided("down", len(DOWN)), decided("none", 1)):
-        assert open_entry["verdict"] == UNTESTED and open_entry["reason"] == "Not run yet." and not open_entry["parts"]
 
 
 def test_recorded_differences_are_read(tmp_path):
@@ -331,15 +288,15 @@ def test_recorded_differences_are_read(tmp_path):
     write_json(tmp_path / "results.json", {"rows": compared, "seeds": seeds})
 
     def decided(**part):
-        recorded = Recorded(**{"file": "results.json", "text": "x - y"} | part)
+        recorded = files.Recorded(**{"file": "results.json", "text": "x - y"} | part)
         [entry] = decide(Claims({}, {"g": [Claim("c", "s", recorded=[recorded])]}), None, tmp_path)["g"]
         return entry
 
-    one = decided(path=["rows"], where={"a": "x"})
+    one = decided(path=["rows", {"a": "x"}])
     assert one["verdict"] == HOLDS and one["parts"][0]["low"] == 1.0 and one["parts"][0]["by_seed"] == []
     two = decided(path=["seeds", "*", "x"], less=["seeds", "*", "y"])
     assert two["parts"][0]["by_seed"] == [4.0, 4.5] and two["parts"][0]["difference"] == 4.25
-    three = decided(path=["seeds", "*", "compared"], where={"a": "x"})
+    three = decided(path=["seeds", "*", "compared", {"a": "x", "b": "y"}])
     assert three["parts"][0]["by_seed"] == [2.0, 2.0]
     absent = decided(file="none.json", path=["rows"])
     assert absent["verdict"] == UNTESTED and "none.json is not here" in absent["reason"]
@@ -347,12 +304,12 @@ def test_recorded_differences_are_read(tmp_path):
         with pytest.raises(UserError, match=message):
             decided(path=wrong)
     with pytest.raises(UserError, match="0 entries"):
-        decided(path=["rows"], where={"a": "z"})
+        decided(path=["rows", {"a": "z"}])
 
 
 def test_the_claims_file_finds_every_recorded_number():
-    claims = read(PAPERS / "claims.yaml", Claims)
-    only_recorded = {title: [claim for claim in group if claim.recorded] for title, group in claims.claims.items()}
+    groups = files.read_yaml(PAPERS / "claims.yaml", Claims).claims
+    only_recorded = {title: [claim for claim in group if claim.recorded] for title, group in groups.items()}
     entries = [entry for group in decide(Claims({}, only_recorded), None, ROOT).values() for entry in group]
     tested = [entry for entry in entries if entry["verdict"] != UNTESTED]
     assert len(tested) >= 10 and all(
@@ -360,18 +317,27 @@ def test_the_claims_file_finds_every_recorded_number():
     )
 
 
-def test_a_score_that_was_not_measured_is_missing(monkeypatch, tmp_path):
+def test_a_score_that_was_not_measured_is_missing(monkeypatch):
     """Without a network there is no FID, not a perfect one."""
-    report = {"encoders": {"toy/clip": {"scores": {"objects_right": {"value": 50.0}, "fid_64": {"value": None}}}}}
+    scores = {"objects_right": {"value": 50.0}, "fid_64": {"value": None}}
+    scores["objects_right_by_sentence"] = [{"sentence": 2, "value": 75.0}, {"sentence": 3, "value": None}]
+    report = {"encoders": {"toy/clip": {"scores": scores}}}
     monkeypatch.setattr(measuring, "evaluate_generation", lambda config: report)
-    settings = {"base": "toy/sdxl", "data": "toy/test"}
-    assert measuring.generation_scores("toy/clip", tmp_path, settings) == {"objects_right": 50.0}
-    report["encoders"]["toy/clip"]["scores"]["fid_own"] = {"value": 3.0}
-    assert measuring.generation_scores("toy/clip", tmp_path, settings)["fid"] == 3.0
+    settings = {"encoders": ["toy/clip"], "output": "x", "base": "toy/sdxl", "data": "toy/test"}
+    expected = {"objects_right": 50.0, "objects_right_by_sentence: 2": 75.0}
+    assert measuring.generation_scores(settings) == expected
+    scores["fid_own"] = {"value": 3.0}
+    assert measuring.generation_scores(settings)["fid"] == 3.0
+
+
+def test_weights_that_are_not_here_are_named_with_a_way_to_get_them():
+    base = Base("ViT-B-16-quickgelu", "openai", "nobody/nothing")
+    [line] = missing_weights(base)
+    assert "The weights ViT-B-16-quickgelu:openai are not in" in line and "hf download nobody/nothing" in line
 
 
 def test_data_of_a_row_s_ablation_is_looked_for(tmp_path):
-    world = World("w", {"b": Base("toy/clip")}, {}, {"data": "{root}/of-the-world.json"}, {})
+    world = files.World("w", {"b": Base("toy/clip")}, {}, {"data": "{root}/of-the-world.json"}, {})
     models = [Model("b"), Model("b", ablation={"data": "{root}/of-the-row.json"})]
     (line,) = missing_parts(world, tmp_path, models, [])
     assert line.startswith(f"'{tmp_path}/of-the-row.json' is not there")

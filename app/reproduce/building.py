@@ -1,29 +1,32 @@
-"""From tables, claims and a world to units: trainings, ablations and evaluations, shared by all that name them."""
+"""From tables, claims and a world to units: trainings, ablations, alignments and evaluations, each done once."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS
+from debias_diffusion.toyworld.grammar import STYLES
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
 from ..ablate import ablate
+from ..align.command import align
 from ..command_line import checked
-from ..options import AblateConfig
+from ..options import AblateConfig, AlignConfig
+from .listing import gpu_hours
 from .measuring import KINDS
-from .papers import Column, Model, World, ablation_settings, describe, fill
+from .papers import Model, World, ablation_settings, describe, fill
 from .units import Unit
 
 _SPELLING = ("recipe", "method", *RECIPE_OPTIONS)  # options of a method, which can be spelled in several ways
-_EVALUATION_SECONDS = 15.0  # a guess, for the order of units
 
 
 @dataclass
@@ -44,69 +47,81 @@ class Work:
     device: str | None = None
     units: dict[str, Unit] = field(default_factory=dict)
     _models: dict[str, tuple] = field(default_factory=dict)
+    _contents: dict[str, str | None] = field(default_factory=dict)
 
-    def add(self, model: Model, columns: Iterable[Column], seed: int) -> dict[str, str]:
-        """Adds what the columns need of a model trained with a seed.
+    def add(self, model: Model, evaluation: str, seed: int) -> str:
+        """Adds the evaluation of a model made with a seed, and all that it needs.
 
         Returns:
-            {evaluation: name of its unit}
+            the name of its unit: `units.result_of` has the scores.
 
         Raises:
             UserError: a name or a setting is unknown in this world.
         """
-        key = f"{describe(model)}/{seed}"
+        key = str([seed, *(getattr(model, part.name) for part in fields(Model))])  # rows have more
         if key not in self._models:
             self._models[key] = self._model(model, seed)
-        name, label, needs = self._models[key]
-        return {
-            evaluation: self._evaluation(evaluation, name, label, needs, seed)
-            for evaluation in dict.fromkeys(column.evaluation for column in columns)
-        }
+        encoder, label, needs = self._models[key]
+        given = dict(_named(evaluation, self.world.evaluations, "evaluation"))
+        if (kind := given.pop("kind", None)) not in KINDS:
+            raise UserError(
+                f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}."
+            )
+        settings = self._filled(given, seed)
 
-    # ---- models
+        def work(folder: Path) -> dict:
+            where = {"encoders": [encoder], "output": str(folder)} | ({"device": self.device} if self.device else {})
+            return KINDS[kind](settings | where)
 
-    def _model(self, model: Model, seed: int) -> tuple[Callable[[], str], str, tuple[str, ...]]:
-        """(the model's name or folder, its label in folder names, the units that it needs)"""
+        # Benchmarks that are the same data in a small world are evaluated once.
+        name = f"seed-{seed}/{kind}-{_digest(settings)}/{label}"
+        return self._add(name, f"evaluate {evaluation} ({kind}) of {label}, seed {seed}", work, *needs, cost=15.0)
+
+    def _add(self, name: str, title: str, work: Callable[[Path], dict | None], *needs: str, cost: float = 0.0) -> str:
+        self.units.setdefault(name, Unit(name, title, lambda folder: work(folder) or {}, needs, cost))
+        return name
+
+    def _model(self, model: Model, seed: int) -> tuple[str, str, tuple[str, ...]]:
+        """(the name of its encoder, its label in folder names, the unit that makes it, if any)"""
         base = _named(model.base, self.world.bases, "base model")
         if model.training is not None and model.ablation is not None:
             raise UserError(f"A row has both a training {model.training} and an ablation {model.ablation}. Give one.")
-        if model.training is not None:
-            unit = self._training(model, seed)
-            return str(self.output / unit.name / "last"), Path(unit.name).name, (unit.name,)
-        name = f"{base.model}:{base.pretrained}" if base.pretrained else base.model
-        if model.ablation is None:
-            return name, f"{model.base}-{_digest(name)}", ()
-        unit = self._ablation(model, name, seed)
-        return str(self.output / unit.name), Path(unit.name).name, (unit.name,)
+        encoder = fill(f"{base.model}:{base.pretrained}" if base.pretrained else base.model, self.root, seed)
+        if encoder not in self._contents:  # of a local model; other names mean the same everywhere
+            self._contents[encoder] = EncoderSpec.parse(encoder).digest if Path(encoder).exists() else None
+        identity, needs = _digest(encoder, self._contents[encoder]), ()
+        label = f"{model.base}-{identity}"
+        makers = {"training": self._training, "ablation": self._ablation, "alignment": self._alignment}
+        for command, make in makers.items():
+            if getattr(model, command) is not None:
+                needs = (make(model, seed, encoder, identity, needs),)
+                label = identity = Path(needs[0]).name
+                encoder = str(self.output / needs[0])
+        if model.reading:
+            label, encoder = f"{label}-{model.reading}", f"{model.reading}:{encoder}"
+        return encoder, label, needs
 
-    def _training(self, model: Model, seed: int) -> Unit:
-        settings = self.training_settings(model)
+    # ---- trainings
+
+    def _training(self, model: Model, seed: int, _encoder: str, identity: str, _needs: tuple[str, ...]) -> str:
+        settings = self._training_settings(model)
         config = self._train_config(settings, seed, self.output)
         # Equal methods have one folder, however they are spelled: long-clip is debias-clip with three options.
         plain = {name: part for name, part in settings.items() if name not in _SPELLING}
-        needs = (self._pairs(),) if self.world.pairs is not None else ()
-        identity = _digest(repr(config.make_method()), self._filled(plain, seed), needs)
-        name = f"seed-{seed}/training/{config.recipe}-{identity}"
-        if name not in self.units:
-            seconds = (self.world.seconds_per_step or 1.0) * (config.max_steps or 1000 * config.epochs)
-            title = f"train {describe(model)}, seed {seed}"
-            self.units[name] = Unit(name, title, partial(self._train, settings, seed), needs, seconds)
-        return self.units[name]
+        needs = self._pairs()
+        digest = _digest(repr(config.make_method()), self._filled(plain, seed), identity, needs)
+        cost = 3600 * gpu_hours(model, self.world)
+        if self.world.seconds_per_step is not None:
+            cost = self.world.seconds_per_step * (config.max_steps or 0)
+        name, title = f"seed-{seed}/training/{config.recipe}-{digest}", f"train {describe(model)}, seed {seed}"
+        return self._add(name, title, partial(self._train, settings, seed), *needs, cost=cost)
 
-    def training_name(self, model: Model, seed: int) -> str:
-        """The name of a model's training."""
-        return self._training(model, seed).name
-
-    def training_settings(self, model: Model) -> dict[str, Any]:
+    def _training_settings(self, model: Model) -> dict[str, Any]:
         """Settings of `train` for a model in this world, with epochs turned into steps where the world does so."""
         base, given = self.world.bases[model.base], model.training or {}
-        known = [part.name for part in fields(TrainConfig)]
-        for name in given:
-            if name not in known:
-                raise UserError(
-                    f"train has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion train --help`."
-                )
-        settings = self.world.training | given | {"model": base.model, "pretrained": base.pretrained}
+        known = _check_names("train", given, TrainConfig)
+        names = {"model": fill(base.model, self.root, 0), "pretrained": base.pretrained}
+        settings = self.world.training | given | names
         recipe = METHODS.get(settings.get("recipe", "debias-clip"))
         further = dict(settings.get("method", {}))
         for name, values in self.world.substitute.items():
@@ -122,12 +137,9 @@ class Work:
 
     def _train_config(self, settings: dict, seed: int, folder: Path) -> TrainConfig:
         values = self._filled(settings, seed) | {"output": str(folder), "seed": seed}
-        if self.world.pairs is not None:
-            pairs = self.output / self._pairs() / "data"
-            values |= {"data": f"{pairs}/data.json", "images": f"{pairs}/images", "validation": self.world.held_out}
-        return checked(TrainConfig, values)
+        return checked(TrainConfig, values | self._drawn_pairs())
 
-    def _train(self, settings: dict, seed: int, folder: Path) -> dict:
+    def _train(self, settings: dict, seed: int, folder: Path) -> None:
         begun = Job.read(folder).settings  # a training continues with the spelling that it began with
         settings = settings | {name: begun[name] for name in _SPELLING if name in begun}
         if train(self._train_config(settings, seed, folder)) is None:
@@ -136,56 +148,53 @@ class Work:
             job = Job.read(folder)
             for name in (*job.names(CHECKPOINT), BEST):
                 job.remove(name)
-        return {}
 
-    def _pairs(self) -> str:
-        """The name of the unit that draws the world's pairs."""
-        name = f"pairs-{self.world.pairs}-{self.world.held_out}"
+    def _pairs(self, styles: int = 1) -> tuple[str, ...]:
+        """The unit that draws the world's pairs, with captions of so many styles; none where they are there."""
+        held_out, count = self.world.held_out, self.world.pairs
+        if count is None:
+            return ()
 
-        def work(folder: Path) -> dict:
-            write_pairs(folder / "data", self.world.held_out, self.world.pairs)
-            return {}
+        def draw(folder: Path) -> None:
+            write_pairs(folder / "data", held_out, count, styles=STYLES[:styles])
 
-        self.units.setdefault(name, Unit(name, f"draw {self.world.pairs} pairs to train on", work))
-        return name
+        name = f"pairs-{count}-{held_out}" + (f"-{styles}-styles" if styles > 1 else "")
+        return (self._add(name, f"draw {count} pairs to train on", draw),)
 
-    def _ablation(self, model: Model, name: str, seed: int) -> Unit:
-        known = [part.name for part in fields(AblateConfig)]
+    def _drawn_pairs(self, styles: int = 1) -> dict[str, Any]:
+        """Settings of a training on pairs that are drawn."""
+        data = [self.output / unit / "data" for unit in self._pairs(styles)]
+        held_out = {"validation": self.world.held_out}
+        return {"data": f"{data[0]}/data.json", "images": f"{data[0]}/images"} | held_out if data else {}
+
+    # ---- ablations and alignments
+
+    def _ablation(self, model: Model, seed: int, encoder: str, identity: str, needs: tuple[str, ...]) -> str:
         settings = ablation_settings(self.world, model)
-        for key in settings:
-            if key not in known:
-                raise UserError(
-                    f"ablate has no setting {key!r}.{near_matches(key, known)} See `debias-diffusion ablate --help`."
-                )
-        settings = self._filled(settings | {"model": name}, seed)
-        unit = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{_digest(settings)}"
+        _check_names("ablate", settings, AblateConfig)
+        settings = self._filled(settings, seed)
 
-        def work(folder: Path) -> dict:
-            ablate(checked(AblateConfig, settings | {"output": str(folder), "seed": seed, "device": self.device}))
-            return {}
+        def work(folder: Path) -> None:
+            given = settings | {"model": encoder, "output": str(folder), "seed": seed, "device": self.device}
+            ablate(checked(AblateConfig, given))
 
-        self.units.setdefault(unit, Unit(unit, f"ablate {describe(model)}, seed {seed}", work, (), 60.0))
-        return self.units[unit]
+        name = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{_digest(settings, identity)}"
+        return self._add(name, f"ablate {describe(model)}, seed {seed}", work, *needs, cost=60.0)
 
-    # ---- evaluations
+    def _alignment(self, model: Model, seed: int, encoder: str, identity: str, needs: tuple[str, ...]) -> str:
+        settings = self.world.alignment | model.alignment
+        _check_names("align", settings, AlignConfig)
+        settings, needs = self._filled(settings, seed), needs + self._pairs(len(STYLES))
 
-    def _evaluation(self, evaluation: str, model: str, label: str, needs: tuple[str, ...], seed: int) -> str:
-        given = _named(evaluation, self.world.evaluations, "evaluation")
-        settings = self._filled({name: part for name, part in given.items() if name != "kind"}, seed)
-        kind = given["kind"]
-        if kind not in KINDS:
-            raise UserError(
-                f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}."
-            )
-        # Benchmarks that are the same data in a small world are evaluated once.
-        name = f"seed-{seed}/{kind}-{_digest(settings)}/{label}"
+        def work(folder: Path) -> None:
+            given = settings | self._drawn_pairs(len(STYLES))
+            given |= {"encoder": encoder, "output": str(folder), "seed": seed}
+            if align(checked(AlignConfig, given)) is None:
+                raise KeyboardInterrupt  # it, too, has left a checkpoint
 
-        def work(folder: Path) -> dict:
-            return KINDS[kind](model, folder, settings | ({"device": self.device} if self.device else {}))
-
-        title = f"evaluate {evaluation} ({kind}) of {label}, seed {seed}"
-        self.units.setdefault(name, Unit(name, title, work, needs, _EVALUATION_SECONDS))
-        return name
+        name = f"seed-{seed}/alignment/{_digest(settings, identity, needs)}"
+        cost = (self.world.seconds_per_step or 0.0) * settings.get("max_steps", 0)
+        return self._add(name, f"align {describe(model)}, seed {seed}", work, *needs, cost=cost)
 
     def _filled(self, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
         """Settings with places and seed filled in."""
@@ -197,9 +206,19 @@ def _digest(*depends: Any) -> str:
     return json_digest({"depends": depends})[:12]
 
 
-def _named(name: str, known: Mapping[str, Any], what_it_is: str) -> Any:
+def _check_names(command: str, settings: Mapping, options: type) -> list[str]:
+    """The names of the settings of a command. Raises UserError where others are given."""
+    known = [part.name for part in fields(options)]
+    for name in settings:
+        if name not in known:
+            raise UserError(
+                f"{command} has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion {command} "
+                "--help`."
+            )
+    return known
+
+
+def _named(name: str, known: Mapping[str, Any], kind: str) -> Any:
     if name not in known:
-        raise UserError(
-            f"This world has no {what_it_is} {name!r}.{near_matches(name, known)} It has: {', '.join(known)}."
-        )
+        raise UserError(f"This world has no {kind} {name!r}.{near_matches(name, known)} It has: {', '.join(known)}.")
     return known[name]

@@ -1,149 +1,109 @@
 """Tables, figures and claims of the papers, regenerated with real data or in the toy world."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.eval.report import Table, versions
+from debias_diffusion.eval.report import Table, cell, escaped, versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.jobs import Job
 from debias_diffusion.training.plan import duration
 
 from ..options import ReproduceConfig
-from .availability import TFLOPS, gpu_hours, missing_parts
+from . import papers
 from .building import Work
-from .claims import all_claims, budgets, decide, find_model, needed, with_epochs
+from .claims import Lookup, compared_models, decide, over_seeds
 from .evidence import evidence_page
-from .papers import (
-    CLAIMS,
-    Claims,
-    Column,
-    Model,
-    PaperTable,
-    describe,
-    find_papers,
-    read_absent,
-    read_tables,
-    read_world,
-    read_yaml,
-)
-from .table_sheets import write_table
+from .listing import TFLOPS, missing_parts
+from .papers import CLAIMS, Column, Model, PaperTable
 from .units import is_done, result_of, run_units
 
 ALL = "all"
-_FEWEST = 3  # seeds that decide a claim while others are still to be run
 RESULTS = "benchmarks/results/claims.json"  # as the page names them
 
 
-def regenerate(config: ReproduceConfig) -> list[Path]:
-    """Trains and evaluates what is missing, and writes tables; or plans.
-
-    Returns:
-        The files written.
+class Reproduction:
+    """One call: `tables` are the tables wanted, `claims` the claims if they are.
 
     Raises:
-        UserError: a name is unknown, a setting cannot be used, or data or weights are missing.
+        UserError: a name is unknown, a setting cannot be used.
     """
-    return _Reproduction(config).run()
-
-
-class _Reproduction:
-    """One call: `tables` are the tables wanted, `claims` the claims if they are."""
 
     def __init__(self, config: ReproduceConfig):
-        self.config, self.folder = config, find_papers(config.papers)
-        self.world = read_world(self.folder, config.world)
+        self.config, self.folder = config, papers.find_papers(config.papers)
+        self.world = papers.read_world(self.folder, config.world)
         self.output, self.root = Path(config.output) / config.world, Path(config.root)
-        self.all_tables = read_tables(self.folder)
         self.tables = self._find_tables(config.target)
         wants_claims = {CLAIMS, ALL} & set(config.target)
-        self.claims = read_yaml(self.folder / f"{CLAIMS}.yaml", Claims) if wants_claims else None
+        self.claims = papers.read_yaml(self.folder / f"{CLAIMS}.yaml", papers.Claims) if wants_claims else None
         self.work = Work(self.world, self.root.resolve(), self.output, config.device)
         self.job = Job.read(self.output)
-        self._places: dict[str, str] = {}
 
     def run(self) -> list[Path]:
-        self._add_units()
+        """Trains and evaluates what is missing, and writes tables; or plans. Returns the files written.
+
+        Raises:
+            UserError: data or weights are missing, or a setting cannot be used.
+        """
+        for seed in self.config.seeds:
+            for model, column in self._models_and_columns():
+                self.work.add(model, column.evaluation, seed)
         print(self._plan())
         if self.config.plan:
             return []
-        if missing := missing_parts(self.world, self.root, *self._rows_and_columns()):
+        models, columns = zip(*self._models_and_columns(), strict=True)
+        if missing := missing_parts(self.world, self.root, models, columns):
             raise UserError("Some of what this needs is not here:\n- " + "\n- ".join(missing))
         if self.config.device == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"  # trainings have no option of their own for it
         with Job.open(self.output, "reproduce", shared=True) as self.job:
-            if not self.config.finished:
-                run_units(self.work.units, self.job, lambda line: print(line, flush=True))
+            run_units(self.work.units, self.job, lambda line: print(line, flush=True))
             return self._write()  # each process writes the same
 
-    # ---- what is wanted
-
     def _find_tables(self, wanted: list[str]) -> dict[str, PaperTable]:
-        if ALL in wanted:
-            return self.all_tables
-        absent = {entry.name: entry.reason for entry in read_absent(self.folder)}
+        tables = papers.read_tables(self.folder)
+        absent = {entry["name"]: entry["reason"] for entry in papers.read_absent(self.folder)}
         for name in wanted:
             if name in absent:
                 raise UserError(f"{name} cannot be reproduced here: {absent[name]} `reproduce --list` names what can.")
-            if name not in (*self.all_tables, CLAIMS):
-                known = [*self.all_tables, CLAIMS, ALL]
+            known = [*tables, CLAIMS, ALL]
+            if name not in known:
                 raise UserError(f"There is no {name!r}.{near_matches(name, known)} Choose from: {', '.join(known)}.")
-        return {name: self.all_tables[name] for name in wanted if name != CLAIMS}
+        return {name: table for name, table in tables.items() if name in wanted or ALL in wanted}
 
-    def _pairs(self) -> Iterable[tuple[Model, Column]]:
+    def _models_and_columns(self) -> Iterator[tuple[Model, Column]]:
         """Every model wanted, with each column it is needed for."""
         for table in self.tables.values():
             yield from ((row, column) for row in table.rows.values() for column in table.columns.values())
-        if self.claims:
-            yield from needed(self.claims)
+        yield from ((model, column) for _, model, column in self._compared())
 
-    def _rows_and_columns(self) -> tuple[list[Model], list[Column]]:
-        pairs = list(self._pairs())
-        return [model for model, _ in pairs], [column for _, column in pairs]
-
-    def _add_units(self) -> None:
-        for seed in self.config.seeds:
-            for model, column in self._pairs():
-                [unit] = self.work.add(model, [column], seed).values()
-                self._places[_key(model, column.evaluation, seed)] = unit
-
-    # ---- the plan and the list
+    def _compared(self) -> Iterator[tuple[str, Model, Column]]:
+        """Every model of a claim by its name, with each column it is compared in."""
+        for claim in (claim for group in (self.claims.claims.values() if self.claims else ()) for claim in group):
+            for comparison, models in compared_models(self.claims, claim):
+                for name, model in models.items():
+                    yield name, model, Column(comparison.evaluation, comparison.score)
 
     def _plan(self) -> str:
         units = self.work.units
         left = {name: unit for name, unit in units.items() if not is_done(self.job, name)}
-        trainings = [unit for name, unit in left.items() if "/training/" in name]
+        trainings = [unit.cost for name, unit in left.items() if "/training/" in name]
+        cost = f"{sum(trainings) / 3600:.0f} GPU hours for the trainings (counted for {TFLOPS / 1e12:.0f} TFLOP/s)"
+        if self.world.seconds_per_step is not None:
+            cost = f"{duration(sum(unit.cost for unit in left.values()))} of one core"
         lines = [f"{len(units)} pieces of work, {len(units) - len(left)} done; in {self.output}"]
         lines += [f"  {unit.title}" for unit in left.values()] if self.config.plan else []
-        lines.append(
-            f"to do: {len(trainings)} trainings, {len(left) - len(trainings)} other pieces; about {self._cost(left)}"
-        )
+        lines.append(f"to do: {len(trainings)} trainings, {len(left) - len(trainings)} other pieces; about {cost}")
         return "\n".join(lines)
-
-    def _cost(self, units: dict) -> str:
-        if self.world.seconds_per_step is not None:
-            return f"{duration(sum(unit.cost for unit in units.values()))} of one core"
-        models = {describe(model): model for model in self._rows_and_columns()[0] if model.training is not None}
-        hours = {}
-        for seed in self.config.seeds:
-            for model in models.values():
-                if (name := self.work.training_name(model, seed)) in units:
-                    hours[name] = gpu_hours(model, self.world)
-        return f"{sum(hours.values()):.0f} GPU hours for the trainings (counted for {TFLOPS / 1e12:.0f} TFLOP/s)"
-
-    # ---- results
 
     def _scores(self, model: Model, evaluation: str, score: str) -> dict:
         """{seed: values of the score}"""
         values = {}
         for seed in self.config.seeds:
-            unit = self._places[_key(model, evaluation, seed)]
-            if self.config.finished and not is_done(self.job, unit):
-                continue
-            scores = result_of(self.job, unit)
+            scores = result_of(self.job, self.work.add(model, evaluation, seed))
             if score not in scores:
                 raise UserError(
                     f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."
@@ -161,59 +121,86 @@ class _Reproduction:
         return files + (self._write_claims() if self.claims else [])
 
     def _write_claims(self) -> list[Path]:
-        files = [self.output / "claims.json", *([Path(self.config.results)] if self.config.results else [])]
-        content = self._claims_content()
-        for file in files:
-            write_json(file, content)
-        page = self.output / "claims.md"
-        write_text(page, evidence_page(content, RESULTS))
-        verdicts = [[entry["claim"], entry["verdict"]] for group in content["claims"].values() for entry in group]
-        print(f"\n{Table(['claim', 'verdict'], verdicts)}")
-        return [*files, page]
-
-    def _claims_content(self) -> dict:
-        fewest = min(_FEWEST, len(self.config.seeds))
-        groups = decide(self.claims, self._scores, self.folder.resolve().parents[1], fewest)
-        for entry in (entry for group in groups.values() for entry in group):
-            entry["steps"] = self._steps(entry["epochs"])
-        return {
+        groups = decide(self.claims, self._scores, self.folder.resolve().parents[1])
+        content = {
             "world": self.world.title,
             "budget": self.world.budget,
             "editions": self.claims.editions,
             "seeds": self.config.seeds,
             "versions": versions(),
             "claims": groups,
-            "scores": self._all_scores(),
+            "scores": self._means(),
         }
+        files = [self.output / "claims.json", *([Path(self.config.results)] if self.config.results else [])]
+        for file in files:
+            write_json(file, content)
+        page = self.output / "claims.md"
+        write_text(page, evidence_page(content, RESULTS))
+        verdicts = [[entry["claim"], entry["verdict"]] for group in groups.values() for entry in group]
+        print(f"\n{Table(['claim', 'verdict'], verdicts)}")
+        return [*files, page]
 
-    def _steps(self, epochs: int | None) -> int | None:
-        """The steps that trainings of so many epochs really took; None where the world counts epochs."""
-        if epochs is None:
-            return None
-        model = next(model for model in self.claims.models.values() if model.training is not None)
-        return self.work.training_settings(with_epochs(model, epochs)).get("max_steps")
-
-    def _all_scores(self) -> dict[str, dict]:
+    def _means(self) -> dict[str, dict]:
         """{evaluation: {model: {score: {"mean", "deviation" over seeds}}}}"""
-        scores = {}
-        for claim in all_claims(self.claims):
-            for epochs in budgets(claim):
-                for comparison in claim.compare:
-                    for name in comparison.names:
-                        label = name if epochs is None else f"{name}, {epochs} epochs"
-                        model = with_epochs(find_model(self.claims, name), epochs)
-                        values = self._scores(model, comparison.evaluation, comparison.score)
-                        if not values:
-                            continue
-                        by_model = scores.setdefault(comparison.evaluation, {}).setdefault(label, {})
-                        by_model[comparison.score] = _summary([float(np.mean(part)) for part in values.values()])
-        return scores
+        means = {}
+        for name, model, column in self._compared():
+            by_seed = [np.mean(part) for part in self._scores(model, column.evaluation, column.score).values()]
+            deviation = float(f"{np.std(by_seed, ddof=1):.3g}") if len(by_seed) > 1 else None
+            of_model = means.setdefault(column.evaluation, {}).setdefault(name, {})
+            of_model[column.score] = {"mean": float(f"{np.mean(by_seed):.5g}"), "deviation": deviation}
+        return means
 
 
-def _summary(by_seed: list[float]) -> dict:
-    deviation = float(np.std(by_seed, ddof=1)) if len(by_seed) > 1 else None
-    return {"mean": float(f"{np.mean(by_seed):.5g}"), "deviation": deviation and float(f"{deviation:.3g}")}
+def write_table(name: str, table: PaperTable, scores: Lookup, world_title: str, seeds: list[int], output: Path) -> Path:
+    """Writes a table as NAME.md and NAME.json into `output`, and returns the Markdown file.
+
+    Raises:
+        UserError: a row is compared with one that is not there.
+    """
+    head = {part: getattr(table, part) for part in ("paper", "title", "source", "note")}
+    content = {"name": name, **head, "world": world_title, "seeds": seeds, "versions": versions()}
+    content |= {"columns": list(table.columns), "rows": {label: _cells(table, label, scores) for label in table.rows}}
+    write_json(output / f"{name}.json", content)
+    write_text(output / f"{name}.md", table_page(content))
+    return output / f"{name}.md"
 
 
-def _key(model: Model, evaluation: str, seed: int) -> str:
-    return f"{seed}/{evaluation}/{describe(model)}"
+def _cells(table: PaperTable, label: str, scores: Lookup) -> dict[str, dict]:
+    """{column: "ours", the mean over seeds, "by_seed", "published", "difference", and of some rows "minus"}"""
+    row, cells = table.rows[label], {}
+    if row.minus and row.minus not in table.rows:
+        raise UserError(f"{label} is compared with {row.minus!r}, which is none of the rows {', '.join(table.rows)}.")
+    published = [*row.published, *[None] * len(table.columns)]
+    for (title, column), number in zip(table.columns.items(), published, strict=False):
+        values = scores(row, column.evaluation, column.score)
+        by_seed = [float(np.mean(of_seed)) for of_seed in values.values()]
+        ours = float(np.mean(by_seed))
+        difference = None if number is None else round(ours - number, 4)
+        cells[title] = {"ours": round(ours, 4), "by_seed": [round(value, 4) for value in by_seed]}
+        cells[title] |= {"published": number, "difference": difference}
+        if row.minus:
+            subtracted = scores(table.rows[row.minus], column.evaluation, column.score)
+            cells[title]["minus"] = {"row": row.minus} | over_seeds(values, subtracted).numbers()
+    return cells
+
+
+def table_page(content: dict) -> str:
+    """The Markdown of a written table: ours, what is published, if anything is, and differences of rows."""
+    published = any(cell["published"] is not None for cells in content["rows"].values() for cell in cells.values())
+    header, rows = ["row"], []
+    for title in content["columns"]:
+        header += [title, "published", "difference"] if published else [title]
+    for label, cells in content["rows"].items():
+        compared = next((numbers["minus"]["row"] for numbers in cells.values() if "minus" in numbers), None)
+        row = [f"{label} (minus {compared})" if compared else label]
+        for numbers in cells.values():
+            ours, minus = cell(numbers["ours"], form=".2f"), numbers.get("minus")
+            row.append(f"{ours}: {cell(minus['difference'], minus['low'], minus['high'], '+.2f')}" if minus else ours)
+            row += (
+                [cell(numbers["published"], form=".2f"), cell(numbers["difference"], form="+.2f")] if published else []
+            )
+        rows.append(row)
+    lines = [f"# {escaped(content['paper'])}, {escaped(content['name'])}: {escaped(content['title'])}"]
+    lines += [f"{content['world']}, seeds {', '.join(map(str, content['seeds']))}. Published: {content['source']}."]
+    lines += [content["note"]] if content["note"] else []
+    return "\n\n".join([*lines, Table(header, rows).markdown()]) + "\n"

@@ -1,11 +1,12 @@
 """The files under `configs/papers/`: tables, claims and worlds, read into dataclasses that name every allowed key."""
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from debias_diffusion.encoders import Reading
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.limits import Checked
 
@@ -37,11 +38,15 @@ class Model(Checked):
         base: a name in the world's `bases`.
         training: settings of `train` besides the world's; None for the base model itself.
         ablation: settings of `ablate` besides the world's, of the base model.
+        alignment: settings of `align` besides the world's, of the trained encoder or of the SDXL checkpoint's own.
+        reading: of prompts longer than the context length, in images; None: as the encoder's name says.
     """
 
     base: str = "openai-b16"
     training: dict[str, Any] | None = None
     ablation: dict[str, Any] | None = None
+    alignment: dict[str, Any] | None = None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,11 @@ class Row(Model):
 
     Attributes:
         published: a number for each column, None where there is none.
+        minus: the row whose scores are subtracted, with 95% intervals; empty: none.
     """
 
     published: list[float | None] = field(default_factory=list)
+    minus: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,22 +84,6 @@ class PaperTable(Checked):
 
 
 @dataclass(frozen=True)
-class Absent(Checked):
-    """A table or figure without a file of settings.
-
-    Attributes:
-        name: as other tables' files are named.
-        paper, title: as in `PaperTable`.
-        reason: why, in one line.
-    """
-
-    name: str
-    paper: str
-    title: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Comparison(Checked):
     """A score of one model less that of another, and the sign that is expected: a - b, or (a - b) - (c - d).
 
@@ -112,11 +103,6 @@ class Comparison(Checked):
     c: str | None = None
     d: str | None = None
 
-    @property
-    def names(self) -> list[str]:
-        """The models that are compared."""
-        return [name for name in (self.a, self.b, self.c, self.d) if name is not None]
-
 
 @dataclass(frozen=True)
 class Recorded(Checked):
@@ -125,20 +111,16 @@ class Recorded(Checked):
     Attributes:
         file: below the repository.
         path: keys down to {"difference", "low", "high", "p"}, or, with `less`, to a number. "*" stands for every key:
-            each then is a seed.
+            each then is a seed. Of a list, values in the place of a key name the entry.
         less: keys to the number that is subtracted.
-        where: of a list at `path`, the values that name its entry; then `entry` are the keys below that.
-        entry: see `where`.
         sign, margin: as in `Comparison`.
         text: what is compared.
     """
 
     file: str
-    path: list[str]
+    path: list[str | dict]
     text: str
-    less: list[str] | None = None
-    where: dict[str, Any] | None = None
-    entry: list[str] = field(default_factory=list)
+    less: list[str | dict] | None = None
     sign: Literal["+", "-", "="] = "+"
     margin: float = 0.0
 
@@ -153,9 +135,7 @@ class Claim(Checked):
         published: the published numbers, in words.
         compare: differences that this command measures.
         recorded: differences from the results of benchmarks.
-        epochs: budgets: the comparison is made once for each, and overrides the epochs of every training.
         note: on the claim.
-        not_tested: why it is not.
     """
 
     claim: str
@@ -163,9 +143,7 @@ class Claim(Checked):
     published: str = ""
     compare: list[Comparison] = field(default_factory=list)
     recorded: list[Recorded] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
     note: str = ""
-    not_tested: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,7 +166,7 @@ class Base(Checked):
     """A base model.
 
     Attributes:
-        model, pretrained: as `train` takes them.
+        model, pretrained: as `train` takes them; "original", for images, is the SDXL checkpoint's own encoder.
         weights: hub repository of `pretrained`, to see whether it is on this machine.
         tflop: counted TFLOP of a training step for each pair, forward and backward; for estimates.
     """
@@ -201,17 +179,17 @@ class Base(Checked):
 
 @dataclass(frozen=True)
 class World(Checked):
-    """Where data, base models and settings of all tables come from. "{root}", "{seed}" and "{output}" are filled in.
+    """Where data, base models and settings of all tables come from. "{root}" and "{seed}" are filled in.
 
     Attributes:
         title: for pages.
         bases: base models, by the names that tables use.
-        training: settings of `train`.
-        ablation: settings of `ablate`.
+        training, ablation, alignment: settings of `train`, `ablate` and `align`.
         evaluations: by name: "kind", one of `measuring.KINDS`, and settings of that evaluation.
         steps_per_epoch: of small worlds: an epoch of a table is so many steps here; None: a pass over the data.
         substitute: {setting: {value: value here}}: what does not fit the world's models, in recipes and ablations.
-        pairs: training pairs to draw before the first training; None: they are there.
+        pairs: training pairs to draw before the first training; None: they are there. Those of alignments have captions
+            of all styles.
         held_out: of drawn pairs, how many more are held out.
         seconds_per_step: of a training on one core, for estimates; None: count FLOP.
         keep_checkpoints: whether a finished training keeps its checkpoints.
@@ -224,6 +202,7 @@ class World(Checked):
     training: dict[str, Any]
     ablation: dict[str, Any]
     evaluations: dict[str, dict[str, Any]]
+    alignment: dict[str, Any] = field(default_factory=dict)
     steps_per_epoch: int | None = None
     substitute: dict[str, dict[Any, Any]] = field(default_factory=dict)
     pairs: int | None = None
@@ -232,9 +211,6 @@ class World(Checked):
     keep_checkpoints: bool = True
     needs: dict[str, str] = field(default_factory=dict)
     budget: str = ""
-
-
-# ---- reading
 
 
 def fill(value: Any, root: Path, seed: int) -> Any:
@@ -250,11 +226,12 @@ def ablation_settings(world: World, model: Model) -> dict[str, Any]:
 
 def describe(model: Model) -> str:
     """A model's settings in a few words."""
-    settings = model.training if model.training is not None else model.ablation
-    if settings is None:
-        return model.base
-    flat = settings | settings.get("method", {})
-    return f"{model.base}, " + (", ".join(f"{name} {flat[name]}" for name in flat if name != "method") or "defaults")
+    words = [model.base]
+    for settings in (model.training, model.ablation, model.alignment):
+        if settings is not None:
+            flat = settings | settings.get("method", {})
+            words.append(", ".join(f"{name} {flat[name]}" for name in flat if name != "method") or "defaults")
+    return ", ".join(words)
 
 
 def find_papers(folder: str) -> Path:
@@ -275,19 +252,15 @@ def find_papers(folder: str) -> Path:
 
 def read_tables(folder: Path) -> dict[str, PaperTable]:
     """Every table with a file of settings, by name."""
-    special = (NOT_HERE, CLAIMS)
     names = [file.stem for file in sorted(folder.glob("*.yaml"))]
-    return {
-        name: read_yaml(folder / f"{name}.yaml", PaperTable)
-        for name in names
-        if name not in special and not name.startswith(WORLD)
-    }
+    tables = [name for name in names if name not in (NOT_HERE, CLAIMS) and not name.startswith(WORLD)]
+    return {name: read_yaml(folder / f"{name}.yaml", PaperTable) for name in tables}
 
 
-def read_absent(folder: Path) -> list[Absent]:
-    """The tables and figures without a file of settings; a folder of studies has none."""
+def read_absent(folder: Path) -> list[dict[str, str]]:
+    """Of tables and figures without settings, "name", "paper" and "title", and the "reason"; studies have none."""
     file = folder / f"{NOT_HERE}.yaml"
-    return read_yaml(file, list[Absent]) if file.is_file() else []
+    return read_yaml(file, list[dict[str, str]]) if file.is_file() else []
 
 
 def read_world(folder: Path, name: str) -> World:
@@ -321,23 +294,21 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return [_build(arguments[0], part, f"{where}[{at}]") for at, part in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {key: _build(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
-    return float(value) if type(value) is int and float in (kind, *arguments) else value
+    return value
 
 
 def _build_dataclass(kind: type, value: Any, where: str) -> Any:
-    known = [part.name for part in fields(kind)]
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is {value!r}, but must hold keys of {', '.join(known)}.")
-    for key in value:
-        if key not in known:
-            raise UserError(
-                f"{where}: unknown key {key!r}.{near_matches(str(key), known)} Allowed are {', '.join(known)}."
-            )
     hints = get_type_hints(kind)
+    allowed = f"Allowed are {', '.join(hints)}."
+    if not isinstance(value, dict):
+        raise UserError(f"{where} is {value!r}, but must hold keys. {allowed}")
+    for key in value:
+        if key not in hints:
+            raise UserError(f"{where}: unknown key {key!r}.{near_matches(str(key), hints)} {allowed}")
     parts = {key: _build(hints[key], part, f"{where}: {key}") for key, part in value.items()}
     try:
         return kind(**parts)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     except TypeError as error:  # Python names the missing keys
-        raise UserError(f"{where}: {str(error).partition('() ')[2]}. Allowed are {', '.join(known)}.") from error
+        raise UserError(f"{where}: {str(error).partition('() ')[2]}. {allowed}") from error

@@ -23,7 +23,7 @@ class Unit:
         title: for the console.
         work: fills the folder, continues there if it was killed, and returns JSON values to keep.
         needs: names of the units that must be done before.
-        cost: of the work, in seconds on one core; the dearest free unit of the first seed is taken first.
+        cost: of the work, in seconds; the dearest free unit of the first seed is taken first.
     """
 
     name: str
@@ -56,16 +56,11 @@ def run_units(units: Mapping[str, Unit], job: Job, say: Callable[[str], None] = 
     for name in units:
         if f"{name}/{RESULT}" in job and not is_done(job, name):  # damaged
             job.remove(f"{name}/{RESULT}")
-    while missing := _missing(units, job):
-        ready = [unit for unit in missing.values() if not missing.keys() & set(unit.needs)]
+    while missing := units.keys() - {result.removesuffix(f"/{RESULT}") for result in job.names()}:
+        ready = [unit for name, unit in units.items() if name in missing and not missing & set(unit.needs)]
         ready.sort(key=lambda unit: (unit.name.split("/")[0], -unit.cost))  # a seed is whole before the next begins
         if not any(_claim(unit, job, f"{len(missing)} of {len(units)} left", say) for unit in ready):
             time.sleep(PAUSE)
-
-
-def _missing(units: Mapping[str, Unit], job: Job) -> dict[str, Unit]:
-    finished = set(job.names())
-    return {name: unit for name, unit in units.items() if f"{name}/{RESULT}" not in finished}
 
 
 def _claim(unit: Unit, job: Job, left: str, say: Callable[[str], None]) -> bool:

@@ -7,9 +7,9 @@ often the image is nearer to its own caption. A guess has 50%.
 
 Of the hidden states that a UNet reads (--bases, SDXL checkpoints: the first encoder, the second, and both): a network
 of two layers with one query for each place learns to say what stands there, from captions of one to three objects. In
-percent of the places with an object, kind and colour right, for objects told in one sentence and for those told by
-reference; and of the empty places, how many are said to be filled. Captions are truncated at 77 tokens; objects whose
-sentences lie beyond do not count.
+percent of the places with an object, kind and colour right, for objects described in one sentence and for those
+described by reference; and of the empty places, how many are said to be filled. Captions are truncated at 77 tokens;
+objects whose sentences lie beyond do not count.
 
 Prints tables and writes them to benchmarks/results/ as binding. A probe takes two minutes on two cores.
 """
@@ -38,7 +38,7 @@ from debias_diffusion.eval.report import Table
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.clip import encode
-from debias_diffusion.toyworld.grammar import STYLES, Caption, full_caption
+from debias_diffusion.toyworld.grammar import STYLES, full_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import COLOURS, KINDS, PLACES, Scene, Thing, draw_scene, generator
 
@@ -71,16 +71,16 @@ def nearer(model: str, scenes: int) -> dict[str, float]:
     """By edit, the percentage of images that are nearer to their own caption than to the edited one."""
     backbone, shares = load_two_tower(model), {}
     for name, edit in EDITS.items():
-        images, own, edited = [], [], []
+        images, captions, edited = [], [], []
         for index in range(scenes):
             rng = generator(SPLIT, index, name)
             scene = two_objects(rng)
             other = Scene(scene.background, edit(*scene.things, rng))
             seed = rng.random()  # the same wording in both
             images.append(render(scene))
-            own.append(full_caption(scene, random.Random(seed)).text)
+            captions.append(full_caption(scene, random.Random(seed)).text)
             edited.append(full_caption(other, random.Random(seed)).text)
-        image, text = encode(backbone, images, own + edited)
+        image, text = encode(backbone, images, captions + edited)
         right, wrong = F.cosine_similarity(image, text[:scenes]), F.cosine_similarity(image, text[scenes:])
         shares[name] = 100 * (right > wrong).float().mean().item()
     return shares
@@ -113,36 +113,33 @@ class Probe(nn.Module):
         return self.kinds(there), self.colours(there)
 
 
-def captions(count_tokens: Callable[[str], int]) -> tuple[list[Caption], Tensor, Tensor]:
-    """Captions of both styles; answers [N, 9, 2], kind and colour; and whether each is told by reference, [N, 9]."""
-    written, answers, by_reference = [], [], []
-    for index in range(LEARNED_FROM + ASKED):
+@torch.no_grad()
+def hidden_states(base: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Of captions of both styles.
+
+    Returns:
+        by encoder, what the UNet reads, [N, 77, channels] in bfloat16; the answers [N, 9, 2], kind and colour; and
+        whether each object is described by reference, [N, 9].
+    """
+    pipe, texts = StableDiffusionXLPipeline.from_pretrained(shipped(base)), []
+    answers = torch.full((LEARNED_FROM + ASKED, len(PLACES), 2), NOBODY)
+    by_reference = torch.zeros(answers.shape[:2], dtype=torch.bool)
+    for index in range(len(answers)):
         rng = generator(SPLIT, index, "probe")
         scene = draw_scene(rng, 1, 3)
         caption = full_caption(scene, rng, STYLES[index % len(STYLES)])
-        read = set(truncated(caption, count_tokens))
+        read = set(truncated(caption, lambda text: len(pipe.tokenizer(text).input_ids) - 2))
         needed = sentences_needed(caption)
-        answer, reference = torch.full((len(PLACES), 2), NOBODY), torch.zeros(len(PLACES), dtype=torch.bool)
         for thing in scene.things:
             if needed[thing.place] <= read:
                 place = list(PLACES).index(thing.place)
-                answer[place] = torch.tensor([1 + KINDS.index(thing.kind), 1 + list(COLOURS).index(thing.colour)])
-                reference[place] = len(needed[thing.place]) > 1
-        written.append(caption)
-        answers.append(answer)
-        by_reference.append(reference)
-    return written, torch.stack(answers), torch.stack(by_reference)
-
-
-@torch.no_grad()
-def hidden_states(base: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """By encoder, what the UNet reads of the captions [N, 77, channels], in bfloat16; and what `captions` says."""
-    pipe = StableDiffusionXLPipeline.from_pretrained(shipped(base))
-    written, answers, by_reference = captions(lambda text: len(pipe.tokenizer(text).input_ids) - 2)
-    texts, states = [clean(caption.text) for caption in written], []
-    for start in tqdm(range(0, len(texts), 250), desc="encoding"):
-        states.append(pipe.encode_prompt(texts[start : start + 250], do_classifier_free_guidance=False)[0].bfloat16())
-    both, first = torch.cat(states), pipe.text_encoder.config.hidden_size
+                kind_and_colour = [1 + KINDS.index(thing.kind), 1 + list(COLOURS).index(thing.colour)]
+                answers[index, place] = torch.tensor(kind_and_colour)
+                by_reference[index, place] = len(needed[thing.place]) > 1
+        texts.append(clean(caption.text))
+    batches = tqdm(range(0, len(texts), 250), desc="encoding")
+    encoded = (pipe.encode_prompt(texts[at : at + 250], do_classifier_free_guidance=False)[0] for at in batches)
+    both, first = torch.cat([states.bfloat16() for states in encoded]), pipe.text_encoder.config.hidden_size
     return {"first": both[..., :first], "second": both[..., first:], "both": both}, answers, by_reference
 
 
@@ -155,12 +152,9 @@ def probe(states: Tensor, answers: Tensor, by_reference: Tensor, steps: int) -> 
         for _ in tqdm(range(steps), desc="probing"):
             chosen = torch.randint(LEARNED_FROM, (BATCH,), generator=rng)
             with torch.autocast("cpu", torch.bfloat16):
-                said = network(states[chosen].float())
-            loss = sum(
-                F.cross_entropy(logits.float().flatten(0, 1), answers[chosen, :, i].flatten())
-                for i, logits in enumerate(said)
-            )
-            loss.backward()
+                kinds, colours = network(states[chosen].float())
+            pairs = zip((kinds, colours), answers[chosen].unbind(-1), strict=True)
+            sum(F.cross_entropy(logits.float().flatten(0, 1), asked.flatten()) for logits, asked in pairs).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -177,13 +171,12 @@ def main() -> None:
     arguments = read_options(__doc__, models=["toy/clip"], bases=["toy/sdxl"], scenes=400, steps=1500)
     for library in (logging, transformers.logging):  # that captions are cut at 77 tokens is meant here
         library.set_verbosity_error()
-    pooled = {model: nearer(model, arguments.scenes) for model in arguments.models}
-    probed = {}
+    pooled, probed = {model: nearer(model, arguments.scenes) for model in arguments.models}, {}
     for base in arguments.bases:
-        states, *rest = hidden_states(base)
+        states, *answers = hidden_states(base)
         for encoder, of_encoder in states.items():
-            probed[f"{base}, {encoder}"] = probe(of_encoder, *rest, arguments.steps)
-    titles = ["kind and colour right, %", "told alone", "by reference", "empty places filled"]
+            probed[f"{base}, {encoder}"] = probe(of_encoder, *answers, arguments.steps)
+    titles = ["kind and colour right, %", "described alone", "by reference", "empty places filled"]
     tables = [
         Table(["nearer to its own caption, %", *EDITS], [[model, *row.values()] for model, row in pooled.items()]),
         Table(titles, [[name, *row.values()] for name, row in probed.items()]),

@@ -7,11 +7,10 @@ padded with EOT or 0; the UNet reads the penultimate or the last layer. Each cha
 encoders: the toy world's CLIP in chunks, and its two of 248 positions. Prompts are of the development split, and all
 combinations get the same noise.
 
-Results are cached in the output folder: a stopped run resumes, and a run with more prompts adds to them. Prints a
-table, and writes it to benchmarks/results/ as policies.md, with the numbers as policies.json.
+Combinations are kept in the output folder: a stopped run resumes. Prints a table, and writes it to benchmarks/results/
+as policies.md, with the numbers as policies.json.
 """
 
-import json
 import sys
 import time
 from collections import Counter
@@ -29,12 +28,12 @@ from harness import publish, read_options
 from debias_diffusion.eval.images.objects import LATE
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.eval.report import Table, cell
-from debias_diffusion.files import path_digest, write_json
+from debias_diffusion.files import path_digest
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
+from debias_diffusion.jobs import Job
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
-from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import last_for_penultimate
@@ -48,7 +47,6 @@ from debias_diffusion.training.loop import train
 
 SPLIT = "development"
 FIRST = ("clip", "long-clip", "debias-clip")
-_ALL_FIRST = "all three"
 _AT_ONCE = 20  # images in a batch
 _PADS = {"EOT": "<|endoftext|>", "0": "!"}
 _TRAINED_ON = 4000  # pairs, as in the quickstart
@@ -89,118 +87,64 @@ CHANGES = {
 
 # For each image, whether the object at each place is correct; keys are places, or (first encoder, place).
 Right = list[dict]
+Prompts = Sequence[tuple[Scene, Caption]]
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Scenes and their captions."""
+def measure(pipe: StableDiffusionXLLongPromptPipeline, prompts: Prompts, seed: int, title: str) -> dict:
+    """Generates the images, in batches of one length, so that no prompt gets further padding.
 
-    scenes: list[Scene]
-    captions: list[Caption]
-
-    @classmethod
-    def make(cls, pairs: Sequence[tuple[Scene, Caption]]) -> "Prompts":
-        return cls([scene for scene, _ in pairs], [caption for _, caption in pairs])
-
-
-class Bench:
-    """The combinations, each with the same prompts and the same noise.
-
-    Args:
-        output: folder of the cached results.
-        prompts: number of long prompts.
-        short_prompts: number of prompts within 77 tokens.
-        seed: of the noise and of the training.
+    Returns:
+        "right" of each image; "positions", how often each length of the embeddings occurs; "seconds".
     """
+    texts, started = [clean(caption.text) for _, caption in prompts], time.monotonic()
+    groups: dict[int, list[int]] = {}
+    for index, text in enumerate(texts):
+        groups.setdefault(pipe.prompt_layout(text).positions, []).append(index)
+    right = [{} for _ in texts]
+    batches = [group[start : start + _AT_ONCE] for group in groups.values() for start in range(0, len(group), _AT_ONCE)]
+    for batch in tqdm(batches, desc=title):
+        generators = [torch.Generator().manual_seed(seed + index) for index in batch]
+        settings = {"generator": generators, "num_inference_steps": STEPS, "guidance_scale": GUIDANCE_SCALE}
+        for index, image in zip(batch, pipe([texts[index] for index in batch], **settings).images, strict=True):
+            right[index] = checker.compare(image, prompts[index][0]).correct
+    positions = dict(sorted(Counter({length: len(group) for length, group in groups.items()}).items()))
+    return {"right": right, "positions": positions, "seconds": round(time.monotonic() - started, 1)}
 
-    def __init__(self, output: Path, prompts: int, short_prompts: int, seed: int):
-        self.output, self.seed = output, seed
-        self.long = Prompts.make([(scene(SPLIT, index), caption(SPLIT, index)) for index in range(prompts)])
-        self.short = Prompts.make([short_prompt(SPLIT, index) for index in range(short_prompts)])
-        self.digests = {name: path_digest(shipped(f"toy/{name}")) for name in ("sdxl", *FIRST)}
 
-    def run(self) -> dict[tuple[str, str], dict]:
-        """The results by change and first encoder: see `_cell`."""
-        policies = [(change, Policy(first, **fields)) for change, fields in CHANGES.items() for first in FIRST]
-        policies.sort(key=lambda named: named[1].second in RATES)  # those that need training come last
-        cells = {}
-        for number, (change, policy) in enumerate(policies, 1):
-            name = f"{change}, {policy.first}"
-            file = self.output / "cells" / f"{name}.json".replace(" ", "-").replace(",", "")
-            cells[change, policy.first] = self._cell(file, policy, f"[{number}/{len(policies)}] {name}")
-        return cells
+def measure_all(output: Path, prompts: dict[str, Prompts], seed: int) -> dict[tuple[str, str], dict]:
+    """By change and first encoder: what `measure` returns of each kind of prompts."""
+    digests = {name: path_digest(shipped(f"toy/{name}")) for name in ("sdxl", *FIRST)}
+    counts, cells = {kind: len(pairs) for kind, pairs in prompts.items()}, {}
+    with Job.open(output, "study", inputs=digests) as job:
+        for change, changes in CHANGES.items():
+            for first in FIRST:
+                policy, title = Policy(first, **changes), f"{change}, {first}"
 
-    def _cell(self, file: Path, policy: Policy, title: str) -> dict:
-        """The results in `file`, after missing images are generated and added.
+                def compute(policy=policy, title=title) -> dict:
+                    second = train_second(output, policy.second, seed) if policy.second in RATES else None
+                    pipe = make_pipeline(policy, second)
+                    return {kind: measure(pipe, pairs, seed, title) for kind, pairs in prompts.items()}
 
-        Returns:
-            "seconds", and for "long" and "short" prompts "right", for each image, and "positions", how often each
-            length of the embeddings occurs.
-        """
-        second = self._trained(policy.second) if policy.second in RATES else None
-        models = {"sdxl": self.digests["sdxl"], "first": self.digests[policy.first]}
-        models |= {"second": weights_digest(second)} if second else {}
-        settings = {"policy": asdict(policy), "seed": self.seed, "models": models}
-        settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
-        cache = json.loads(file.read_text()) if file.exists() else {}
-        if cache.get("settings") != settings:
-            cache = {"settings": settings, "seconds": 0.0, "long": {}, "short": {}}
-        pipe = make_pipeline(policy, second)
-        for kind in ("long", "short"):
-            self._generate(pipe, kind, cache, file, f"{title}, {kind}")
-        cell = {"seconds": cache["seconds"]}
-        for kind in ("long", "short"):
-            images = [cache[kind][str(index)] for index in range(len(getattr(self, kind).scenes))]
-            counts = Counter(image["positions"] for image in images)
-            cell[kind] = {"right": [image["right"] for image in images], "positions": dict(sorted(counts.items()))}
-        return cell
+                key = Job.key("cell", {"policy": asdict(policy), "seed": seed, "prompts": counts})
+                cells[change, first] = job.json(key, compute)
+    return cells
 
-    def _generate(
-        self, pipe: StableDiffusionXLLongPromptPipeline, kind: str, cache: dict, file: Path, title: str
-    ) -> None:
-        """Generates the images missing in `cache`, in batches of one length, so that no prompt gets further padding."""
-        prompts: Prompts = getattr(self, kind)
-        texts = [clean(caption.text) for caption in prompts.captions]
-        groups: dict[int, list[int]] = {}
-        for index, text in enumerate(texts):
-            if str(index) not in cache[kind]:
-                groups.setdefault(pipe.prompt_layout(text).positions, []).append(index)
-        batches = [(n, g[i : i + _AT_ONCE]) for n, g in groups.items() for i in range(0, len(g), _AT_ONCE)]
-        with tqdm(desc=title, total=len(texts), initial=len(cache[kind]), unit=" images") as bar:
-            for positions, batch in batches:
-                started = time.monotonic()
-                images = pipe(
-                    [texts[index] for index in batch],
-                    generator=[torch.Generator().manual_seed(self.seed + index) for index in batch],
-                    num_inference_steps=STEPS,
-                    guidance_scale=GUIDANCE_SCALE,
-                ).images
-                for index, image in zip(batch, images, strict=True):
-                    right = checker.compare(image, prompts.scenes[index]).correct
-                    cache[kind][str(index)] = {"positions": positions, "right": right}
-                cache["seconds"] = round(cache["seconds"] + time.monotonic() - started, 1)
-                write_json(file, cache)
-                bar.update(len(batch))
 
-    def _trained(self, name: str) -> nn.Module:
-        """The second encoder fine-tuned at 248 positions, as the quickstart fine-tunes the first one.
+def train_second(output: Path, name: str, seed: int) -> nn.Module:
+    """The second encoder fine-tuned at 248 positions, as the quickstart fine-tunes the first one.
 
-        It learns against the frozen image tower of the toy CLIP, as when it was made.
-        """
-        base, folder = self.output / "second-two-tower", self.output / f"second-{name.replace(' ', '-')}"
-        if not base.exists():
-            second = load_pipeline("toy/sdxl", None, torch.device("cpu")).text_encoder_2
-            backbone = load_backbone(shipped("toy/clip"))
-            import_text_encoder(backbone, second)
-            backbone.save(base)
-        data, images = write_pairs(self.output / "pairs", VALIDATION, _TRAINED_ON)
-        settings = {"learning_rate": RATES[name], "seed": self.seed}
-        config = toy_training("debias-clip", str(base), data, images, folder / "run", **settings)
-        if not (folder / "done").exists():
-            if train(replace(config, freeze_image_tower=True)) is None:
-                raise KeyboardInterrupt  # a stopped training resumes from its checkpoint
-            (folder / "done").touch()
-        return to_transformers(load_backbone(str(folder / "run" / "last")), projection=True)[0]
+    It learns against the frozen image tower of the toy CLIP, as when it was made.
+    """
+    base, run = output / "second-two-tower", output / f"second-{name.replace(' ', '-')}"
+    if not base.exists():
+        backbone = load_backbone(shipped("toy/clip"))
+        import_text_encoder(backbone, load_pipeline("toy/sdxl", None, torch.device("cpu")).text_encoder_2)
+        backbone.save(base)
+    pairs = write_pairs(output / "pairs", VALIDATION, _TRAINED_ON)
+    config = toy_training("debias-clip", str(base), *pairs, run, learning_rate=RATES[name], seed=seed)
+    if train(replace(config, freeze_image_tower=True)) is None:
+        raise KeyboardInterrupt  # a stopped training resumes from its checkpoint
+    return to_transformers(load_backbone(str(run / "last")), projection=True)[0]
 
 
 def make_pipeline(policy: Policy, trained: nn.Module | None) -> StableDiffusionXLLongPromptPipeline:
@@ -229,9 +173,9 @@ def joined(by_encoder: dict[str, Right]) -> Right:
     """Images of one prompt by several encoders as one image with all their objects: one sample."""
     return [
         {
-            (name, place): is_right
-            for name, objects in zip(by_encoder, images, strict=True)
-            for place, is_right in objects.items()
+            (name, place): correct
+            for name, image in zip(by_encoder, images, strict=True)
+            for place, correct in image.items()
         }
         for images in zip(*by_encoder.values(), strict=True)
     ]
@@ -240,7 +184,7 @@ def joined(by_encoder: dict[str, Right]) -> Right:
 def compare(right: Right, default: Right) -> dict[str, float]:
     """Correct objects in percent, and the difference from the default in points with its 95% interval."""
     values, default_values = (
-        [100 * is_right for objects in images for is_right in objects.values()] for images in (right, default)
+        [100 * correct for image in kind for correct in image.values()] for kind in (right, default)
     )
     image_numbers = [number for number, objects in enumerate(right) for _ in objects]
     difference = paired_difference(values, default_values, image_numbers)
@@ -250,7 +194,7 @@ def compare(right: Right, default: Right) -> dict[str, float]:
 
 
 def compare_all(cells: dict[tuple[str, str], dict], first_mentions: Sequence[dict[str, int]]) -> list[dict]:
-    """A row for each change and first encoder, and for each change with all of them."""
+    """A row for each change with all first encoders, and with each."""
     kinds: dict[str, Callable[[dict], Right]] = {
         "all": lambda cell: cell["long"]["right"],
         "2 to 4": lambda cell: mentioned_in(cell["long"]["right"], first_mentions, lambda number: number < LATE),
@@ -259,14 +203,11 @@ def compare_all(cells: dict[tuple[str, str], dict], first_mentions: Sequence[dic
     }
     rows = []
     for change in CHANGES:
-        row = {"change": change, "first": _ALL_FIRST}
-        for kind, pick in kinds.items():
-            changed, default = ({first: pick(cells[c, first]) for first in FIRST} for c in (change, DEFAULT))
-            row[kind] = compare(joined(changed), joined(default))
-        rows.append(row)
-        for first in FIRST:
-            pair = cells[change, first], cells[DEFAULT, first]
-            rows.append({"change": change, "first": first} | {kind: compare(*map(kinds[kind], pair)) for kind in kinds})
+        for name, encoders in {"all three": FIRST, **{first: (first,) for first in FIRST}}.items():
+            row = {"change": change, "first": name}
+            for kind, pick in kinds.items():
+                row[kind] = compare(*(joined({e: pick(cells[c, e]) for e in encoders}) for c in (change, DEFAULT)))
+            rows.append(row)
     return rows
 
 
@@ -277,32 +218,31 @@ def as_table(rows: list[dict]) -> Table:
         "later": "later",
         "short": "short prompts",
     }
-    cells = [[row["change"], row["first"], *(_cell(row[k], row["change"] == DEFAULT) for k in kinds)] for row in rows]
-    return Table(["change", "first encoder", *kinds.values()], cells)
-
-
-def _cell(numbers: dict[str, float], is_default: bool) -> str:
-    difference = cell(numbers["difference"], numbers["low"], numbers["high"], "+.1f")
-    return f"{numbers['right']:.1f}" if is_default else f"{numbers['right']:.1f}: {difference}"
+    lines = []
+    for row in rows:
+        lines.append([row["change"], row["first"]])
+        for numbers in (row[kind] for kind in kinds):
+            difference = cell(numbers["difference"], numbers["low"], numbers["high"], "+.1f")
+            lines[-1].append(f"{numbers['right']:.1f}" + (f": {difference}" if row["change"] != DEFAULT else ""))
+    return Table(["change", "first encoder", *kinds.values()], lines)
 
 
 def main() -> None:
     arguments = read_options(__doc__, prompts=300, short_prompts=120, seed=0, output=Path("runs/policies"))
     torch.set_num_threads(1)  # for tensors as small as these a second thread only waits
-    bench = Bench(arguments.output, arguments.prompts, arguments.short_prompts, arguments.seed)
-    cells = bench.run()
-    rows = compare_all(cells, [caption.first_mentions() for caption in bench.long.captions])
-    result = {
-        "settings": {"split": SPLIT, "steps": STEPS, "guidance_scale": GUIDANCE_SCALE}
-        | {name: value for name, value in vars(arguments).items() if name != "output"},
-        "rows": rows,
-        "positions": {
-            f"{change}, {first}": {kind: cell[kind]["positions"] for kind in ("long", "short")}
-            for (change, first), cell in cells.items()
-        },
-        "seconds": round(sum(cell["seconds"] for cell in cells.values())),
+    long = [(scene(SPLIT, index), caption(SPLIT, index)) for index in range(arguments.prompts)]
+    prompts = {"long": long, "short": [short_prompt(SPLIT, index) for index in range(arguments.short_prompts)]}
+    cells = measure_all(arguments.output, prompts, arguments.seed)
+    rows = compare_all(cells, [caption.first_mentions() for _, caption in long])
+    settings = {"split": SPLIT, "steps": STEPS, "guidance_scale": GUIDANCE_SCALE}
+    settings |= {name: value for name, value in vars(arguments).items() if name != "output"}
+    positions = {
+        ", ".join(key): {kind: of_kind["positions"] for kind, of_kind in c.items()} for key, c in cells.items()
     }
-    publish("policies", result, as_table(rows))
+    seconds = round(sum(of_kind["seconds"] for c in cells.values() for of_kind in c.values()))
+    publish(
+        "policies", {"settings": settings, "rows": rows, "positions": positions, "seconds": seconds}, as_table(rows)
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,17 +35,15 @@ from debias_diffusion.app.quickstart import Setup
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, Reader
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
-from debias_diffusion.eval.images.scores import ImageNumbers, ImageScores, References, compare
+from debias_diffusion.eval.images.scores import ImageScores, compare
 from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.files import atomic_file
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, plan_batches, read_layout, render
 from debias_diffusion.reading import encode_texts
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
-from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import render as render_scene
@@ -60,11 +58,10 @@ SHIPPED = {
     "DeBias-CLIP": "toy/debias-clip",
     "DeBias-CLIP for SDXL": "toy/debias-clip-sdxl",
 }
-STATE_WEIGHT = 3.0
-RECIPES = {  # recipe and weight of the state term; toy_world.py has DeBias-CLIP for SDXL on the same scenes
+RECIPES = {  # recipe and weight of the state term; the study toy-world has DeBias-CLIP for SDXL on the same scenes
     "Long-CLIP": ("long-clip", 0.0),
     "DeBias-CLIP": ("debias-clip", 0.0),
-    "Long-CLIP, state term": ("long-clip", STATE_WEIGHT),
+    "Long-CLIP, state term": ("long-clip", 3.0),
 }
 DRIFTED = ("Long-CLIP", "DeBias-CLIP")  # whose states are changed
 SCORES = {  # title, digits
@@ -76,26 +73,8 @@ SCORES = {  # title, digits
 }
 _AT_ONCE = 20  # captions, and images
 
+
 # ---- what is changed in the states of one prompt
-
-
-class Maps:
-    """What brings the states of an encoder nearest to the original's, (map, bias) each, fitted when first needed."""
-
-    def __init__(self, moments: Callable[[], Moments]):
-        self._moments = moments
-
-    @cached_property
-    def moments(self) -> Moments:
-        return self._moments()
-
-    @cached_property
-    def shift(self) -> tuple[Tensor, Tensor]:
-        return tuple(part.float() for part in self.moments.shift())
-
-    @cached_property
-    def linear(self) -> tuple[Tensor, Tensor]:
-        return tuple(part.float() for part in self.moments.linear())
 
 
 @dataclass(frozen=True)
@@ -106,13 +85,13 @@ class States:
         drifted: of the encoder.
         original: of the checkpoint's encoder.
         eot: the position of EOT; pads follow.
-        maps: of both encoders, fitted on other captions.
+        moments: of both encoders' states of other captions, which shift and linear map are fitted to.
     """
 
     drifted: Tensor
     original: Tensor
     eot: int
-    maps: "Maps"
+    moments: Moments
 
     def unchanged(self) -> Tensor:
         return self.drifted
@@ -124,17 +103,17 @@ class States:
         return torch.cat([self.drifted[: self.eot], self.original[self.eot :]])
 
     def less_shift(self) -> Tensor:
-        return self._mapped(*self.maps.shift)
+        return self._mapped(*self.moments.shift())
 
     def less_linear_map(self) -> Tensor:
-        return self._mapped(*self.maps.linear)
+        return self._mapped(*self.moments.linear())
 
     def shifted_original(self) -> Tensor:
-        _, bias = self.maps.shift
-        return torch.cat([self.original[:1], self.original[1:] - bias])
+        _, bias = self.moments.shift()
+        return torch.cat([self.original[:1], self.original[1:] - bias.float()])
 
     def _mapped(self, fitted: Tensor, bias: Tensor) -> Tensor:
-        return torch.cat([self.drifted[:1], self.drifted[1:] @ fitted + bias])
+        return torch.cat([self.drifted[:1], self.drifted[1:] @ fitted.float() + bias.float()])
 
 
 AS_THEY_ARE = "as they are"
@@ -146,14 +125,14 @@ CHANGES: dict[str, Callable[[States], Tensor]] = {
     "less a linear map": States.less_linear_map,
     "the original's, with that shift": States.shifted_original,
 }
-UNGUIDED = "as they are, no guidance"
-OTHERS = {  # what a row is compared with
+COMPARED = {  # what a row is compared with
     "original": ORIGINAL,
     AS_THEY_ARE: "the same encoder's as they are",
     DRIFTED[0]: f"{DRIFTED[0]}'s, changed likewise",
 }
 
 
+@torch.no_grad()
 def fit_moments(reader: Reader, base: Reader, captions: list[str]) -> Moments:
     """Of the states of all positions after SOT, some pads included, against the base's."""
     moments = Moments(base.encoder.config.hidden_size)
@@ -166,12 +145,12 @@ def fit_moments(reader: Reader, base: Reader, captions: list[str]) -> Moments:
 
 
 @torch.no_grad()
-def changed(embeds: Tensor, texts: Sequence[str], reader: Reader, maps: Maps, change: Callable) -> Tensor:
+def changed(embeds: Tensor, texts: Sequence[str], reader: Reader, moments: Moments, change: Callable) -> Tensor:
     """The original's `prompt_embeds`, [prompts, positions, width of both encoders], with the first's changed."""
     tokens, width = reader.tokens(texts), reader.encoder.config.hidden_size
     drifted, _ = encode_texts(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
     rows = [
-        change(States(states, row[:, :width], len(text.ids) + 1, maps))
+        change(States(states, row[:, :width], len(text.ids) + 1, moments))
         for states, row, text in zip(drifted, embeds, tokens, strict=True)
     ]
     return torch.cat([torch.stack(rows), embeds[..., width:]], dim=2)
@@ -184,36 +163,22 @@ class Images:
     """Images of the first `count` prompts of a split, kept in `folder`, and their scores."""
 
     def __init__(self, split: str, count: int, folder: Path):
-        self.split, self.count, self.folder = split, count, folder
+        self.folder, self.scenes = folder, [scene(split, index) for index in range(count)]
         self.captions = [caption(split, index) for index in range(count)]
         self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
-        self.base = Reader.load(EncoderSpec.parse(BASE), CPU)
-        self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=CPU)
-
-    @cached_property
-    def pipe(self) -> StableDiffusionXLLongPromptPipeline:
-        pipe = load_pipeline(BASE, None, CPU)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    @cached_property
-    def references(self) -> References:
-        images = [partial(render_scene, scene(self.split, index)) for index in range(self.count)]
-        return self.scores.of_references(images, [text.text for text in self.captions])
+        self.base, self.pipe = Reader.load(EncoderSpec.parse(BASE), CPU), load_pipeline(BASE, None, CPU)
+        self.pipe.set_progress_bar_config(disable=True)
 
     def files(self, row: str) -> list[Path]:
-        return [self.folder / re.sub(r"[^\w]+", "-", row) / f"{index:06}.png" for index in range(self.count)]
+        return [self.folder / re.sub(r"[^\w]+", "-", row) / f"{index:06}.png" for index in range(len(self.prompts))]
 
     def draw(
         self, row: str, change: Callable | None = None, guidance_scale: float = GUIDANCE_SCALE, reading: str = "overlap"
-    ) -> None:
+    ) -> str:
         """Draws what is missing; `change` makes other `prompt_embeds` of the original's and the texts."""
         files = self.files(row)
         wanted = [index for index, file in enumerate(files) if not file.exists()]
-        if not wanted:
-            return
-        pipe = self.pipe.set_long_prompt(reading=reading)
-        sampling = Sampling(STEPS, guidance_scale)
+        pipe, sampling = self.pipe.set_long_prompt(reading=reading), Sampling(STEPS, guidance_scale)
         layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
         for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
             embeddings = encode(pipe, [self.prompts[index] for index in batch], sampling)
@@ -223,108 +188,99 @@ class Images:
             for index, image in zip(batch, render(pipe, embeddings, batch, sampling), strict=True):
                 with atomic_file(files[index]) as unfinished:
                     image.save(unfinished, format="PNG")
+        return row
 
-    def seen(self, row: str) -> tuple[list[Comparison], ImageNumbers]:
-        """What the images of a row show, and their scores by features."""
-        files, scenes = self.files(row), [scene(self.split, index) for index in range(self.count)]
-        numbers = self.scores(files, self.references)
-        return compare_images(files, scenes), numbers
+    def score(self, rows: Sequence[str]) -> dict:
+        """By row its scores, and differences from the original in overlapping chunks and from the states as they are;
+        and, for each change, those of DeBias-CLIP from Long-CLIP."""
+        mentions, texts = [text.first_mentions() for text in self.captions], [text.text for text in self.captions]
+        scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=CPU)
+        references = scores.of_references([partial(render_scene, drawn) for drawn in self.scenes], texts)
+        shown = {row: compare_images(self.files(row), self.scenes) for row in tqdm(rows, desc="scoring")}
+        numbers = {row: scores(self.files(row), references) for row in rows}
+
+        def difference(a: str, b: str) -> dict:
+            lines = compare(numbers[a], numbers[b]) | compare_objects(shown[a], shown[b], mentions)
+            return {name: lines[name] for name in SCORES if name in lines}
+
+        scored = {}
+        for row in rows:
+            values = numbers[row].numbers | objects_numbers(shown[row], mentions)
+            title, _, change = row.partition(": ")
+            compared = {"original": ORIGINAL, AS_THEY_ARE: f"{title}: {AS_THEY_ARE}"}
+            if title == DRIFTED[1]:
+                compared[DRIFTED[0]] = f"{DRIFTED[0]}: {change}"
+            scored[row] = {"scores": {name: values[name] for name in SCORES if name in values}}
+            scored[row] |= {
+                f"minus {name}": difference(row, b) for name, b in compared.items() if b in rows and b != row
+            }
+        return scored
 
 
-def rows_of(images: Images, encoders: dict[str, str], fitted_on: int) -> list[str]:
+def draw_rows(images: Images, encoders: dict[str, str], fitted_on: int) -> list[str]:
     """Draws all rows, and returns their names."""
-    images.draw(IN_CHUNKS, reading="separate")
-    images.draw(ORIGINAL)
-    images.draw(f"{ORIGINAL}, no guidance", guidance_scale=1)
-    rows = [IN_CHUNKS, ORIGINAL, f"{ORIGINAL}, no guidance"]
+    rows = [
+        images.draw(IN_CHUNKS, reading="separate"),
+        images.draw(ORIGINAL),
+        images.draw(f"{ORIGINAL}, no guidance", guidance_scale=1),
+    ]
     captions = [caption(FITTED_ON, index).text for index in range(fitted_on)]
     for title, name in encoders.items():
         reader = Reader.load(EncoderSpec.parse(name), CPU)
-        maps = Maps(partial(fit_moments, reader, images.base, captions))
-        changes = CHANGES if title in DRIFTED else {AS_THEY_ARE: CHANGES[AS_THEY_ARE]}
-        for change, of_states in changes.items():
-            rows.append(f"{title}: {change}")
-            images.draw(rows[-1], partial(changed, reader=reader, maps=maps, change=of_states))
+        moments = fit_moments(reader, images.base, captions)
+        edit = partial(partial, changed, reader=reader, moments=moments)
+        for change, of_states in CHANGES.items():
+            if title in DRIFTED or change == AS_THEY_ARE:
+                rows.append(images.draw(f"{title}: {change}", edit(change=of_states)))
         if title in DRIFTED:
-            rows.append(f"{title}: {UNGUIDED}")
-            images.draw(rows[-1], partial(changed, reader=reader, maps=maps, change=States.unchanged), 1)
+            rows.append(images.draw(f"{title}: {AS_THEY_ARE}, no guidance", edit(change=States.unchanged), 1))
     return rows
-
-
-def score(images: Images, rows: list[str]) -> dict:
-    """By row its scores, and the differences from the original in overlapping chunks and from the states as they are;
-    and, for each change, those of DeBias-CLIP from Long-CLIP."""
-    mentions = [text.first_mentions() for text in images.captions]
-    seen = {row: images.seen(row) for row in tqdm(rows, desc="scoring")}
-
-    def difference(row: str, other: str) -> dict:
-        lines = compare(seen[row][1], seen[other][1]) | compare_objects(seen[row][0], seen[other][0], mentions)
-        return {name: lines[name] for name in SCORES if name in lines}
-
-    scored = {}
-    for row, (comparisons, numbers) in seen.items():
-        values = numbers.numbers | objects_numbers(comparisons, mentions)
-        title, _, change = row.partition(": ")
-        others = {"original": ORIGINAL, AS_THEY_ARE: f"{title}: {AS_THEY_ARE}"}
-        if title == DRIFTED[1]:
-            others[DRIFTED[0]] = f"{DRIFTED[0]}: {change}"
-        scored[row] = {"scores": {name: values[name] for name in SCORES if name in values}} | {
-            f"minus {name}": difference(row, other) for name, other in others.items() if other in seen and other != row
-        }
-    return scored
 
 
 def trained(seed: int, output: Path) -> dict[str, str]:
     """By title, the runs of a seed."""
     pairs, runs = write_pairs(output / "data", VALIDATION, Setup.pairs), {}
     for title, (recipe, weight) in RECIPES.items():
-        run = output / f"{recipe}-{weight:g}"
-        if train(replace(toy_training(recipe, "toy/clip", *pairs, run, seed=seed), keep_states=weight)) is None:
+        runs[title] = str(output / f"{recipe}-{weight:g}")
+        settings = toy_training(recipe, "toy/clip", *pairs, Path(runs[title]), seed=seed)
+        if train(replace(settings, keep_states=weight)) is None:
             raise KeyboardInterrupt  # asked to stop, it has left a checkpoint to go on from
-        runs[title] = str(run)
     return runs
-
-
-# ---- tables
 
 
 def tables(seeds: dict[str, dict]) -> list[Table | str]:
     """A table of the scores of all seeds, and tables of their differences with intervals."""
+
+    def values(row: str, name: str) -> str:
+        return ", ".join(f"{of_seed[row]['scores'][name]['value']:.{SCORES[name][1]}f}" for of_seed in seeds.values())
+
+    def difference(line: dict, name: str) -> str:
+        return cell(line["difference"], line["low"], line["high"], f"+.{SCORES[name][1]}f")
+
     rows, titles = list(next(iter(seeds.values()))), [title for title, _ in SCORES.values()]
-    scores = [
-        [row, *(_values([results[row]["scores"][name] for results in seeds.values()], name) for name in SCORES)]
-        for row in rows
-    ]
+    scores = [[row, *(values(row, name) for name in SCORES)] for row in rows]
     parts = [Table(["states of the first encoder", *titles], scores)]
-    for other, title in OTHERS.items():
+    for name, title in COMPARED.items():
         lines = [
-            [row, seed, *(_difference(results[row][f"minus {other}"], name) for name in SCORES)]
+            [row, seed, *(difference(results[row][f"minus {name}"][score], score) for score in SCORES)]
             for row in rows
             for seed, results in seeds.items()
-            if f"minus {other}" in results[row]
+            if f"minus {name}" in results[row]
         ]
         parts += [f"Minus {title}:", Table(["states", "seed", *titles], lines)]
     return parts
 
 
-def _difference(differences: dict, name: str) -> str:
-    line = differences[name]
-    return cell(line["difference"], line["low"], line["high"], f"+.{SCORES[name][1]}f")
-
-
-def _values(numbers: list[dict], name: str) -> str:
-    return ", ".join(f"{number['value']:.{SCORES[name][1]}f}" for number in numbers)
-
-
 def main() -> None:
     arguments = read_options(__doc__, seeds=[], prompts=100, fitted_on=400, output=Path("runs/drift"))
-    runs = {f"seed-{seed}": f"test-{seed}" for seed in arguments.seeds} or {"development": "development"}
+    splits = {f"test-{seed}": seed for seed in arguments.seeds} or {"development": None}
     results = {}
-    for number, (name, split) in enumerate(runs.items()):
+    for split, seed in splits.items():
+        name = split if seed is None else f"seed-{seed}"
         folder = arguments.output / name
-        encoders = trained(arguments.seeds[number], folder) if arguments.seeds else SHIPPED
+        encoders = SHIPPED if seed is None else trained(seed, folder)
         images = Images(split, arguments.prompts, folder / f"images-{arguments.prompts}")
-        results[name] = score(images, rows_of(images, encoders, arguments.fitted_on))
+        results[name] = images.score(draw_rows(images, encoders, arguments.fitted_on))
     settings = {"prompts": arguments.prompts, "fitted_on": arguments.fitted_on}
     names = "-".join(map(str, arguments.seeds or ["development"]))
     publish(f"drift-{names}", {"settings": settings, "seeds": results}, *tables(results))

@@ -1,6 +1,7 @@
-"""Is a text tower without a causal mask more biased towards the opening? In the toy world.
+"""Is a text tower without a causal mask more biased towards the opening? And a base model of 36 patches for Fix-CLIP.
 
     python benchmarks/studies/towers.py [--seeds 0 1 2 3 4] [--steps 500] [--output runs/causal-mask]
+    python benchmarks/studies/towers.py --base runs/fix-clip [--steps 1500]
 
 The paper compares CLIP, whose text tower has a causal mask, with SigLIP, whose tower has none (Figures 2, 3, S1 and
 S2), but the two also differ in data, loss, tokenizer, pooling and context length. Here nothing but the mask differs:
@@ -11,34 +12,40 @@ Each tower is scored on 1,000 scenes that no model has seen, others for each see
 of the first two sentences, and with sentences swapped, removed, or behind padding sentences. Finished towers are kept,
 and seeds may run side by side. Prints the tables and writes them to benchmarks/results/ as causal_mask.md, with the
 numbers as .json.
+
+With --base, the base model that `fix_clip.py` trains from, and its pairs. The shipped toy CLIP has nine patches, one an
+object; this one has toy/clip's text tower, so that toy/sdxl can read it, and an image tower of six blocks and 36
+patches of 8 pixels, which learns toy/clip's image features. An object's place is 2 x 2 patches.
 """
 
-import json
 import math
 import statistics
 import sys
+from copy import deepcopy
 from pathlib import Path
 
+import open_clip
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1]))
 from harness import CPU, publish, read_options
 from machine import machine
 
 from debias_diffusion.data.toy_scenes import read_toy_scenes
+from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.robustness import edit_caption
-from debias_diffusion.files import atomic_file, write_json
+from debias_diffusion.jobs import Job
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, recall_ranks
 from debias_diffusion.toymodels.clip import draw_indices, draw_text, new_clip, render_all
 from debias_diffusion.toymodels.stage import run_stage
+from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.scenes import base_scene
 
 TEACHER = "toy/clip"
@@ -48,6 +55,7 @@ MASKS = {"causal mask": True, "no mask": False}
 EDITS = ("keep", "move4", "remove", "first2", "swap2", "padding1", "padding5")
 # What an edit is compared with.
 BASES = {"move4": "keep", "remove": "keep", "swap2": "first2", "padding1": "first2", "padding5": "first2"}
+VISION, HELD_OUT, TRAINED_ON = {"layers": 6, "patch_size": 8}, 100, 3000  # of Fix-CLIP's base model, and its pairs
 
 
 def encode(backbone: Backbone, texts: list[str], causal: bool) -> Tensor:
@@ -69,14 +77,10 @@ def encode(backbone: Backbone, texts: list[str], causal: bool) -> Tensor:
     return model.ln_final(hidden_states)[torch.arange(len(ids)), lengths - 1] @ model.text_projection
 
 
-def image_features(teacher: Backbone, file: Path) -> Tensor:
-    """toy/clip's features of the scenes to learn from, [SCENES, embed_dim], of length 1."""
-    if not file.is_file():
-        pixels = render_all([base_scene(index) for index in range(SCENES)], teacher)
-        parts = [teacher.encode_image(part) for part in tqdm(pixels.split(250), desc="image features")]
-        with atomic_file(file) as unfinished:
-            save_file({"features": F.normalize(torch.cat(parts), dim=-1).contiguous()}, unfinished)
-    return load_file(file)["features"]
+@torch.inference_mode()
+def teacher_features(teacher: Backbone, pixels: Tensor) -> Tensor:
+    """toy/clip's features of scenes, [len(pixels), embed_dim], of length 1."""
+    return F.normalize(torch.cat([teacher.encode_image(part) for part in pixels.split(250)]), dim=-1).clone()
 
 
 def train_tower(folder: Path, teacher: Backbone, causal: bool, seed: int, steps: int, features: Tensor) -> Backbone:
@@ -88,10 +92,8 @@ def train_tower(folder: Path, teacher: Backbone, causal: bool, seed: int, steps:
     def loss(step: int) -> Tensor:
         indices = draw_indices(SCENES, BATCH, seed, step)
         captions = [draw_text(index, f"short/{seed}/{step}") for index in indices]
-        text = F.normalize(encode(backbone, captions, causal), dim=-1)
-        return contrastive_loss(
-            features[torch.from_numpy(indices)], text, backbone.logit_scale.clamp(max=LOG_100).exp()
-        )
+        text, scale = F.normalize(encode(backbone, captions, causal), dim=-1), backbone.logit_scale.clamp(max=LOG_100)
+        return contrastive_loss(features[torch.from_numpy(indices)], text, scale.exp())
 
     run_stage(folder, backbone.model, loss, steps=steps, peak=1e-3, weight_decay=0.1)
     return backbone.eval()
@@ -109,28 +111,31 @@ def score(backbone: Backbone, images: Tensor, captions: list[str], causal: bool)
     return recall
 
 
-def run_seed(output: Path, seed: int, steps: int) -> None:
-    """Trains and scores both towers of a seed, where that is not done."""
+def run_seed(job: Job, seed: int, steps: int) -> dict[str, dict]:
+    """The scores of both towers of a seed, trained where that is not done, with the share of R@1 that each edit takes.
+
+    Towers that retrieve less have less to lose.
+    """
     teacher = load_two_tower(TEACHER)
-    output.mkdir(parents=True, exist_ok=True)
-    features = image_features(teacher, output / "features.safetensors")
+
+    def encode_scenes() -> dict[str, Tensor]:
+        return {"features": teacher_features(teacher, render_all(map(base_scene, range(SCENES)), teacher))}
+
+    features = job.tensors("features", encode_scenes)["features"]
     captions, scenes = read_toy_scenes(f"toy/test-{seed}")
-    images, _, _ = encode_images(teacher, captions.records, scenes, 250, "cpu")
-    texts = [record.caption for record in captions.records]
+    results = {}
     for name, causal in MASKS.items():
-        folder = output / f"seed-{seed}" / name.replace(" ", "-")
-        if not (folder / "scores.json").is_file():
+        folder = job.folder / f"seed-{seed}" / name.replace(" ", "-")
+
+        def scores(folder=folder, causal=causal) -> dict:
             backbone = train_tower(folder, teacher, causal, seed, steps, features)
-            write_json(
-                folder / "scores.json",
-                {"steps": steps, "machine": machine(CPU)} | score(backbone, images, texts, causal),
-            )
+            images, _, _ = encode_images(teacher, captions.records, scenes, 250, "cpu")
+            return score(backbone, images, [record.caption for record in captions.records], causal)
 
-
-def with_shares(scores: dict) -> dict:
-    """Recalls with the share of R@1 that each edit takes, in percent: towers that retrieve less have less to lose."""
-    lost = {f"lost {edit}": 100 * (1 - scores[edit] / scores[base]) for edit, base in BASES.items()}
-    return {name: scores[name] for name in ("steps", "machine", *EDITS)} | lost
+        recall = job.json(f"seed-{seed}/{name}", scores)
+        lost = {f"lost {edit}": 100 * (1 - recall[edit] / recall[base]) for edit, base in BASES.items()}
+        results[name] = {"steps": steps, "machine": machine(CPU)} | recall | lost
+    return results
 
 
 def tables(scores: dict[int, dict[str, dict]]) -> list[Table]:
@@ -147,14 +152,52 @@ def tables(scores: dict[int, dict[str, dict]]) -> list[Table]:
     return [recall, Table(header, [row(name, shares) for name in MASKS])]
 
 
+# ---- Fix-CLIP's base model
+
+
+def make_base(folder: Path, steps: int, scenes: int = SCENES) -> None:
+    """Trains the base model, FOLDER/model, and writes the pairs of its fine-tuning, FOLDER/pairs."""
+    write_pairs(folder / "pairs", HELD_OUT, TRAINED_ON, "train-2")
+    device = pick_device()
+    teacher = load_backbone(TEACHER).eval()
+    backbone = _new_base(teacher)
+    for reader in (teacher, backbone):
+        reader.to(device)
+    pixels = render_all([base_scene(index) for index in range(scenes)], teacher).to(device)
+    wanted, scale = teacher_features(teacher, pixels), torch.tensor(20.0, device=device)
+
+    def loss(step: int) -> Tensor:
+        indices = torch.from_numpy(draw_indices(scenes, BATCH, 0, step)).to(device)
+        features, expected = F.normalize(backbone.encode_image(pixels[indices]), dim=-1), wanted[indices]
+        return 10 * (1 - (features * expected).sum(dim=-1)).mean() + contrastive_loss(features, expected, scale)
+
+    run_stage(folder / "stage", backbone.model.visual, loss, steps=steps, peak=1e-3, weight_decay=0.1)
+    backbone.save(folder / "model")
+
+
+def _new_base(teacher: Backbone) -> Backbone:
+    """toy/clip with another, untrained image tower."""
+    config = deepcopy(teacher.config)
+    config["model_cfg"]["vision_cfg"] |= VISION
+    torch.manual_seed(0)
+    model = open_clip.CLIP(**deepcopy(config["model_cfg"]))
+    state = {name: tensor for name, tensor in teacher.model.state_dict().items() if not name.startswith("visual.")}
+    model.load_state_dict(state, strict=False)
+    with torch.no_grad():  # as toymodels.clip, so that places are not drowned
+        model.visual.positional_embedding.mul_(5)
+    open_clip.model.set_model_preprocess_cfg(model, config["preprocess_cfg"])
+    return Backbone(model, teacher.tokenizer, config)
+
+
 def main() -> None:
-    arguments = read_options(__doc__, seeds=[0, 1, 2, 3, 4], steps=500, output=Path("runs/causal-mask"))
-    output, scores = arguments.output / f"steps-{arguments.steps}", {}
-    for seed in arguments.seeds:
-        run_seed(output, seed, arguments.steps)
-        files = {name: output / f"seed-{seed}" / name.replace(" ", "-") / "scores.json" for name in MASKS}
-        scores[seed] = {name: with_shares(json.loads(file.read_text())) for name, file in files.items()}
-    publish("causal_mask", {"steps": arguments.steps, "seeds": scores}, *tables(scores))
+    arguments = read_options(__doc__, seeds=[0, 1, 2, 3, 4], steps=0, output=Path("runs/causal-mask"), base=None)
+    if arguments.base:
+        make_base(Path(arguments.base), arguments.steps or 1500)
+        return
+    steps = arguments.steps or 500
+    with Job.open(arguments.output / f"steps-{steps}", "study", {"steps": steps}, shared=True) as job:
+        scores = {seed: run_seed(job, seed, steps) for seed in arguments.seeds}
+    publish("causal_mask", {"steps": steps, "seeds": scores}, *tables(scores))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import yaml
 from debias_diffusion.app.reproduce.papers import read_tables
 
 PAPERS = Path(__file__).parents[2] / "configs" / "papers"
+STUDIES = PAPERS.with_name("studies")
 
 
 def write_small_papers(folder: Path) -> Path:

@@ -1,7 +1,6 @@
 """Harm planted into one head of the toy CLIP: every search must find it, and unseen scenes must profit."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +94,8 @@ def mean_recall(problem: ImageProblem, mask: Tensor) -> Tensor:
     return 50 * sum((rank[:, None] <= torch.tensor([1, 5, 10])).double().mean(dim=1) for rank in ranks.values())
 
 
-def check_planted_harm(world: tuple[Backbone, dict[str, Data]], block: int, seed: int, folder: Path) -> None:
+@pytest.mark.parametrize(("block", "seed"), [(0, 0), (1, 1), (2, 3)])
+def test_planted_harm_is_found_and_quieting_it_helps_unseen_scenes(world, block, seed, tmp_path):
     backbone, data = world
     head = seed % HEADS
     place = HEADS * block + head
@@ -117,20 +117,6 @@ def check_planted_harm(world: tuple[Backbone, dict[str, Data]], block: int, seed
         mask, _ = genetic_search(problem, generations=5, seed=seed)
     assert mask[place]
     assert paired_difference(mean_recall(unseen, mask), before)["low"] > 0
-    with Job.open(folder, "ablate") as job:
+    with Job.open(tmp_path, "ablate") as job:
         beta = Backprop(problem, harmed.logit_scale.exp(), job, epochs=10, batch=25, rate=0.1).run()
     assert place in beta.flatten().argsort()[:2] and beta.flatten()[place] < 0.9  # all start at 0.993
-
-
-ONE_A_LAYER = [(0, 0), (1, 1), (2, 3)]
-ANOTHER = [(0, 4), (1, 2), (2, 0)]  # of (block, seed) with block 0 to 2 and seed 0 to 4, all of which pass
-
-
-@pytest.mark.parametrize(("block", "seed"), ONE_A_LAYER)
-def test_planted_harm_is_found_and_quieting_it_helps_unseen_scenes(world, block, seed, tmp_path):
-    check_planted_harm(world, block, seed, tmp_path)
-
-
-@pytest.mark.parametrize(("block", "seed"), ANOTHER)
-def test_planted_harm_is_found_in_another_head_of_every_layer(world, block, seed, tmp_path):
-    check_planted_harm(world, block, seed, tmp_path)

@@ -1,90 +1,64 @@
-"""The benchmarks of the toy world end to end, with the smallest of settings."""
+"""The studies on the shipped models, with few prompts: edits of hidden states, and settings of `reproduce`."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
-from helpers.untrained_toys import save_untrained_toys
+import yaml
+from helpers.small_papers import STUDIES
 
-from debias_diffusion.app.quickstart import QuickstartConfig, quickstart
-from debias_diffusion.toymodels.fine_tuning import RECIPES
-
-pytestmark = pytest.mark.usefixtures("coarse_results")
-ENCODERS = ("clip", *RECIPES)
-ROWS = ("clip", "clip in overlapping chunks", *RECIPES)  # of images
-TINY = {"scenes": 3, "prompts": 4, "split": "development", "train": "all"}
-
-
-def markdown(parts: list) -> str:
-    return "\n".join(part if isinstance(part, str) else part.markdown() for part in parts)
+from debias_diffusion.app.options import ReproduceConfig
+from debias_diffusion.app.reproduce.listing import reproduce
+from debias_diffusion.files import read_json_object
 
 
 @pytest.fixture
-def benchmark(request, monkeypatch):
-    """The module of this name."""
+def states(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module(request.param)
+    module = importlib.import_module("studies.states")
+    monkeypatch.setattr(module, "STEPS", 1)
+    return module
 
 
-@pytest.mark.parametrize("benchmark", ["toy_world"], indirect=True)
-def test_several_seeds_stand_in_one_table(benchmark, tmp_path, monkeypatch):
-    """Beside the quickstart's own images, those of further encoders, and of captions that refer back."""
-    models, finished = save_untrained_toys(tmp_path / "models"), tmp_path / "quickstart"
-    kinds = {kind: data for kind, data in benchmark.DATA.items() if kind.startswith("long")}
-    monkeypatch.setattr(benchmark, "DATA", kinds)  # short prompts go the same way
-    monkeypatch.setattr(benchmark, "PRECISION", "fp32")  # faster than bf16 on most CPUs
-    config = QuickstartConfig(**TINY, output=str(finished))
-    quickstart(config, models)
-    trained = [*finished.glob("training/*/checkpoint-*"), *finished.glob("evaluation/**/images/**/*.png")]
-    before = {file: file.stat().st_mtime_ns for file in trained}
-    assert len(before) > 10
-    result = benchmark.run_seed(config, {"plain UNet": models.sdxl}, models, steps=2)
-    assert {file: file.stat().st_mtime_ns for file in trained} == before
-    aligned = {f"{row}, plain-UNet" for row in (benchmark.ALIGNED, benchmark.ALIGNED_BOTH)}
-    assert result["retrieval"].keys() == {*ENCODERS, benchmark.LIGHT} | aligned
-    assert list(result["drawn"]) == [f"plain UNet, {kind}" for kind in kinds]
-    own = json.loads((finished / "evaluation" / "generation.json").read_text())
-    first, referring = result["drawn"].values()
-    assert len(first["encoders"]) == 11 and first["encoders"].keys() > set(ROWS) and not first["ceilings"]
-    # Those of the trained encoders have a second encoder that reads in other chunks.
-    for row, entry in list(zip(ROWS, own["encoders"].values(), strict=True))[:2]:
-        scores = first["encoders"][row]
-        assert set(scores) >= {"objects_right", "fid_own"} and scores.items() <= entry["scores"].items()
-    images = (finished / "evaluation", finished.parent / "plain-UNet-long-prompts")  # the same, not rendered again
-    first_image = "images/SDXL-s-own-cut-at-77-tokens/000000.png"
-    assert len({(folder / first_image).stat().st_mtime_ns for folder in images}) == 1
-    told = [line["told"] for line in referring["ceilings"]]
-    tables = markdown(benchmark.tables({4: result, 5: result}))
-    shown = first["encoders"]["debias-clip"]
-    assert tables.count("| 4 | debias-clip |") == tables.count("| 5 | debias-clip |") == 3  # retrieval, two conditions
-    assert f"| 4 | debias-clip | {shown['objects_right']['value']:.1f} |" in tables
-    assert all(f"| 5 | {way} |" in tables for way in told if way != benchmark.ALL)
-
-
-@pytest.mark.parametrize("benchmark", ["studies.states"], indirect=True)
-def test_rows_are_drawn_once_scored_and_compared(benchmark, tmp_path, monkeypatch):
-    monkeypatch.setattr(benchmark, "STEPS", 1)
-    images = benchmark.Images("development", 2, tmp_path)
-    rows = benchmark.rows_of(images, {"Long-CLIP": "toy/long-clip", "DeBias-CLIP": "toy/debias-clip"}, fitted_on=20)
-    assert len(rows) == len(set(rows)) == 3 + 2 * (len(benchmark.CHANGES) + 1)
+def test_rows_are_drawn_once_scored_and_compared(states, tmp_path):
+    images, encoders = states.Images("development", 2, tmp_path), {"Long-CLIP": "toy/long-clip"}
+    encoders |= {"DeBias-CLIP": "toy/debias-clip"}
+    rows = states.draw_rows(images, encoders, fitted_on=20)
+    assert len(rows) == len(set(rows)) == 3 + 2 * (len(states.CHANGES) + 1)
     written = {file: file.stat().st_mtime_ns for row in rows for file in images.files(row)}
     assert len(written) == 2 * len(rows)
     before = {row: [file.read_bytes() for file in images.files(row)] for row in rows}
-    assert before["Long-CLIP: less one shift"] != before["Long-CLIP: as they are"] != before[benchmark.ORIGINAL]
+    assert before["Long-CLIP: less one shift"] != before["Long-CLIP: as they are"] != before[states.ORIGINAL]
     gone = images.files("DeBias-CLIP: less one shift")[1]
     gone.unlink()
-    benchmark.rows_of(images, {"Long-CLIP": "toy/long-clip", "DeBias-CLIP": "toy/debias-clip"}, fitted_on=20)
+    states.draw_rows(images, encoders, fitted_on=20)
     assert gone.read_bytes() == before["DeBias-CLIP: less one shift"][1]
     assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file != gone)
 
-    scored = benchmark.score(images, rows)
+    scored = images.score(rows)
     debias = scored["DeBias-CLIP: less one shift"]
-    for other, name in (("original", benchmark.ORIGINAL), ("Long-CLIP", "Long-CLIP: less one shift")):
+    for other, name in (("original", states.ORIGINAL), ("Long-CLIP", "Long-CLIP: less one shift")):
         difference = debias["scores"]["fid_own"]["value"] - scored[name]["scores"]["fid_own"]["value"]
         assert debias[f"minus {other}"]["fid_own"]["difference"] == pytest.approx(difference)
-    assert "minus original" not in scored[benchmark.ORIGINAL]
-    shown = markdown(benchmark.tables({"seed-1": scored, "seed-2": scored}))
+    assert "minus original" not in scored[states.ORIGINAL]
+    parts = states.tables({"seed-1": scored, "seed-2": scored})
+    shown = "\n".join(part if isinstance(part, str) else part.markdown() for part in parts)
     value = debias["scores"]["dino_score"]["value"]
     assert f"{value:.3f}, {value:.3f}" in shown
     assert shown.count("\n| Long-CLIP: less a linear map |") == 5  # one of scores, and two seeds compared twice
+
+
+def test_a_study_trains_aligns_and_draws(tmp_path):
+    """The trained and aligned encoder differs from the trained one, and readings from each other."""
+    world = yaml.safe_load((STUDIES / "world-toy-test.yaml").read_text())
+    world |= {"pairs": 16, "steps_per_epoch": 1}
+    world["training"] |= {"batch": 8, "components": 2, "epochs": 1}
+    few = {"batch": 8, "max_steps": 1, "epochs": 1, "warmup": 0, "eval_every": 1, "precision": "fp32"}
+    world["alignment"] |= few
+    world["evaluations"]["long"] |= {"limit": 2, "steps": 1}
+    (tmp_path / "world-toy-test.yaml").write_text(yaml.safe_dump(world))
+    (tmp_path / "toy-world-long.yaml").write_text((STUDIES / "toy-world-long.yaml").read_text())
+    settings = {"world": "toy-test", "papers": str(tmp_path), "output": str(tmp_path / "output"), "device": "cpu"}
+    reproduce(ReproduceConfig(["toy-world-long"], seeds=[7], **settings))
+    rows = read_json_object(tmp_path / "output" / "toy-test" / "toy-world-long.json")["rows"]
+    assert len(rows) == 11 and len({row["FID"]["ours"] for row in rows.values()}) == 11

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers.small_papers import count_compared, write_small_papers
+from helpers.small_papers import PAPERS, count_compared, write_small_papers
 
 from debias_diffusion.app.options import ReproduceConfig
 from debias_diffusion.app.reproduce.command import RESULTS
@@ -64,4 +64,12 @@ def test_a_page_has_every_claim_and_verdict(written, settings):
     assert page == evidence_page(content, RESULTS)
     entries = [entry for group in content["claims"].values() for entry in group]
     assert f"Of {len(entries)} claims: " in page
-    assert "Padding adds to both on long captions (1 steps)" in page
+    assert "Padding adds to both on long captions at one epoch" in page
+
+
+@pytest.mark.parametrize("world", ["toy", "real"])
+def test_every_row_has_settings_that_can_be_used(world, tmp_path, capsys):
+    reproduce(ReproduceConfig(["all"], world=world, papers=str(PAPERS), output=str(tmp_path / "new"), plan=True))
+    printed = capsys.readouterr().out
+    assert "to do: " in printed and ("of one core" if world == "toy" else "GPU hours") in printed
+    assert not (tmp_path / "new").exists()
