@@ -596,6 +596,17 @@ def test_a_model_whose_features_became_alike_is_not_passed_off_as_better(tmp_pat
     assert "though the fitness rose" in capsys.readouterr().out
 
 
+def test_a_probe_leaves_the_recalls_of_each_head_and_no_ablation(world, tmp_path, capsys):
+    base, data, images = world
+    printed = []
+    for _ in range(2):  # the second time it is finished
+        folder = ablate(AblateConfig(base, str(tmp_path / "run"), data, images, search="probe", limit=22))
+        printed.append(capsys.readouterr().out)
+    recalls = json.loads((folder / "probe.json").read_text())["recall"]
+    assert list(recalls) == ["none", "0-0", "0-1", "1-0", "1-1"] and "| 1-1 | " in printed[0] == printed[1]
+    assert not (folder / "ablation.json").exists()
+
+
 def test_too_few_pairs_are_refused(world, tmp_path):
     base, data, images = world
     with pytest.raises(UserError, match="20 pairs are too few: 10 hard and 10 random"):

@@ -21,6 +21,7 @@ from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import load_tokenizer
 from debias_diffusion.toymodels import build, prepared_unet, unet
 from debias_diffusion.toymodels.clip import Captioner
+from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toymodels.scores import score_checker, score_sdxl
 from debias_diffusion.toymodels.vae import SIZE, as_input, new_vae, picture_tensor
 from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_image
@@ -241,3 +242,21 @@ def test_a_score_of_pictures_drawn_from_noise_is_low(pipe):
     scores, pictures = score_sdxl(pipe, "development", 4)
     assert len(pictures) == 4 and pictures[0].size == (SIZE, SIZE)
     assert scores["objects"] < 0.5 and scores["objects in one step"] < 0.5
+
+
+# ---- what comes with the package
+
+
+def test_all_names_are_there_in_less_than_24_megabytes():
+    assert all(name != shipped.shipped(name) for name in shipped.NAMES)
+    assert sum(file.stat().st_size for file in shipped.WEIGHTS.rglob("*.safetensors")) < 24_000_000
+    scores = json.loads((shipped.WEIGHTS / "scores.json").read_text())
+    assert scores["checker"]["rendered"]["objects"] >= 0.98
+    drawn = scores["toy/sdxl"]["plain"]
+    assert drawn["objects"] >= 0.95 and drawn["filled"] <= 0.03 and drawn["background"] >= 0.97
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_shipped_encoders_read_248_tokens(recipe):
+    text_encoder, tokenizer = load_text_encoder(f"toy/{recipe}")
+    assert text_encoder.config.max_position_embeddings == tokenizer.model_max_length == 248

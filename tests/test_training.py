@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import open_clip
 import pytest
 import torch
-from helpers.poisoned_training import poisoned_by
 from helpers.ranks import forked
 from helpers.tiny_clip import CONFIG, registered, tiny_clip, tiny_siglip
 from helpers.tiny_data import make_tiny_data
@@ -186,6 +185,19 @@ def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
     assert open_clip.create_model(f"local-dir:{tmp_path / 'run' / 'last'}").context_length == 196
     with pytest.raises(UserError, match=r"label_smoothing is 0.1, but the sigmoid loss"):
         train(config((str(tmp_path / "base"), *world[1:]), tmp_path / "other", label_smoothing=0.1))
+
+
+def poisoned_by(word: str):
+    """A `prepare_backbone` that makes one word's embedding NaN, as a step that went wrong: no base model comes so."""
+
+    def prepare_poisoned(*arguments):
+        backbone = prepare_backbone(*arguments)
+        (token,) = backbone.tokenizer.text_ids([word])[0]
+        with torch.no_grad():
+            backbone.model.token_embedding.weight[token] = torch.nan
+        return backbone
+
+    return prepare_poisoned
 
 
 def test_a_step_whose_loss_is_not_finite_is_not_applied_and_its_samples_are_named(world, tmp_path, monkeypatch):
