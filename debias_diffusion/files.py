@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -196,6 +196,8 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
         is_ours = process.isdecimal() and (leftover / _MARK).is_file()  # the name alone does not make it ours
         if is_ours and (int(process) == os.getpid() or not psutil.pid_exists(int(process[:9]))):
             _end_folder(leftover, path)
+    with suppress(OSError):
+        unfinished.rmdir()  # an empty one is nobody's
     unfinished.mkdir()
     (unfinished / _MARK).touch()
     new = unfinished / "new"
@@ -222,7 +224,8 @@ def _end_folder(unfinished: Path, path: Path) -> None:
     """Removes what `atomic_folder` left. The old folder is put back, if nothing is in its place."""
     if (unfinished / "old").exists() and not os.path.lexists(path):
         os.replace(unfinished / "old", path)
-    remove_path(unfinished)
+    for part in (unfinished / "new", unfinished / "old", unfinished):  # the mark goes last
+        remove_path(part)
 
 
 def append(path: Path, line: str, sync: bool = False) -> None:

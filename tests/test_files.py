@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from helpers.stops import Stopped, stopped_at
 
 from debias_diffusion import files
 from debias_diffusion.errors import UserError
@@ -182,6 +183,21 @@ def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path, ended):
         assert old.exists() != is_ours
     assert (tmp_path / "best" / "file").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == [unfinished_folder(tmp_path / "best", "x").name, "best"]
+
+
+def test_a_folder_stopped_at_any_write_is_the_old_or_the_new(tmp_path):
+    for number in range(1, 100):
+        with atomic_folder(tmp_path / "a") as folder:
+            (folder / "x").write_text("old")
+        try:
+            with stopped_at(number), atomic_folder(tmp_path / "a") as folder:
+                (folder / "x").write_text("new")
+            break
+        except Stopped:
+            with pytest.raises(RuntimeError), atomic_folder(tmp_path / "a"):  # the next command, which fails
+                raise RuntimeError from None
+        assert (tmp_path / "a" / "x").read_text() in ("old", "new") and os.listdir(tmp_path) == ["a"]
+    assert number > 10 and (tmp_path / "a" / "x").read_text() == "new"
 
 
 def test_folders_of_the_same_name_do_not_meet(tmp_path, monkeypatch):
