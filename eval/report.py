@@ -132,9 +132,10 @@ def draw_by_position(axes: Axes, heights: Sequence[float], counts: Sequence[int]
 def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]]) -> np.ndarray:
     """How far intervals reach below and above their values, [2, N], as matplotlib's error bars need it.
 
-    At least 0: rounding may put the mean of a skewed sample just outside its interval.
+    At least 0, because rounding may put the mean of a skewed sample just outside its interval; nan, which is not drawn,
+    where no interval is known.
     """
-    values, (low, high) = np.asarray(values), np.asarray(intervals).T
+    values, (low, high) = np.asarray(values), np.asarray(intervals, dtype=float).T
     return np.maximum([values - low, high - values], 0)
 
 

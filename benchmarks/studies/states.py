@@ -188,7 +188,7 @@ class Images:
         self.captions = [caption(split, index) for index in range(count)]
         self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
         self.base = Reader.load(EncoderSpec.parse(BASE), CPU)
-        self.scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=CPU)
+        self.scores = ImageScores({"dino": FEATURES, "own_features": FEATURES}, 100, CPU)
 
     @cached_property
     def pipe(self) -> StableDiffusionXLLongPromptPipeline:
