@@ -158,6 +158,8 @@ def test_objects_of_an_image_succeed_together():
     with pytest.raises(ValueError, match="with the same objects"):
         compare_objects(a, [replace(b[0], correct={"top": True}), *b[1:]], mentions)
     assert compare_objects(a, a, mentions)["objects_f1"] == EQUAL
+    line = compare_objects(*([compared([each], [ASKED])[0]] for each in (ASKED, NOTHING)), [MENTIONS])["objects_right"]
+    assert line == {"difference": 100, "low": None, "high": None, "p": None}  # of one image nothing more is known
 
 
 def test_an_encoder_that_invents_more_loses_precision_and_no_recall():

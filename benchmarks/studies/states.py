@@ -194,7 +194,7 @@ class Images:
         """By row its scores, and differences from the original in overlapping chunks and from the states as they are;
         and, for each change, those of DeBias-CLIP from Long-CLIP."""
         mentions, texts = [text.first_mentions() for text in self.captions], [text.text for text in self.captions]
-        scores = ImageScores(dino=FEATURES, own_features=FEATURES, batch_size=100, device=CPU)
+        scores = ImageScores({"dino": FEATURES, "own_features": FEATURES}, 100, CPU)
         references = scores.of_references([partial(render_scene, drawn) for drawn in self.scenes], texts)
         shown = {row: compare_images(self.files(row), self.scenes) for row in tqdm(rows, desc="scoring")}
         numbers = {row: scores(self.files(row), references) for row in rows}

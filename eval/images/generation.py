@@ -81,7 +81,7 @@ def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores
             f"None of {', '.join(NETWORKS)} is given, which leaves no score. Give at least one, such as --dino "
             "facebook/dino-vits16."
         )
-    return ImageScores(**networks, batch_size=config.batch_size, device=device)
+    return ImageScores(networks, config.batch_size, device)
 
 
 class _Generation:

@@ -285,7 +285,7 @@ class ImageScores:
     """The networks that settings name, loaded and checked, and their scores of images.
 
     Args:
-        inception_weights, dino, dinov2, own_features, clip_score: as in `GenerationConfig`; None skips their scores.
+        networks: by their names in `GenerationConfig`; None skips a network's scores.
         batch_size: images, or texts, in a batch.
         device: where the networks run.
 
@@ -299,22 +299,13 @@ class ImageScores:
         UserError: a network cannot be loaded.
     """
 
-    def __init__(
-        self,
-        *,
-        inception_weights: str | None = None,
-        dino: str | None = None,
-        dinov2: str | None = None,
-        own_features: str | None = None,
-        clip_score: str | None = None,
-        batch_size: int,
-        device: torch.device,
-    ):
+    def __init__(self, networks: Mapping[str, str | None], batch_size: int, device: torch.device):
         self.batch_size = batch_size
-        self.inception = inception_weights and InceptionFeatures(inception_weights, device)
-        named = {"own_features": own_features, "dino": dino, "dinov2": dinov2}
+        inception, clip = (networks.get(name) for name in ("inception_weights", "clip_score"))
+        self.inception = inception and InceptionFeatures(inception, device)
+        named = {option: networks.get(option) for option in ("own_features", "dino", "dinov2")}
         self.networks = {option: ClsFeatures(name, device, option) for option, name in named.items() if name}
-        self.clip = clip_score and TwoTowerFeatures(clip_score, device)
+        self.clip = clip and TwoTowerFeatures(clip, device)
         self.digests = {
             "inception_weights": self.inception and path_digest(self.inception.file),
             **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
@@ -324,8 +315,8 @@ class ImageScores:
             option: network.model.config.to_dict() | {"_name_or_path": None}
             for option, network in self.networks.items()
         }
-        clip = self.clip and how_used(self.clip.backbone)
-        self.depends = {"networks": self.digests, "configurations": configurations, "clip": clip}
+        of_clip = self.clip and how_used(self.clip.backbone)
+        self.depends = {"networks": self.digests, "configurations": configurations, "clip": of_clip}
         self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
         skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
         skipped = {
@@ -334,14 +325,14 @@ class ImageScores:
         self.notes = [f"{score} was skipped, because {name} is null." for name, score in skipped.items()]
         if self.inception:
             self.resize["inception_weights"] = RESIZE.format(size=self.inception.size)
-        if own_features:
+        if "own_features" in self.networks:
             self.notes.append("FID, KID, precision and recall of own_features compare with nothing published.")
-        if dinov2:
+        if "dinov2" in self.networks:
             size = self.networks["dinov2"].size
             self.notes.append(f"DINOv2 read {size} x {size} pixels, with its position table resized to them.")
         if self.clip:
             self.resize["clip_score"] = self.clip.resize
-            self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {_short(clip_score)}, as in torchmetrics.")
+            self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {_short(clip)}, as in torchmetrics.")
 
     def of_references(self, images: Sequence[ImageLike], captions: Sequence[str]) -> References:
         """The features of reference images and of their captions, in the same order; once for all encoders."""
