@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from debias_diffusion.app.cli import main
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_chunks, tokenize_text
+from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text, tokenize_text
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.text_encoders import to_transformers
@@ -240,7 +240,7 @@ def test_a_quarter_of_the_samples_and_of_these_a_third_in_part():
     rows = [row for row in rows if row]
     parts = [row for row in rows if row != whole.ids]
     assert len(rows) == pytest.approx(2000 * SHARE, abs=80) and len(parts) == pytest.approx(len(rows) / 3, abs=40)
-    first = whole.ids[: split_chunks(whole, 40)[0].stop]
+    first = whole.ids[: split_text(whole, 40, overlap=False)[0].kept.stop]
     assert any(row[:8] == first[:8] for row in parts) and any(row[:8] != first[:8] for row in parts)
     assert len({tuple(row) for row in parts}) > 0.9 * len(parts)
 
