@@ -4,7 +4,6 @@ Ranges are types, which `Checked` options are held to: `steps: Steps = 30`.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -18,7 +17,7 @@ class Rule(NamedTuple):
 
     text: str
     holds: Callable[[float], bool]
-    most: float = math.inf  # named only to those who gave more
+    most: float | None = None  # named only to those who gave more
 
 
 def at_least(kind: type, least: float) -> Any:
@@ -87,7 +86,8 @@ def _fits(value: Any, hint: Any) -> bool:
     """Whether an annotation allows a value."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _fits(value, parts[0]) and parts[1].holds(value) and value <= parts[1].most
+        rule = parts[1]
+        return _fits(value, parts[0]) and rule.holds(value) and (rule.most is None or value <= rule.most)
     if origin in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if origin is Literal:
@@ -104,7 +104,7 @@ def _allowed(hint: Any, value: Any) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         rule = parts[1]
-        most = f", at most {rule.most:,}" if isinstance(value, Real) and value > rule.most else ""
+        most = f", at most {rule.most:,}" if rule.most and isinstance(value, Real) and value > rule.most else ""
         return f"{_WORDS[parts[0]]}, {rule.text}{most}"
     if origin in (Union, UnionType):
         return ", or ".join(_allowed(part, value) for part in parts)

@@ -145,14 +145,14 @@ def test_images_of_one_prompt_count_as_one_sample(reading):
 
 def test_every_change_meets_every_first_encoder_in_the_table(reading):
     def cell(right):
-        return {"long": {"right": [{"top": right, "left": False}]}, "short": {"right": [{"top": right}]}}
+        return {"long": {"right": 2 * [{"top": right, "left": False}]}, "short": {"right": 2 * [{"top": right}]}}
 
     names = product(reading.CHANGES, reading.FIRST)
     cells = {(change, first): cell(right=change != "both padded with 0") for change, first in names}
-    rows = reading.compare_all(cells, [{"top": 1, "left": 4}])
+    rows = reading.compare_all(cells, 2 * [{"top": 1, "left": 4}])
     assert len(rows) == len(reading.CHANGES) * (1 + len(reading.FIRST))
     worse = {(row["change"], row["first"]): row for row in rows}["both padded with 0", "all three"]
-    assert worse["all"] == {"objects": 6, "right": 0, "difference": -50, "low": -50, "high": -50}
+    assert worse["all"] == {"objects": 12, "right": 0, "difference": -50, "low": -50, "high": -50}
     assert worse["2 to 4"]["difference"] == worse["short"]["difference"] == -100 and worse["later"]["difference"] == 0
     lines = reading.as_table(rows).markdown().splitlines()
     worse = "| both padded with 0 | clip | 0.0: -50.0 (-50.0 to -50.0) | 0.0: -100.0 (-100.0 to -100.0) |"

@@ -74,7 +74,7 @@ def check_ours(arguments: list[str]) -> None:
         known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_layouts.BENCHMARKS
         assert set([values["dataset"]] if isinstance(values["dataset"], str) else values["dataset"]) <= known.keys()
     if command is COMMANDS["reproduce"]:
-        assert set(values["target"]) <= {"all", "claims", *tables()}
+        assert set(values["target"]) <= {"all", "claims", *tables(values.get("papers", "configs/papers"))}
 
 
 def find_or_assume(name: str, find=encoders._find):
@@ -88,8 +88,8 @@ def find_or_assume(name: str, find=encoders._find):
 
 
 @cache
-def tables() -> dict[str, PaperTable]:
-    return read_tables(ROOT / "configs" / "papers")
+def tables(papers: str = "configs/papers") -> dict[str, PaperTable]:
+    return read_tables(ROOT / papers)
 
 
 def check_launched(parser, words: list[str]) -> None:

@@ -384,7 +384,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
     card = (tmp_path / "x" / "README.md").read_text()
     assert "| 7 images, with 95% intervals | enc |" in card and "/private" not in card
     assert "0.25" in card and "- biased upwards" in card
-    assert "evaluate generation --encoders separate:enc toy/clip --base stabilityai/x --seed 3 --data data.json" in card
+    assert "evaluate generation --encoders separate:enc toy/clip --data data.json --base stabilityai/x --seed 3" in card
 
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):

@@ -222,7 +222,7 @@ WRONG = [
     ("clip", ["text_config"], "abc", "CLIPModel"),
     ("vit", ["image_size"], None, "could not be loaded"),
     ("sdxl text", ["num_hidden_layers"], 2, "layers.2.* has no place in it"),
-    ("sdxl vae", ["mid_block_add_attention"], False, "they have no place for .*mid_block.* more"),
+    ("sdxl vae", ["mid_block_add_attention"], False, "fit the model: .*mid_block.* has no place in it and .* more"),
     ("sdxl", ["cross_attention_dim"], "abc", "could not be loaded"),
 ]
 

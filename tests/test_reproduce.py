@@ -13,11 +13,12 @@ from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_pa
 from debias_diffusion.app.options import ReproduceConfig
 from debias_diffusion.app.reproduce import claims, measuring
 from debias_diffusion.app.reproduce import papers as files
+from debias_diffusion.app.reproduce.availability import missing_parts, missing_weights
 from debias_diffusion.app.reproduce.building import Work
 from debias_diffusion.app.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
 from debias_diffusion.app.reproduce.command import RESULTS, write_table
 from debias_diffusion.app.reproduce.evidence import evidence_page
-from debias_diffusion.app.reproduce.listing import missing_parts, missing_weights, reproduce
+from debias_diffusion.app.reproduce.listing import reproduce
 from debias_diffusion.app.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
 from debias_diffusion.app.reproduce.units import RESULT
 from debias_diffusion.errors import UserError

@@ -21,7 +21,7 @@ from ..ablate import ablate
 from ..align.command import align
 from ..command_line import checked
 from ..options import AblateConfig, AlignConfig
-from .listing import gpu_hours
+from .availability import gpu_hours
 from .measuring import KINDS
 from .papers import Model, World, ablation_settings, describe, fill
 from .units import Unit

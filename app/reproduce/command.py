@@ -14,10 +14,10 @@ from debias_diffusion.training.plan import duration
 
 from ..options import ReproduceConfig
 from . import papers
+from .availability import TFLOPS, missing_parts
 from .building import Work
 from .claims import Lookup, compared_models, decide, over_seeds
 from .evidence import evidence_page
-from .listing import TFLOPS, missing_parts
 from .papers import CLAIMS, Column, Model, PaperTable
 from .units import is_done, result_of, run_units
 

@@ -190,7 +190,7 @@ def compare(right: Right, default: Right) -> dict[str, float]:
     difference = paired_difference(values, default_values, image_numbers)
     numbers = {"objects": len(values), "right": sum(values) / len(values)}
     numbers |= {name: difference[name] for name in ("difference", "low", "high")}
-    return {name: round(value, 2) for name, value in numbers.items()}
+    return {name: value and round(value, 2) for name, value in numbers.items()}  # None of a single prompt
 
 
 def compare_all(cells: dict[tuple[str, str], dict], first_mentions: Sequence[dict[str, int]]) -> list[dict]:
