@@ -52,14 +52,13 @@ def open_app(config: AppConfig):
     notice = "" if host in LOCAL or password else OPEN
     if notice:
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
-    models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
-
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from . import page
 
+    models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
     # A page of another site could otherwise reach a local demo under a name of its own (DNS rebinding).
     hosts = [*LOCAL, "[::1]"] if host in LOCAL else ["*"]
     try:

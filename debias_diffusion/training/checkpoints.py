@@ -64,8 +64,8 @@ def load_checkpoint(job: Job, model: nn.Module, optimizer: AdamW, modules: nn.Mo
     """Resumes from the newest checkpoint; a fresh state where there is none.
 
     Raises:
-        UserError: it is damaged. An older one is not used without asking: all processes must use the same one, and
-            whoever owns a disk that damages files should know.
+        UserError: it or the best model is damaged. An older one is not used without asking: all processes must use the
+            same one, and whoever owns a disk that damages files should know.
     """
     names = sorted(job.names(CHECKPOINT))
     path = job.path(names[-1]) if names else None
@@ -79,12 +79,15 @@ def load_checkpoint(job: Job, model: nn.Module, optimizer: AdamW, modules: nn.Mo
                 raise ValueError("the method has other modules than when it was written")
             modules.load_state_dict(content["modules"], strict=False)
         optimizer.load_state_dict(content["optimizer"])
-        return TrainState(**content["state"])
+        state = TrainState(**content["state"])
     except (RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError) as error:
         raise UserError(
             f"The checkpoint {str(path)!r} cannot be used: {reason(error)}. Remove it, and the same command continues "
             "from an older one, or begins anew."
         ) from error
+    if state.best_step and job.path(BEST) is None:  # which refuses a damaged one; a removed one is chosen anew
+        state.best_r1, state.best_step = TrainState.best_r1, TrainState.best_step
+    return state
 
 
 def save_model(job: Job, name: str, backbone: Backbone, scores: dict) -> None:

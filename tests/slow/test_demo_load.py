@@ -35,7 +35,8 @@ def server(tmp_path_factory):
     with (folder / "console.txt").open("w") as console:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=console, text=True, env=environment)
         try:
-            line = next(line for line in process.stdout if "demo is at" in line)
+            line = next((line for line in process.stdout if "demo is at" in line), None)
+            assert line, (folder / "console.txt").read_text()
             yield re.search(r"http://[^ ]+", line)[0], psutil.Process(process.pid)
         finally:
             process.terminate()

@@ -310,7 +310,7 @@ atexit.register(lambda: print(f"group at exit: {torch.distributed.is_initialized
 
 from debias_diffusion.app import cli
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.processes import Processes
+from debias_diffusion.eval.session import Processes
 
 
 @dataclass

@@ -30,7 +30,7 @@ def test_the_first_run_at_true_size(tmp_path):
     assert "RANDOM weights" in done.stdout
     # The prompt of 199 tokens with SOT and EOT is past 77 and read by the new encoder at once.
     assert re.search(
-        r"Prompt: 197 tokens, encoded at 227 positions \(1 chunk of the first .* 6 of the second\)", done.stdout
+        r"Prompt: 197 tokens, encoded at 227 positions \(1 chunk of the first .* 6 chunks of the second", done.stdout
     )
     with Image.open(tmp_path / "runs" / "coffee.png") as picture:
         assert picture.size == (64, 64)
