@@ -30,7 +30,7 @@ MOST_GROWTH = 100 * 2**20  # bytes, most of which the allocator takes once
 def server(tmp_path_factory):
     """(address, process)"""
     folder = tmp_path_factory.mktemp("served")
-    command = [sys.executable, "-m", "debias_diffusion.app.cli", "app", "--encoders", "toy/clip", "--port", "17890"]
+    command = [sys.executable, "-m", "debias_diffusion.app.cli", "app", "--encoders", "toy/clip"]
     environment = os.environ | {"GRADIO_TEMP_DIR": str(folder), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "console.txt").open("w") as console:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=console, text=True, env=environment)
