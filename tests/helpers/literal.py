@@ -25,6 +25,16 @@ def literal_sigmoid(image, text, scale, bias):
     return total / len(image)
 
 
+def literal_rebuilt(features, components, parts=1):
+    """Features from their first principal components, the basis held fixed; `parts` with components of their own."""
+    rebuilt = []
+    for part in features.chunk(parts):
+        mean = part.mean(0)
+        basis = torch.linalg.svd((part - mean).detach(), full_matrices=False).Vh[:components].T
+        rebuilt.append(mean + (part - mean) @ basis @ basis.T)
+    return torch.cat(rebuilt)
+
+
 def literal_ranks(images, texts, image_of, of_texts=None, of_images=None):
     """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals.
 
