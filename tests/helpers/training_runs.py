@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from helpers.processes import as_options
-from helpers.tiny_data import make_tiny_data
 from safetensors.torch import load_file
 
 from debias_diffusion.jobs import Job
@@ -26,21 +25,16 @@ def config(world, output, **settings) -> TrainConfig:
     return TrainConfig(data=data, images=images, output=str(output), model=model, **defaults | settings)
 
 
-def data_with_a_dragon(folder: Path) -> tuple[str, str]:
-    """(data file, image folder): the sixteenth caption has the word, which is one token."""
-    data, images = make_tiny_data(folder)
-    entries = json.loads(Path(data).read_text())
-    entries[15]["conversations"][1]["value"] += " It is a dragon."
-    Path(data).write_text(json.dumps(entries))
-    return data, images
+def lines_of(file):
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
 def log(output):
-    return [json.loads(line) for line in (Path(output) / "log.jsonl").read_text().splitlines()]
+    return lines_of(Path(output) / "log.jsonl")
 
 
-def without_clock(lines):
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in lines]
+def without_clock(output):
+    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in log(output)]
 
 
 def losses(output):
@@ -53,13 +47,13 @@ def recalls(output):
 
 
 def same_weights(one, other):
-    one, other = (load_file(Path(f) / "last" / "open_clip_model.safetensors") for f in (one, other))
+    one, other = (saved(folder, "last") for folder in (one, other))
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def is_the_same_run(output, other):
     assert same_weights(output, other)
-    assert without_clock(log(output)) == without_clock(log(other))
+    assert without_clock(output) == without_clock(other)
 
 
 def killed_copy(finished, output, step=STEPS):
@@ -81,7 +75,7 @@ def settings_of(run):
 
 
 def saved(run, name):
-    return load_file(run / name / "open_clip_model.safetensors")
+    return load_file(Path(run) / name / "open_clip_model.safetensors")
 
 
 def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
