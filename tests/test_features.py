@@ -1,13 +1,13 @@
+"""Cached image features: found by an image's stamp or its pixels, never those of another image or encoder."""
+
 import io
 import json
 import os
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
-from helpers.ranks import ranks
+from helpers.steps import CPU
 from helpers.tiny_clip import tiny_clip
 from helpers.tiny_data import make_tiny_data
 from hypothesis import given, settings
@@ -20,16 +20,13 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.training import feature_cache
 from debias_diffusion.training.feature_cache import FeatureCache, FrozenTower, cached_images
 
-CPU = Accelerator(cpu=True)
-DIM = 5
-
 
 def stamp(number: int) -> bytes:
     return bytes([1] * 15 + [number])
 
 
 def feature(number: int) -> torch.Tensor:
-    return torch.arange(DIM, dtype=torch.float32) + 10 * number
+    return torch.arange(5, dtype=torch.float32) + 10 * number
 
 
 @given(st.lists(st.sets(st.integers(0, 99), min_size=1, max_size=9), max_size=8))
@@ -50,20 +47,28 @@ def test_what_was_written_is_found_and_nothing_else(tmp_path_factory, writes):
 
 @pytest.fixture
 def world(tmp_path):
-    data, images = make_tiny_data(tmp_path / "world", count=9)
-    captions, source = open_data(data, images)
+    """(backbone, nine records, their images, cache folder)"""
+    captions, source = open_data(*make_tiny_data(tmp_path / "world", count=9))
     return tiny_clip().eval(), captions.records, source, tmp_path / "cache"
 
 
-def fill(world, backbone=None, records=None):
-    tower = FrozenTower(backbone or world[0], CPU, "fp32")
-    return cached_images(tower, records or world[1], *world[2:], batch=4)
+def fill(world, records=None, **options):
+    backbone, all_records, source, cache = world
+    return cached_images(FrozenTower(backbone, CPU, "fp32"), records or all_records, source, cache, batch=4, **options)
 
 
-def plain_features(world, record):
-    backbone, _, source, _ = world
+def features(world):
+    images, bad = fill(world)
+    assert bad == []
+    return torch.stack([images.open(record.image) for record in world[1]])
+
+
+def plain_features(world):
+    backbone, records, source, _ = world
     with torch.no_grad():
-        return backbone.encode_image(backbone.preprocess(source.open(record.image))[None])[0]
+        return backbone.encode_image(
+            torch.stack([backbone.preprocess(source.open(record.image)) for record in records])
+        )
 
 
 def items(folder: Path) -> list[Path]:
@@ -78,113 +83,66 @@ def encoded(monkeypatch):
     return sizes
 
 
-def test_cached_features_are_the_image_towers(world):
-    images, bad = fill(world)
-    assert bad == [] and len(items(world[3])) == 1
-    for record in world[1]:
-        torch.testing.assert_close(images.open(record.image), plain_features(world, record), rtol=0, atol=1e-5)
-
-
-def test_features_are_computed_once_and_the_rest_is_added(world, encoded):
+def test_features_are_the_image_towers_and_computed_once(world, encoded):
     for count, sizes in ((5, [4, 1]), (5, []), (9, [4])):
-        images, _ = fill(world, records=world[1][:count])
-        assert encoded == sizes and torch.isfinite(images.open(world[1][count - 1].image)).all()
+        fill(world, world[1][:count])
+        assert encoded == sizes
         encoded.clear()
+    torch.testing.assert_close(features(world), plain_features(world), rtol=0, atol=1e-5)
+    assert encoded == []
 
 
-def test_features_are_kept_when_only_the_time_of_change_differs_and_found_by_the_pixels_once(world, encoded):
-    before = [fill(world)[0].open(record.image) for record in world[1]]
+def test_when_asked_to_stop_what_was_computed_is_kept(world, encoded):
+    asked = iter([False, True])
+    fill(world, stop=lambda: next(asked))
+    fill(world)
+    assert encoded == [4, 4, 1]
+
+
+def test_where_only_the_time_of_change_differs_features_are_found_by_the_pixels_once(world, encoded):
+    before = features(world)
     for record in world[1][:6]:
         (world[2].root / record.image).chmod(0o600)
     encoded.clear()
     for new_items in (1, 0):
         count = len(items(world[3]))
-        images, _ = fill(world)
-        assert all(torch.equal(images.open(r.image), old) for r, old in zip(world[1], before, strict=True))
+        assert torch.equal(features(world), before)
         assert encoded == [] and len(items(world[3])) == count + new_items
 
 
 def test_damaged_features_are_computed_again(world, encoded, monkeypatch):
     monkeypatch.setattr(feature_cache, "ITEM", 4)
-    before = [fill(world)[0].open(record.image) for record in world[1]]
+    before = features(world)
     encoded.clear()
     damaged = items(world[3])[1]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    images, _ = fill(world)
+    torch.testing.assert_close(features(world), before, rtol=0, atol=1e-5)
     assert sum(encoded) in (1, 4)
-    assert all(torch.allclose(images.open(r.image), old, atol=1e-5) for r, old in zip(world[1], before, strict=True))
-
-
-def test_when_asked_to_stop_what_was_computed_is_kept(world, encoded):
-    backbone, records, source, folder = world
-    asked = iter([False, True])
-    tower = FrozenTower(backbone, CPU, "fp32")
-    cached_images(tower, records, source, folder, batch=2, stop=lambda: next(asked))
-    assert encoded == [2, 2]
-    fill(world)
-    assert encoded == [2, 2, 4, 1]
-
-
-def test_processes_share_the_images(world):
-    backbone, records, source, folder = world
-    (source.root / records[1].image).write_text("not an image")
-
-    def share(accelerator):
-        images, bad = cached_images(FrozenTower(backbone, accelerator, "fp32"), records, source, folder, batch=4)
-        return len(bad), [images.open(record.image) for record in records if record != records[1]]
-
-    (bad, one), (other_bad, other) = ranks(2, share)
-    assert bad == other_bad == 1 and all(map(torch.equal, one, other))
-    assert len(items(folder)) == 2
 
 
 def test_a_changed_image_has_no_old_features(world):
     images, _ = fill(world)
-    record = world[1][3]
-    old = images.open(record.image)
-    Image.new("RGB", (40, 40), (1, 2, 3)).save(world[2].root / record.image)
+    Image.new("RGB", (40, 40), (1, 2, 3)).save(world[2].root / world[1][3].image)
     with pytest.raises(OSError, match="has changed since its features were computed"):
-        images.open(record.image)
-    images, _ = fill(world)
-    assert not torch.equal(images.open(record.image), old)
-    torch.testing.assert_close(images.open(record.image), plain_features(world, record), rtol=0, atol=1e-5)
-
-
-def test_an_image_replaced_by_one_of_equal_size_and_time_has_no_old_features(world):
-    old = fill(world)[0].open(world[1][3].image)
-    file = world[2].root / world[1][3].image
+        images.open(world[1][3].image)
+    # Then one of equal size and time.
+    file = world[2].root / world[1][4].image
     times, content = file.stat(), file.read_bytes()
     Image.open(io.BytesIO(content)).rotate(180).save(file)
     file.write_bytes(file.read_bytes()[: len(content)].ljust(len(content), b"\0"))
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert not torch.equal(fill(world)[0].open(world[1][3].image), old)
+    torch.testing.assert_close(features(world), plain_features(world), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_other_images_of_equal_names_sizes_and_times_are_not_served_the_old_features(world, tmp_path, shards):
-    backbone, _, _, cache = world
-    features = []
-    for root, colour in ((tmp_path / "a", "red"), (tmp_path / "b", "green")):
-        root.mkdir()
-        path, content = root / "1.bmp", io.BytesIO()
-        Image.new("RGB", (32, 32), colour).save(content, "PNG" if shards else "BMP", compress_level=0)
-        path.write_bytes(content.getvalue())
-        (root / "1.txt").write_text("A colour.")
-        if shards:
-            path = root / "1.tar"
-            with tarfile.open(path, "w") as file:
-                file.add(root / "1.bmp", "1.png")
-                file.add(root / "1.txt", "1.txt")
-            captions, images = open_data(root)
-        else:
-            (root / "data.jsonl").write_text('{"image": "1.bmp", "caption": "A colour."}')
-            captions, images = open_data(root / "data.jsonl", root)
-        os.utime(path, ns=(1, 1))
-        cached, bad = cached_images(FrozenTower(backbone, CPU, "fp32"), captions.records, images, cache)
-        assert bad == []
-        features.append(cached.open(captions.records[0].image))
-        assert torch.equal(cached.open(captions.records[0].image), features[-1])
-    assert not torch.allclose(*features, atol=1e-3)
+def test_other_images_of_equal_names_sizes_and_times_are_not_served_the_old_features(world, tmp_path):
+    for folder, colour in ((tmp_path / "a", "red"), (tmp_path / "b", "green")):
+        folder.mkdir()
+        Image.new("RGB", (32, 32), colour).save(folder / "1.bmp")
+        os.utime(folder / "1.bmp", ns=(1, 1))
+        (folder / "data.jsonl").write_text('{"image": "1.bmp", "caption": "A colour."}')
+        captions, images = open_data(folder / "data.jsonl", folder)
+        of_colour = world[0], captions.records, images, world[3]
+        torch.testing.assert_close(features(of_colour), plain_features(of_colour), rtol=0, atol=1e-5)
 
 
 def test_everything_that_changes_features_changes_the_key(world):
@@ -202,18 +160,16 @@ def test_everything_that_changes_features_changes_the_key(world):
 
 
 def test_unreadable_images_are_named_and_the_others_served(world):
-    records = world[1]
-    (world[2].root / records[2].image).write_text("not an image")
-    (world[2].root / records[5].image).unlink()
+    unreadable, missing, readable = (world[1][number].image for number in (2, 5, 0))
+    (world[2].root / unreadable).write_text("not an image")
+    (world[2].root / missing).unlink()
     images, bad = fill(world)
-    assert {(fault.where, fault.kind) for fault in bad} == {
-        (records[2].image, "unreadable image"),
-        (records[5].image, "missing image"),
-    }
-    for index in (2, 5):
+    kinds = {fault.where: fault.kind for fault in bad}
+    assert kinds == {unreadable: "unreadable image", missing: "missing image"}
+    for image in kinds:
         with pytest.raises((OSError, SyntaxError)):
-            images.open(records[index].image)
-    assert images.open(records[0].image).shape == (24,)
+            images.open(image)
+    assert images.open(readable).shape == (24,)
 
 
 def test_features_that_are_not_finite_are_refused(world):

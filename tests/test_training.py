@@ -101,14 +101,6 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
 
 
-def test_of_an_unfinished_run_the_best_is_loaded_if_it_keeps_one(world, finished_run, tmp_path):
-    run = killed_copy(finished_run, tmp_path / "run")
-    with pytest.raises(UserError, match="has not ended, so it has no model yet"):
-        load_two_tower(run)
-    load_backbone(world[0]).save(run / "best")
-    assert load_two_tower(run).context_length == 77
-
-
 def test_the_greatest_seed_and_a_single_pair_are_trained_on(world, tmp_path):
     settings = dict(seed=2**32 - 1, batch=1, components=0, validation=0, max_steps=2)
     train(config(world_with(world, tmp_path, count=1), tmp_path / "run", **settings))
