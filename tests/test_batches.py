@@ -59,8 +59,7 @@ def test_epochs_and_seeds_differ():
 
 def test_max_steps_ends_a_run_early():
     batches = GlobalBatches(10, 3, 5, 0, max_steps=4)
-    assert len(list(batches.iterate())) == batches.total_steps == 4
-    assert batches.remainder == 0
+    assert len(list(batches.iterate())) == batches.total_steps == 4 and batches.remainder == 0
 
 
 def test_learning_rate_warms_up_to_the_peak_and_ends_at_nothing():
