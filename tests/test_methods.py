@@ -92,6 +92,11 @@ def test_a_methods_settings_are_given_on_the_command_line_and_in_yaml(world, pre
         ("predicting", {"alpha": -1}, "alpha must be above 0 .*got -1"),
         ("predicting", {"alpha": "much"}, "alpha is 'much', but must be a number"),
         ("debias-clip", {"alpha": 0.5}, "'debias-clip' has no setting 'alpha'"),
+        ("fix-clip", {"groups": 0, "first_group": 1}, "must be from 1 to --method.groups, which is 0"),
+        ("fix-clip", {"mask_ratio": 1.0}, "mask_ratio is 1.0, but must be a number, at least 0 and below 1"),
+        ("fix-clip", {"padding": "random"}, "Give --padding none, or --method.short_positions shared"),
+        ("fix-clip", {"short_weight": 0.0}, "need both captions. Give one between 0 and 1"),
+        ("fix-clip", {"patches": 3}, "has no setting 'patches'"),
         ("debias-clip", {"keep_states": float("nan")}, "keep_states is .*, but must be a number, at least 0"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.literal import literal_info_nce, literal_rebuilt, literal_sigmoid
+from helpers.literal import literal_info_nce, literal_rebuilt, literal_sigmoid, literal_text
 from helpers.steps import CPU, assert_same_gradients, assert_split_exactly, gradients, in_two_processes, make_batch
 from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
 from torch import nn
@@ -82,23 +82,6 @@ def setup(case="debias-clip", size=6, first=0):
     if method.terms:  # else every state is where the teacher has it, up to the positions
         everyday(backbone.model)
     return backbone, method, modules, make_batch(backbone, method, size, first)
-
-
-def literal_text(backbone, tokens):
-    """open_clip's own forward on literal rows; for average pooling its parts, written out."""
-    model, rows = backbone.model, tokens.padded()
-    if backbone.pooling == "eot":
-        return model.encode_text(rows)
-    tower = getattr(model, "text", model)
-    states = tower.token_embedding(rows) + tower.positional_embedding
-    states = tower.ln_final(tower.transformer(states, attn_mask=tower.attn_mask))
-    real = torch.zeros(rows.shape, dtype=states.dtype)
-    for row, n_prefix, length in zip(real, tokens.n_prefix, tokens.lengths, strict=True):
-        row[n_prefix : n_prefix + length] = 1
-        row[0] = max(row[0], float(tokens.shared_sot))
-    pooled = torch.einsum("bl,blw->bw", real / real.sum(1, keepdim=True), states)
-    projection = tower.text_projection
-    return projection(pooled) if callable(projection) else pooled @ projection
 
 
 def literal_loss(backbone, recipe, batch):

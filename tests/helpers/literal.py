@@ -35,6 +35,23 @@ def literal_rebuilt(features, components, parts=1):
     return torch.cat(rebuilt)
 
 
+def literal_text(backbone, tokens):
+    """open_clip's own forward on literal rows; for average pooling its parts, written out."""
+    model, rows = backbone.model, tokens.padded()
+    if backbone.pooling == "eot":
+        return model.encode_text(rows)
+    tower = getattr(model, "text", model)
+    states = tower.token_embedding(rows) + tower.positional_embedding
+    states = tower.ln_final(tower.transformer(states, attn_mask=tower.attn_mask))
+    real = torch.zeros(rows.shape, dtype=states.dtype)
+    for row, n_prefix, length in zip(real, tokens.n_prefix, tokens.lengths, strict=True):
+        row[n_prefix : n_prefix + length] = 1
+        row[0] = max(row[0], float(tokens.shared_sot))
+    pooled = torch.einsum("bl,blw->bw", real / real.sum(1, keepdim=True), states)
+    projection = tower.text_projection
+    return projection(pooled) if callable(projection) else pooled @ projection
+
+
 def literal_ranks(images, texts, image_of, of_texts=None, of_images=None):
     """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals.
 
