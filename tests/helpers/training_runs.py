@@ -1,7 +1,6 @@
 """The smallest training runs, what they leave, and runs in processes of their own."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 from pathlib import Path
 
 import torch
-from helpers.processes import as_options
+from helpers.processes import as_options, start
 from safetensors.torch import load_file
 
 from debias_diffusion.jobs import Job
@@ -78,11 +77,13 @@ def saved(run, name):
     return load_file(Path(run) / name / "open_clip_model.safetensors")
 
 
+def _train(settings: TrainConfig) -> list[str]:
+    options = {name: value for name, value in vars(settings).items() if name != "betas"}
+    return ["-m", "debias_diffusion.app.cli", "train", *as_options(options)]
+
+
 def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
-    values = {key: value for key, value in vars(settings).items() if value is not None}
-    code = f"from debias_diffusion.training.loop import *\ntrain(TrainConfig(**{values!r}))"
-    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment, **output)
+    return start([sys.executable, *_train(settings)], **environment)
 
 
 def wait_for_step(output, step, process, patience=120):
@@ -95,20 +96,14 @@ def wait_for_step(output, step, process, patience=120):
     raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-2000:]}")
 
 
-COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
-
-
-def command_of_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> list[str]:
-    options = as_options({name: getattr(settings, name) for name in settings.__dataclass_fields__ if name != "betas"})
+def command_of_two_processes(settings: TrainConfig) -> list[str]:
     # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    return [*launch, *program, "train", *options]
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    return [sys.executable, *launch, *_train(settings)]
 
 
 def run_in_two_processes(settings: TrainConfig) -> str:
-    command = command_of_two_processes(settings)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 x cpu" in done.stdout
-    return done.stdout
+    process = start(command_of_two_processes(settings))
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0 and "2 x cpu" in printed, printed[-3000:]
+    return printed
