@@ -43,16 +43,9 @@ from debias_diffusion.training.setup import held_out_count, load_base_model, loa
 from debias_diffusion.training.step import backward
 
 
-def world_with(world, folder, count=24, broken=(), captions=None):
-    """(base model, data file, image folder), the images of these numbers unreadable, and {number: caption}"""
-    data, images = make_tiny_data(folder / "world", count=count)
-    for number in broken:
-        Path(images, f"{number}.png").write_text("not an image")
-    entries = json.loads(Path(data).read_text())
-    for number, caption in (captions or {}).items():
-        entries[number]["conversations"][1]["value"] = caption
-    Path(data).write_text(json.dumps(entries))
-    return world[0], data, images
+def world_with(world, folder, **changes):
+    """(base model, data file, image folder), with other data."""
+    return world[0], *make_tiny_data(folder / "world", **changes)
 
 
 def test_a_run_leaves_what_it_says_and_learns(world, finished_run):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from PIL import Image
@@ -17,8 +18,10 @@ def caption(index: int) -> str:
     return " ".join(["This image shows two colours.", *sentences])
 
 
-def make_tiny_data(folder: Path, count: int = 24) -> tuple[str, str]:
-    """(data file, image folder)"""
+def make_tiny_data(
+    folder: Path, count: int = 24, broken: Container[int] = (), captions: Mapping[int, str] | None = None
+) -> tuple[str, str]:
+    """(data file, image folder), the images of the numbers in `broken` unreadable, and other `captions` by number"""
     images = folder / "images"
     images.mkdir(parents=True)
     entries = []
@@ -29,7 +32,10 @@ def make_tiny_data(folder: Path, count: int = 24) -> tuple[str, str]:
         image.paste(COLOURS[right], (16, 0, 32, 32))
         image.putpixel((0, 0), (index, index, index))
         image.save(images / f"{index}.png")
-        conversations = [{"from": "human", "value": "Describe."}, {"from": "gpt", "value": caption(index)}]
+        if index in broken:
+            (images / f"{index}.png").write_text("not an image")
+        answer = (captions or {}).get(index, caption(index))
+        conversations = [{"from": "human", "value": "Describe."}, {"from": "gpt", "value": answer}]
         entries.append({"id": str(index), "image": f"{index}.png", "conversations": conversations})
     (folder / "data.json").write_text(json.dumps(entries))
     return str(folder / "data.json"), str(images)
