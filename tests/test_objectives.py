@@ -107,23 +107,3 @@ def test_the_two_losses_are_weighted_and_the_short_one_sees_rebuilt_images():
     torch.testing.assert_close(sum(losses.values()), 0.1 * short + 0.9 * long, rtol=0, atol=1e-12)
     torch.testing.assert_close((report["short"], report["long"]), (short, long), rtol=0, atol=1e-12)
     assert not report["short"].requires_grad
-
-
-def test_with_a_bias_both_losses_are_sigmoid_ones():
-    image, long_text, short_text = (features(seed=i) for i in range(3))
-    scale, bias = (torch.tensor(value, dtype=torch.float64) for value in (4.0, -5.0))
-    _, report = dual_caption_objective(Features(image, long_text, short_text), scale, bias, 0.1, 3, 0.1)
-    image, long_text, short_text = (F.normalize(x, dim=-1) for x in (image, long_text, short_text))
-    rebuilt = rebuild_from_components(image, 3)
-    torch.testing.assert_close(report["long"], sigmoid_loss(image, long_text, scale, bias))
-    torch.testing.assert_close(report["short"], sigmoid_loss(rebuilt, short_text, scale, bias))
-    assert report["logit_bias"] == -5
-
-
-def test_no_components_leave_the_images_as_they_are_and_a_missing_caption_has_no_loss():
-    image, short_text = features(seed=0), features(seed=1)
-    scale = torch.tensor(4.0, dtype=torch.float64)
-    losses, _ = dual_caption_objective(Features(image, None, short_text), scale, None, 1.0, 0, 0.0)
-    assert list(losses) == ["short_loss"]
-    expected = contrastive_loss(F.normalize(image, dim=-1), F.normalize(short_text, dim=-1), scale)
-    torch.testing.assert_close(losses["short_loss"], expected)
