@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from helpers.fix_clip_steps import LAYERS, PROMPTS, N, pixels, prompted
 from helpers.literal import literal_info_nce, literal_rebuilt
-from helpers.steps import CPU, assert_split_exactly, in_two_processes, make_batch
-from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
+from helpers.steps import CPU, assert_split_exactly, in_two_processes, prepared
+from helpers.tiny_clip import tiny_clip, tiny_siglip
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import checkpoint, config, is_the_same_run, killed_copy
-from helpers.vocabulary import tiny_tokenizer
 from open_clip.transformer import PatchDropout
 from safetensors.torch import load_file
 
@@ -55,23 +54,12 @@ CASES = {
 }
 
 
-def setup(case, size=6, first=0):
-    """(float64 backbone, bound method, its modules or None, batch), all weights of everyday size."""
+def setup(case, *samples):
+    """See `prepared`."""
     recipe, changes = CASES[case]
     components = min(METHODS[recipe].components, COMPONENTS)
     method = replace(METHODS[recipe], **{"components": components} | changes)
-    backbone = tiny_clip(layers=LAYERS, tokenizer=tiny_tokenizer(77)).double()
-    backbone.stretch()
-    torch.manual_seed(1)
-    method.prepare(backbone)
-    backbone.double()
-    method = method.bind(backbone)
-    modules = method.modules(backbone)
-    if backbone.prompt_settings:
-        everyday(backbone.model.visual.regional_prompts)
-    if modules is not None:
-        modules = everyday(modules.double())
-    return backbone, method, modules, make_batch(backbone, method, size, first)
+    return prepared(tiny_clip(layers=LAYERS), method, *samples)
 
 
 def literal_allowed(mask, patches):

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.literal import literal_info_nce, literal_rebuilt, literal_sigmoid, literal_text
-from helpers.steps import CPU, assert_same_gradients, assert_split_exactly, gradients, in_two_processes, make_batch
-from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
+from helpers.steps import CPU, assert_same_gradients, assert_split_exactly, gradients, in_two_processes, prepared
+from helpers.tiny_clip import tiny_clip, tiny_siglip
 from torch import nn
 
 from debias_diffusion.methods.dual_caption import RECIPES, DualCaption
@@ -68,20 +68,12 @@ RICH = {
 }
 
 
-def setup(case="debias-clip", size=6, first=0):
-    """(float64 backbone of a stretched window, method, its modules or None, batch)"""
+def setup(case="debias-clip", *samples):
+    """See `prepared`."""
     family, name, changes = CASES.get(case, ("clip", "debias-clip", {}))
     components = min(RECIPES[name].components, COMPONENTS)
     method = RICH.get(case) or replace(RECIPES[name], **{"components": components} | changes)
-    backbone = (tiny_clip() if family == "clip" else tiny_siglip()).double()
-    backbone.stretch()
-    method.prepare(backbone)
-    torch.manual_seed(0)
-    if modules := method.all_modules(backbone):
-        modules.double()
-    if method.terms:  # else every state is where the teacher has it, up to the positions
-        everyday(backbone.model)
-    return backbone, method, modules, make_batch(backbone, method, size, first)
+    return prepared(tiny_clip() if family == "clip" else tiny_siglip(), method, *samples)
 
 
 def literal_loss(backbone, recipe, batch):

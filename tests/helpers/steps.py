@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers.ranks import ranks
+from helpers.tiny_clip import everyday
 from helpers.tiny_data import caption
 
 from debias_diffusion.data.dataset import Collate, Sample
@@ -15,8 +16,7 @@ from debias_diffusion.training.step import backward
 CPU = Accelerator(cpu=True)
 
 
-def make_batch(backbone, method, size=6, first=0):
-    """Samples `first` to `first + size`."""
+def make_batch(backbone, method, size, first):
     samples = []
     for index in range(first, first + size):
         image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
@@ -24,6 +24,22 @@ def make_batch(backbone, method, size=6, first=0):
         captions, views = method.captions(*sample), method.all_views(image, *sample)
         samples.append(Sample((0, index, index), str(index), image, captions, views=views))
     return Collate(backbone.tokenizer, method)(samples)
+
+
+def prepared(backbone, method, size=6, first=0):
+    """(float64 backbone of a stretched window, bound method, its modules or None, batch), all weights of everyday size.
+
+    `first`: the batch's first sample, of `size`.
+    """
+    backbone.stretch()
+    torch.manual_seed(1)
+    method.prepare(backbone)
+    method, modules = method.bind(backbone), method.all_modules(backbone)
+    backbone.double()
+    everyday(backbone.model)
+    if modules is not None:
+        everyday(modules.double())
+    return backbone, method, modules, make_batch(backbone, method, size, first)
 
 
 def gradients(*models):
