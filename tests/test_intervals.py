@@ -20,23 +20,6 @@ from debias_diffusion.eval.intervals import (
 )
 
 
-def test_an_interval_of_many_values_is_the_normal_one():
-    values = np.random.default_rng(0).normal(3, 2, size=2000)
-    half = 1.959964 * values.std() / math.sqrt(len(values))
-    assert mean_interval(values) == pytest.approx([values.mean() - half, values.mean() + half], abs=0.05 * half)
-
-
-@pytest.mark.filterwarnings("error")
-def test_published_intervals_come_out_again():
-    """The same groups are drawn as by a plain loop; the sums differ by rounding."""
-    random = np.random.default_rng(7)
-    above, below = random.random(9), random.integers(0, 3, size=9).astype(float)
-    drawn = np.random.default_rng(3).integers(9, size=(SAMPLES, 9))
-    divisors = below[drawn].sum(axis=1)
-    expected = above[drawn].sum(axis=1) / np.where(divisors, divisors, np.nan)
-    np.testing.assert_allclose(drawn_ratios(above, below, seed=3), expected, rtol=1e-12)
-
-
 def test_values_of_one_group_are_drawn_together():
     values = np.random.default_rng(1).normal(size=300)
     repeated, groups = np.repeat(values, 5), np.repeat(np.arange(300), 5)
@@ -45,7 +28,7 @@ def test_values_of_one_group_are_drawn_together():
     assert alone == pytest.approx(np.diff(mean_interval(values)) / math.sqrt(5), rel=0.05)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5)), min_size=1, max_size=20))
 def test_groups_sum_and_count(pairs):
     groups, values = zip(*pairs, strict=True)
@@ -53,14 +36,6 @@ def test_groups_sum_and_count(pairs):
     for group in range(max(groups) + 1):
         members = [value for of_value, value in pairs if of_value == group]
         assert sums[group] == pytest.approx(sum(members), abs=1e-12) and counts[group] == len(members)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=12))
-def test_intervals_lie_within_the_values_and_shift_with_them(values):
-    low, high = mean_interval(values)
-    assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
-    assert mean_interval([value + 7 for value in values]) == pytest.approx([low + 7, high + 7])
 
 
 def test_the_difference_is_paired():
@@ -93,12 +68,6 @@ def test_of_one_group_nothing_can_be_known():
         assert paired_difference(ones[:count], 0 * ones[:count], groups) == {"difference": 1.0} | unknown
     ratio = (np.array([1.0]), np.array([2.0]))
     assert paired_ratio_difference(ratio, ratio) == {"difference": 0.0} | unknown
-
-
-def test_p_holds_its_level_when_nothing_differs():
-    random = np.random.default_rng(3)
-    below = sum(paired_difference(random.normal(size=15), random.normal(size=15))["p"] < 0.1 for _ in range(200))
-    assert 8 <= below <= 34  # 20 expected, standard deviation 4.2
 
 
 @settings(max_examples=10)
@@ -139,15 +108,18 @@ def test_the_interval_of_ratios_is_the_linear_one():
     assert (result["high"] - result["low"]) / 2 == pytest.approx(1.96 * error, rel=0.05)
 
 
-def test_unusable_values_are_refused():
-    with pytest.raises(ValueError, match="a has 2 groups and b 1"):
-        paired_ratio_difference((np.ones(2), np.ones(2)), (np.ones(1), np.ones(1)))
-    with pytest.raises(ValueError, match="there are no values"):
-        paired_ratio_difference((np.zeros(2), np.zeros(2)), (np.ones(2), np.ones(2)))
-    with pytest.raises(ValueError, match="a has 2 values and b 3"):
-        paired_difference([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="there are no values"):
-        mean_interval([])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: paired_ratio_difference((np.ones(2), np.ones(2)), (np.ones(1), np.ones(1))), "a has 2 groups and b 1"),
+        (lambda: paired_ratio_difference((np.zeros(2), np.zeros(2)), (np.ones(2), np.ones(2))), "there are no values"),
+        (lambda: paired_difference([1, 2], [1, 2, 3]), "a has 2 values and b 3"),
+        (lambda: mean_interval([]), "there are no values"),
+    ],
+)
+def test_unusable_values_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("groups", [2, 40, 1200])  # the draws of many groups are not kept
