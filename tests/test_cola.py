@@ -73,12 +73,9 @@ def test_average_precision_is_of_each_class_s_hard_images():
         rows = hard[:, number]
         expected = literal_precision(cosine[rows, number].tolist(), present[rows, number].tolist())
         assert value == pytest.approx(expected, abs=1e-3)
-        everywhere = literal_precision(cosine[:, number].tolist(), present[:, number].tolist())
-        assert value != pytest.approx(everywhere, abs=0.1)
-    flat = torch.ones(4, 2)  # equal similarities: one threshold, whose precision is the share of positives
-    all_hard = torch.ones(4, 1, dtype=torch.bool)
-    positives = torch.tensor([[True], [False], [False], [False]])
-    assert class_precisions(flat, flat[:1], positives, all_hard) == {0: pytest.approx(25)}
+    flat, positives = torch.ones(4, 2), torch.tensor([[True], [False], [False], [False]])
+    of_equals = class_precisions(flat, flat[:1], positives, torch.ones(4, 1, dtype=torch.bool))
+    assert of_equals == {0: pytest.approx(25)}  # one threshold, whose precision is the share of positives
 
 
 def test_the_multi_object_file(tmp_path):
