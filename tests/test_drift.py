@@ -11,8 +11,7 @@ from helpers.tiny_data import caption, make_tiny_data
 from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images import drift
-from debias_diffusion.eval.images.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift
+from debias_diffusion.eval.images.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift, tables
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 
@@ -38,28 +37,21 @@ def shifted(encoder, shift: torch.Tensor):
     return encoder
 
 
-def test_the_base_itself_has_not_moved(base):
-    result = measure_drift(base, base, CAPTIONS, 2, "base")
-    assert all(value == 0 for values in result["errors"].values() for value in values)
-    assert result["after_shift"] == pytest.approx(0, abs=1e-9)
-    lengths = [len(text.ids) for text in base.tokens(CAPTIONS)]
-    assert result["captions_at_position"] == [sum(n > at for n in lengths) for at in range(max(lengths))]
-    assert max(lengths) > 130
-
-
 def test_one_shift_of_all_states_is_seen_and_undone(base):
-    shift = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    shift, texts = torch.randn(32, generator=torch.Generator().manual_seed(0)), base.tokens(CAPTIONS)
     result = measure_drift(reader(shifted(base.encoder, shift)), base, CAPTIONS, 3, "shifted")
-    texts = base.tokens(CAPTIONS)
-    variances = [
-        states[1 : len(text.ids) + 2].var(0, correction=0).mean()
-        for text, states in zip(texts, base.states(texts), strict=True)
-    ]
-    expected = [(shift.square().mean() / variance).item() for variance in variances]
-    for part in ("text", "sot", "eot", "pads"):
-        assert result["errors"][part] == pytest.approx(expected, rel=1e-3)
+    expected = []
+    for text, states in zip(texts, base.states(texts), strict=True):
+        variance = states[1 : len(text.ids) + 2].var(0, correction=0).mean()
+        expected.append((shift.square().mean() / variance).item())
+    assert result["errors"] == {part: pytest.approx(expected, rel=1e-3) for part in ("text", "sot", "eot", "pads")}
     assert result["after_shift"] == pytest.approx(0, abs=1e-6)
     assert result["by_position"][-1] == pytest.approx(expected[1], rel=1e-3)  # the long one alone reaches so far
+    lengths = [len(text.ids) for text in texts]
+    assert result["captions_at_position"] == [sum(n > at for n in lengths) for at in range(max(lengths))]
+    assert max(lengths) > 130
+    unmoved = measure_drift(base, base, CAPTIONS, 2, "base")
+    assert {value for values in unmoved["errors"].values() for value in values} == {0}
 
 
 def test_a_longer_context_length_reads_at_once_what_the_base_reads_in_chunks(base):
@@ -69,13 +61,12 @@ def test_a_longer_context_length_reads_at_once_what_the_base_reads_in_chunks(bas
     assert min(result["by_position"][80:]) > 0  # other positions than in a second chunk
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_fits_and_their_errors_are_those_of_least_squares(noise):
+def test_fits_and_their_errors_are_those_of_least_squares():
     rng = np.random.default_rng(0)
     mapping, moments, weights, states, targets = rng.normal(size=(5, 5)), Moments(5), [], [], []
     for tokens, variance in ((40, 2.0), (7, 0.5), (90, 1.0)):
         student = rng.normal(size=(tokens, 5)) + 3
-        teacher = student @ mapping + 1 + noise * rng.normal(size=(tokens, 5))
+        teacher = student @ mapping + 1 + 0.5 * rng.normal(size=(tokens, 5))
         moments.add(torch.tensor(student), torch.tensor(teacher), variance)
         weights += [1 / (variance * tokens)] * tokens
         states.append(student)
@@ -88,9 +79,6 @@ def test_fits_and_their_errors_are_those_of_least_squares(noise):
     shift = (np.array(weights)[:, None] * (targets - states)).sum(0) / sum(weights)
     left = (root * (states + shift - targets)) ** 2
     assert moments.error(*moments.shift()) == pytest.approx(left.sum() / 5 / 3)
-    identity = torch.eye(5, dtype=torch.float64)
-    plain = moments.error(identity, torch.zeros(5, dtype=torch.float64))
-    assert plain == pytest.approx(((root * (states - targets)) ** 2).sum() / 5 / 3)
 
 
 # ---- the command
@@ -112,40 +100,27 @@ def config(folders, output, **changes) -> DriftConfig:
     return DriftConfig(**settings | changes)
 
 
-def test_the_command_ranks_encoders_and_resumes(folders, tmp_path, monkeypatch, capsys):
+def test_the_command_ranks_encoders(folders, tmp_path, capsys):
     report = evaluate_drift(config(folders, tmp_path))
     shown = capsys.readouterr().out
     near, far = (numbers["state_error"]["text"] for numbers in report["encoders"].values())
     assert far["value"] == pytest.approx(16 * near["value"], rel=1e-3) and near["low"] <= near["value"] <= near["high"]
     (line,) = report["compared"]
     assert (line["a"], line["b"], line["difference"] > 0, line["p"] < 0.01) == ("far", "near", True, True)
-    assert "near" in shown and "far - near, state error of text" in shown and f"{PADS} pads" in shown
+    assert "far - near, state error of text" in shown and f"{PADS} pads" in shown
     assert json.loads((tmp_path / "drift.json").read_text()) == report and report["captions"] == 12
     assert (tmp_path / "drift.png").stat().st_size > 5000
-
-    monkeypatch.setattr(drift, "measure_drift", lambda *_: pytest.fail("computed again"))
-    assert evaluate_drift(config(folders, tmp_path))["encoders"] == report["encoders"]
-
-
-def test_a_single_caption_has_no_interval_and_no_p(folders, tmp_path):
-    report = evaluate_drift(config(folders, tmp_path, limit=1))
-    (line,), errors = report["compared"], [numbers["state_error"] for numbers in report["encoders"].values()]
-    assert all(
-        error[part]["value"] > 0 and error[part]["low"] is error[part]["high"] is None
-        for error in errors
-        for part in error
-    )
-    assert line["difference"] > 0 and line["low"] is line["high"] is line["p"] is None
-    assert not any(" to " in str(table) for table in drift.tables(report))
+    report = evaluate_drift(config(folders, tmp_path, limit=1))  # of one caption nothing is certain
+    (line,) = report["compared"]
+    unknown = [line, *(error for numbers in report["encoders"].values() for error in numbers["state_error"].values())]
+    assert all(numbers["low"] is numbers["high"] is None for numbers in unknown) and line["p"] is None
+    assert line["difference"] > 0 and not any(" to " in str(table) for table in tables(report))
 
 
 def test_states_that_cannot_be_compared_are_refused(folders, tmp_path, base):
-    wide = tiny_sdxl.text_encoder(width=64)
-    write_text_encoder(wide, base.tokenizer, tmp_path / "wide")
+    for width in (64, 128):
+        write_text_encoder(tiny_sdxl.text_encoder(width=width), base.tokenizer, tmp_path / f"{width}")
     with pytest.raises(UserError, match="64 channels and those of the base .* 32. Give the base"):
-        evaluate_drift(config(folders, tmp_path / "a", encoders=[str(tmp_path / "wide")]))
-    write_text_encoder(tiny_sdxl.text_encoder(width=128), base.tokenizer, tmp_path / "as-wide")
+        evaluate_drift(config(folders, tmp_path / "out", encoders=[str(tmp_path / "64")]))
     with pytest.raises(UserError, match="cut captions into different tokens"):
-        evaluate_drift(config(folders, tmp_path / "b", base="toy/clip", encoders=[str(tmp_path / "as-wide")]))
-    with pytest.raises(UserError, match="There is no data and no benchmark"):
-        DriftConfig(["toy/clip"], "x", base="toy/sdxl")
+        evaluate_drift(config(folders, tmp_path / "out", base="toy/clip", encoders=[str(tmp_path / "128")]))

@@ -14,11 +14,10 @@ from helpers.html_page import Page
 from helpers.modules import ROOT
 from helpers.reports import check_report
 from helpers.tiny_clip import save_tiny_clip
-from PIL import Image
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import all as everything
-from debias_diffusion.eval import image_features, retrieval, session
+from debias_diffusion.eval import image_features, session
 from debias_diffusion.eval.all import AllConfig, evaluate_all
 from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results, section
 from debias_diffusion.eval.registry import EVALUATIONS
@@ -32,26 +31,23 @@ PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 DATA = {"data": str(PHOTOGRAPHS), "images": skimage.data_dir}
 
 
-# ---- all of them
-
-
-def results(output: Path) -> dict[str, dict]:
-    return {file.stem: json.loads(file.read_text()) for file in output.glob("*.json") if file.name != JOB}
-
-
 def check_all(config: AllConfig, monkeypatch) -> dict[str, dict]:
     """The reports of all evaluations, whose numbers a second run has from the cache."""
-    assert evaluate_all(config) == Path(config.output) / "report.html"
-    reports = results(Path(config.output))
-    for report in reports.values():
-        check_report(report)
+
+    def reports() -> dict[str, dict]:
+        assert evaluate_all(config) == Path(config.output, "report.html")
+        files = Path(config.output).glob("*.json")
+        return {file.stem: json.loads(file.read_text()) for file in files if file.name != JOB}
+
+    first = reports()
     with monkeypatch.context() as patch:
         for name in ("encode_image", "encode_text"):
             patch.setattr(Backbone, name, lambda *_, **__: pytest.fail("encoded again"))
-        evaluate_all(config)
-    for name, report in results(Path(config.output)).items():
-        assert (report["encoders"], report["compared"]) == (reports[name]["encoders"], reports[name]["compared"]), name
-    return reports
+        again = reports()
+    for name, report in first.items():
+        check_report(report)
+        assert (report["encoders"], report["compared"]) == (again[name]["encoders"], again[name]["compared"]), name
+    return first
 
 
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
@@ -60,23 +56,19 @@ def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monk
     config = AllConfig([*toys[:2], toys[3]], str(tmp_path), limit=4, images_per_encoder=2)
     reports = check_all(config, monkeypatch)
     printed = capsys.readouterr().out
-    assert [f"[{n}/5]" in printed for n in (1, 5)] == [True, True] and "5 results in 5 sections" in printed
+    assert "[1/5]" in printed and "[5/5]" in printed and "5 results in 5 sections" in printed
     labels = {name: list(report["encoders"]) for name, report in reports.items()}
     assert labels.pop("drift") == ["toy/debias-clip"]  # toy/clip is the base's own
-    assert labels.pop("generation") == [
-        "SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks", "toy/debias-clip"
-    ]  # fmt: skip
+    originals = ["SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks"]
+    assert labels.pop("generation") == [*originals, "toy/debias-clip"]
     assert labels == {key: ["toy/clip", "toy/debias-clip"] for key in ("robustness", "retrieval", "attention")}
-    generated = reports["generation"]
-    compared = {(line["a"], line["b"]) for line in generated["compared"]}
-    assert len(compared) == 3 and ("toy/debias-clip", "SDXL's own, overlapping chunks") in compared
-    assert (reports["retrieval"]["images"], generated["images"]) == (4, 2)
+    compared = {(line["a"], line["b"]) for line in reports["generation"]["compared"]}
+    assert len(compared) == 3 and ("toy/debias-clip", originals[1]) in compared
+    assert (reports["retrieval"]["images"], reports["generation"]["images"]) == (4, 2)
     recall = reports["retrieval"]["encoders"]["toy/clip"]["recall_percent"]["text_to_image"]["R@1"]
     assert reports["robustness"]["encoders"]["toy/clip"]["recall_at_1_percent"]["keep"]["text_to_image"] == recall
-    # toy networks stand in, and every table says so
-    assert all(generated["settings"][name] == "toy/features" for name in ("dino", "own_features"))
     page = (tmp_path / "report.html").read_text()
-    assert "FID (toy/features)" in page and "DINO score (toy/features)" in page
+    assert "FID (toy/features)" in page and "DINO score (toy/features)" in page  # which stand in, as every table says
     assert "Does it read to the end?" in page  # the story of the toy world
 
 
@@ -97,28 +89,28 @@ def test_other_data_are_evaluated_without_a_base_and_benchmarks_where_given(tmp_
     assert "(no interval: too few)" in str(EVALUATIONS["cola"].load().tables(reports["cola"])[0])
 
 
-def test_dpg_bench_takes_part_with_its_data_and_a_base(tmp_path):
-    given = {"dpg_bench": "bench", "vqa": "vilt"}
-    settings = everything.settings_of_all(AllConfig(["toy/clip"], str(tmp_path), **given))
-    assert (settings["dpg_bench"].data, settings["dpg_bench"].encoders) == ("bench", ["original"])
-    assert list(settings) == ["robustness", "retrieval", "attention", "generation", "dpg_bench"]  # as on the page
-    with pytest.raises(UserError, match="dpg_bench needs --base"):
-        AllConfig(["toy/clip"], str(tmp_path), data=str(PHOTOGRAPHS), **given)
-
-
-def test_sdxl_s_encoder_is_for_images_alone_which_are_as_many_as_in_table_s7(tmp_path, sdxl_folder):
+def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder):
     clip, toy = save_tiny_clip(tmp_path / "clip"), {"output": str(tmp_path)}
+
+    def chosen(**settings):
+        return everything.settings_of_all(AllConfig(**settings))
+
+    bench = chosen(encoders=["toy/clip"], dpg_bench="bench", vqa="vilt", **toy)
+    assert (bench["dpg_bench"].data, bench["dpg_bench"].encoders) == ("bench", ["original"])
+    assert list(bench) == ["robustness", "retrieval", "attention", "generation", "dpg_bench"]  # as on the page
     real = toy | DATA | {"base": str(sdxl_folder), "own_features": "toy/features"}
     real["encoders"] = ["cut:original", "original", f"separate:{clip}"]
-    settings = everything.settings_of_all(AllConfig(**real))
-    assert settings["generation"].encoders == real["encoders"]
+    settings = chosen(**real)
+    assert settings["generation"].encoders == real["encoders"]  # SDXL's own is for images alone
     assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
-
-    def limit(**settings):
-        return everything.settings_of_all(AllConfig(**settings))["generation"].limit
-
-    assert (limit(**toy), limit(**toy, images_per_encoder=3), limit(**toy, limit=5)) == (200, 3, 5)
-    assert (limit(**real), limit(**real, limit=None), limit(**real, images_per_encoder=3)) == (1000, 1000, 3)
+    for given, limit in (
+        (toy, 200),
+        (toy | {"images_per_encoder": 3}, 3),
+        (toy | {"limit": 5}, 5),
+        (real, 1000),  # as many as in Table S7
+        (real | {"limit": None}, 1000),
+    ):
+        assert chosen(**given)["generation"].limit == limit
 
 
 @pytest.mark.parametrize(
@@ -126,8 +118,7 @@ def test_sdxl_s_encoder_is_for_images_alone_which_are_as_many_as_in_table_s7(tmp
     [
         ({"classification": "cifar-10"}, "classification_data None"),
         ({"classification_data": "cifar"}, "Give both"),
-        ({"encoders": ["toy/clap"]}, "Did you mean"),
-        ({"encoders": ["cut:original", "original"]}, "has none for texts: 'original' is for images only"),
+        ({"data": "toy/test", "base": None, "dpg_bench": "bench", "vqa": "vilt"}, "dpg_bench needs --base"),
         ({"output": ""}, "There is no output"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),
@@ -136,9 +127,7 @@ def test_sdxl_s_encoder_is_for_images_alone_which_are_as_many_as_in_table_s7(tmp
     ],
 )
 def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, change, message, monkeypatch):
-    if "data" not in change and "encoders" not in change:
-        module = EVALUATIONS["robustness"].load()
-        monkeypatch.setattr(module, "evaluate_robustness", lambda config: pytest.fail("it evaluates"))
+    monkeypatch.setattr(Backbone, "encode_text", lambda *_, **__: pytest.fail("it evaluates"))
     with pytest.raises(UserError, match=message):
         evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
 
@@ -172,7 +161,7 @@ def compute():
     return compute
 
 
-def test_a_result_is_computed_once_for_each_key_and_again_where_damaged(tmp_path, compute):
+def test_what_is_computed_is_kept_by_its_key_and_again_where_damaged(tmp_path, compute):
     for depends, number in (({"a": 1}, 1.5), ({"a": 1}, 2.5), ({"a": 2}, 3.5)):
         result = ResultCache(tmp_path).result("part", depends, lambda number=number: compute(number))
         assert result == {"number": 3.5 if depends["a"] == 2 else 1.5, "list": [1, 2, 3]}
@@ -183,15 +172,12 @@ def test_a_result_is_computed_once_for_each_key_and_again_where_damaged(tmp_path
         file.unlink() if damaged is None else file.write_bytes(damaged)
         assert ResultCache(tmp_path).result("part", {"a": 1}, compute)["number"] == 1.5
     assert len(compute.calls) == 7
-
-
-def test_tensors_and_notes_are_kept_too_with_the_seconds_that_they_took(tmp_path, compute):
     caches = [ResultCache(tmp_path) for _ in range(2)]
-    for kept in caches:
+    for kept in caches:  # tensors and notes too, with the seconds that they took
         assert kept.tensors("images", {"a": 1}, lambda: {"x": torch.full((2, 3), compute()["number"])})["x"].sum() == 9
         assert kept.noted("answers", {"a": 1}, compute) == {"number": 1.5, "list": [1, 2, 3]}
         assert kept.has_notes("answers") and not kept.has_notes("answer")
-    assert len(compute.calls) == 2 and caches[0].seconds == caches[1].seconds > 0
+    assert len(compute.calls) == 9 and caches[0].seconds == caches[1].seconds > 0
 
 
 def test_another_version_of_a_library_is_another_key(tmp_path, compute, monkeypatch):
@@ -239,34 +225,28 @@ def save(report: dict, folder: Path) -> None:
 
 
 def test_results_on_the_same_data_stand_in_one_table(runs, report, tmp_path, capsys):
-    page_file = evaluate_report(ReportConfig(str(runs), str(tmp_path / "page")))
+    page = Page(evaluate_report(ReportConfig(str(runs), str(tmp_path))).read_text())
     assert "4 results in 2 sections" in capsys.readouterr().out
-    page = Page(page_file.read_text())
     page.check_is_self_contained()
     second = json.loads((runs / "deep" / "second" / "retrieval.json").read_text())
     numbers = report["encoders"] | {"one (second)": second["encoders"]["one"]}
-    for direction in ("text_to_image", "image_to_text"):
-        start = next(n for n, row in enumerate(page.rows) if row[0].endswith(direction.replace("_", " ")))
-        for row, label in zip(page.rows[start + 1 :], ("one", "<b>two|", "one (second)"), strict=False):
-            recalls = numbers[label]["recall_percent"][direction].values()
-            assert [row[0], *(text.split(" (")[0] for text in row[2:])] == [label, *(f"{r:.1f}" for r in recalls)]
-    markdown = (tmp_path / "page" / "report.md").read_text()
+    start = next(n for n, row in enumerate(page.rows) if row[0].endswith("image to text"))
+    for row, label in zip(page.rows[start + 1 :], numbers, strict=False):
+        recalls = numbers[label]["recall_percent"]["image_to_text"].values()
+        assert [row[0], *(text.split(" (")[0] for text in row[2:])] == [label, *(f"{r:.1f}" for r in recalls)]
+    markdown = (tmp_path / "report.md").read_text()
     assert r"| \<b\>two\| |" in markdown and markdown.count("\n## ") == 2
-    figures = sorted((tmp_path / "page" / "report").iterdir())
-    assert [path.name for path in figures] == ["1-retrieval.png", "2-retrieval.png"]
-    assert all(f"(report/{path.name})" in markdown for path in figures)
-    assert Image.open(figures[0]).format == "PNG"
+    names = ["1-retrieval.png", "2-retrieval.png"]
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == names
+    assert all(f"(report/{name})" in markdown for name in names)
     assert len(page.all("img")) == 2 and not page.all("b")
     assert len(page.all("details")) == 1 and "Encoders compared, pairwise" in page.text  # one run has two encoders
-    assert "Evaluation" in page.text and "toy world" not in page.text
-
-
-def test_merging_keeps_comparisons_and_the_latest_run(runs):
+    assert "toy world" not in page.text
     groups = grouped(read_results(runs)[0])
     assert [len(group) for group in groups] == [3, 1]
     together = merged(groups[0])
-    assert list(together["encoders"]) == ["one", "<b>two|", "one (second)"]
-    assert [(line["a"], line["b"]) for line in together["compared"]] == [("<b>two|", "one")] * 2
+    assert list(together["encoders"]) == list(numbers)
+    assert [(line["a"], line["b"]) for line in together["compared"]] == [("<b>two|", "one")] * 2  # of the latest run
     assert len(section(groups[0]).about) == 4  # three runs and the data
 
 
@@ -288,27 +268,24 @@ def test_what_stands_in_one_table_and_what_apart(report, tmp_path):
 
 
 def test_what_is_no_result_is_named_and_left_out(runs, report, tmp_path, capsys):
-    shutil.copytree(runs / "third", tmp_path / "good")
-    for name in ("bad", "fifo"):
-        (tmp_path / name).mkdir()
+    def refused(message: str, folder: Path = tmp_path):
+        with pytest.raises(UserError, match=message):
+            evaluate_report(ReportConfig(str(folder)))
+
+    refused("There is no folder", tmp_path / "nowhere")
+    refused("holds no results.*retrieval.json")
+    (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "retrieval.json").write_text("{")
+    refused("first that cannot be used: bad/retrieval.json")
+    (tmp_path / "fifo").mkdir()
     os.mkfifo(tmp_path / "fifo" / "retrieval.json")  # to read it would last forever
     del report["encoders"]
     save(report, tmp_path / "old")
+    shutil.copytree(runs / "third", tmp_path / "good")
     evaluate_report(ReportConfig(str(tmp_path)))
     printed = capsys.readouterr().out
     assert all(f"Left out: {name}/retrieval.json" in printed for name in ("bad", "old", "fifo"))
     assert "1 results in 1 sections" in printed and (tmp_path / "report.html").is_file()
-
-
-def test_a_folder_without_results_is_refused(tmp_path):
-    with pytest.raises(UserError, match="There is no folder"):
-        evaluate_report(ReportConfig(str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match="holds no results.*retrieval.json"):
-        evaluate_report(ReportConfig(str(tmp_path)))
-    (tmp_path / "retrieval.json").write_text("[]")
-    with pytest.raises(UserError, match="first that cannot be used: retrieval.json"):
-        evaluate_report(ReportConfig(str(tmp_path)))
 
 
 # ---- an output folder
@@ -327,34 +304,27 @@ def test_nothing_is_written_through_a_link(clips, tmp_path):
 
 
 def test_a_killed_evaluation_goes_on_where_it_stopped(clips, tmp_path, monkeypatch):
-    encoded, encode_texts = [], retrieval.encode_texts
-    for name in ("encode_image", "encode_text"):
-        original = getattr(Backbone, name)
+    encoded, limit = [], 8
+    originals = {name: getattr(Backbone, name) for name in ("encode_image", "encode_text")}
 
-        def counted(self, batch, name=name, original=original):
-            encoded.append(name)
-            return original(self, batch)
-
-        monkeypatch.setattr(Backbone, name, counted)
-
-    def killed_at_the_second_encoder(*arguments):
-        if "encode_text" in encoded:
+    def counted(name, backbone, batch):
+        if len(encoded) == limit:
             raise KeyboardInterrupt
-        return encode_texts(*arguments)
+        encoded.append(name)
+        return originals[name](backbone, batch)
 
+    for name in originals:
+        monkeypatch.setattr(Backbone, name, lambda *given, name=name: counted(name, *given))
     monkeypatch.setattr(image_features, "PIECE", 4)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(retrieval, "encode_texts", killed_at_the_second_encoder)
+    with pytest.raises(KeyboardInterrupt):
         retrieve(tmp_path / "out", *clips[:2], batch_size=3)
-    # Six images in pieces of 4 and 2, in batches of 3 and 1, and 2.
+    # Six images in pieces of 4 and 2, in batches of 3 and 1, and 2: the texts of the second encoder are left.
     assert encoded == ["encode_image"] * 3 + ["encode_text"] * 2 + ["encode_image"] * 3
-    encoded.clear()
+    limit = None
     resumed = retrieve(tmp_path / "out", *clips[:2], batch_size=3)
-    assert encoded == ["encode_text"] * 2
-    encoded.clear()
+    assert encoded[8:] == ["encode_text"] * 2
     again = retrieve(tmp_path / "out", *clips[:2], batch_size=5)
-    assert not encoded and again["encoders"] == resumed["encoders"] and again["seconds"] == resumed["seconds"] > 0
+    assert len(encoded) == 10 and again["encoders"] == resumed["encoders"]
+    assert again["seconds"] == resumed["seconds"] > 0
     whole = retrieve(tmp_path / "other", *clips[:2], batch_size=3)
     assert whole["encoders"] == resumed["encoders"] and whole["compared"] == resumed["compared"]
-    encoded.clear()
-    assert retrieve(tmp_path / "out", *clips[:2], limit=3)["images"] == 3 and encoded

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from debias_diffusion.eval.intervals import (
     SAMPLES,
-    by_group,
     drawn_ratios,
     ends,
     mean_interval,
@@ -20,47 +19,12 @@ from debias_diffusion.eval.intervals import (
 )
 
 
-def test_an_interval_of_many_values_is_the_normal_one():
-    values = np.random.default_rng(0).normal(3, 2, size=2000)
-    half = 1.959964 * values.std() / math.sqrt(len(values))
-    assert mean_interval(values) == pytest.approx([values.mean() - half, values.mean() + half], abs=0.05 * half)
-
-
-@pytest.mark.filterwarnings("error")
-def test_published_intervals_come_out_again():
-    """The same groups are drawn as by a plain loop; the sums differ by rounding."""
-    random = np.random.default_rng(7)
-    above, below = random.random(9), random.integers(0, 3, size=9).astype(float)
-    drawn = np.random.default_rng(3).integers(9, size=(SAMPLES, 9))
-    divisors = below[drawn].sum(axis=1)
-    expected = above[drawn].sum(axis=1) / np.where(divisors, divisors, np.nan)
-    np.testing.assert_allclose(drawn_ratios(above, below, seed=3), expected, rtol=1e-12)
-
-
 def test_values_of_one_group_are_drawn_together():
     values = np.random.default_rng(1).normal(size=300)
     repeated, groups = np.repeat(values, 5), np.repeat(np.arange(300), 5)
     assert mean_interval(repeated, groups) == pytest.approx(mean_interval(values))
     alone = np.diff(mean_interval(repeated))
     assert alone == pytest.approx(np.diff(mean_interval(values)) / math.sqrt(5), rel=0.05)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.floats(-5, 5)), min_size=1, max_size=20))
-def test_groups_sum_and_count(pairs):
-    groups, values = zip(*pairs, strict=True)
-    sums, counts = by_group(values, groups)
-    for group in range(max(groups) + 1):
-        members = [value for of_value, value in pairs if of_value == group]
-        assert sums[group] == pytest.approx(sum(members), abs=1e-12) and counts[group] == len(members)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=12))
-def test_intervals_lie_within_the_values_and_shift_with_them(values):
-    low, high = mean_interval(values)
-    assert min(values) - 1e-9 <= low <= high <= max(values) + 1e-9
-    assert mean_interval([value + 7 for value in values]) == pytest.approx([low + 7, high + 7])
 
 
 def test_the_difference_is_paired():
@@ -75,13 +39,6 @@ def test_the_difference_is_paired():
     assert swapped["difference"] == -result["difference"] and swapped["p"] == pytest.approx(result["p"])
 
 
-def test_p_is_the_share_of_all_arrangements():
-    ahead = np.array([3.0, -1.0, 2.0, 0.5, 2.5, 0.0])
-    sums = [abs(np.dot(signs, ahead)) for signs in product((-1, 1), repeat=len(ahead))]
-    exact = np.mean([total >= ahead.sum() - 1e-9 for total in sums])
-    assert paired_difference(ahead, np.zeros(6))["p"] == pytest.approx(exact, abs=0.015)
-
-
 @pytest.mark.filterwarnings("error")
 def test_of_one_group_nothing_can_be_known():
     ones, unknown = np.ones(50), {"low": None, "high": None, "p": None}
@@ -93,12 +50,6 @@ def test_of_one_group_nothing_can_be_known():
         assert paired_difference(ones[:count], 0 * ones[:count], groups) == {"difference": 1.0} | unknown
     ratio = (np.array([1.0]), np.array([2.0]))
     assert paired_ratio_difference(ratio, ratio) == {"difference": 0.0} | unknown
-
-
-def test_p_holds_its_level_when_nothing_differs():
-    random = np.random.default_rng(3)
-    below = sum(paired_difference(random.normal(size=15), random.normal(size=15))["p"] < 0.1 for _ in range(200))
-    assert 8 <= below <= 34  # 20 expected, standard deviation 4.2
 
 
 @settings(max_examples=10)
@@ -126,28 +77,18 @@ def test_the_difference_of_ratios_in_closed_form():
     assert paired_ratio_difference(a, a) == {"difference": 0, "low": 0, "high": 0, "p": 1}
 
 
-def test_the_interval_of_ratios_is_the_linear_one():
-    """Many groups: the variance of a ratio's linearization, of both encoders together because they are paired."""
-    random = np.random.default_rng(4)
-    below = random.integers(1, 9, size=(2, 3000)).astype(float)
-    above = random.binomial(below.astype(int), [[0.6], [0.5]])
-    result = paired_ratio_difference((above[0], below[0]), (above[1], below[1]))
-    ratios = above.sum(1) / below.sum(1)
-    residuals = (above - ratios[:, None] * below) / below.mean(1, keepdims=True)
-    error = (residuals[0] - residuals[1]).std() / math.sqrt(3000)
-    assert result["difference"] == pytest.approx(ratios[0] - ratios[1])
-    assert (result["high"] - result["low"]) / 2 == pytest.approx(1.96 * error, rel=0.05)
-
-
-def test_unusable_values_are_refused():
-    with pytest.raises(ValueError, match="a has 2 groups and b 1"):
-        paired_ratio_difference((np.ones(2), np.ones(2)), (np.ones(1), np.ones(1)))
-    with pytest.raises(ValueError, match="there are no values"):
-        paired_ratio_difference((np.zeros(2), np.zeros(2)), (np.ones(2), np.ones(2)))
-    with pytest.raises(ValueError, match="a has 2 values and b 3"):
-        paired_difference([1, 2], [1, 2, 3])
-    with pytest.raises(ValueError, match="there are no values"):
-        mean_interval([])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: paired_ratio_difference((np.ones(2), np.ones(2)), (np.ones(1), np.ones(1))), "a has 2 groups and b 1"),
+        (lambda: paired_ratio_difference((np.zeros(2), np.zeros(2)), (np.ones(2), np.ones(2))), "there are no values"),
+        (lambda: paired_difference([1, 2], [1, 2, 3]), "a has 2 values and b 3"),
+        (lambda: mean_interval([]), "there are no values"),
+    ],
+)
+def test_unusable_values_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("groups", [2, 40, 1200])  # the draws of many groups are not kept

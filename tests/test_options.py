@@ -79,6 +79,7 @@ REFUSED = [
     (AllConfig, {"classification": "cifar-11"}, "classification is 'cifar-11', but must be imagenet-1k or"),
     (AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
     (AttentionConfig, {"prompt": None}, "There is no data and no benchmark"),
+    (AttentionConfig, {"root": "r"}, "The root 'r' is of a benchmark, and none is named"),
     (ClassificationConfig, {"dataset": "imagenet_a"}, "dataset is 'imagenet_a', but must be imagenet-1k or"),
     (DpgBenchConfig, {"images_per_prompt": 10**9}, "images_per_prompt is 1000000000, but must be"),
     (DpgBenchConfig, {"images": "i"}, "Images are there, or are generated, not both"),

@@ -27,9 +27,6 @@ def page(tmp_path_factory) -> Page:
     return page_of(tell(results(folder)), folder)
 
 
-# ---- sentences and scores
-
-
 def test_three_sentences_say_the_gain_and_the_cost(tmp_path):
     story = tell(results(tmp_path))
     whole, trained, cost = story["sentences"]
@@ -37,20 +34,11 @@ def test_three_sentences_say_the_gain_and_the_cost(tmp_path):
     assert "DeBias-CLIP drew 61% right, DeBias-CLIP for SDXL 71%" in trained
     assert cost.startswith("The cost: of the objects") and "85% are right reading" in cost and "90% cutting" in cost
     assert story["shipped"] == ["Long-CLIP", "DeBias-CLIP"]
-
-
-def test_no_cost_is_mentioned_where_there_is_none(tmp_path):
     report = generation_report()
     for entry in report["encoders"].values():
         entry["scores"]["objects_right_by_sentence"][0]["value"] = 80.0
-    *_, last = tell([(tmp_path, report)])["sentences"]
+    *_, last = tell([(tmp_path, report)])["sentences"]  # no cost is mentioned where there is none
     assert last.startswith("Of the objects first mentioned in sentences 1 to 4, 80% are right")
-
-
-def test_the_table_has_a_row_for_each_encoder(page):
-    # (20 * 30% + 10 * 30%) / 30 of the later objects; short prompts have the same scores here
-    assert [row[0] for row in page.rows[1:6]] == list(NAMES)
-    assert ["DeBias-CLIP", "61.4 (60.4 to 63.4)", "75.0", "30.0", "43.1", "61.4"] in page.rows
 
 
 def test_the_story_is_of_one_folder_and_of_long_captions(tmp_path):
@@ -68,9 +56,6 @@ def test_the_story_is_of_one_folder_and_of_long_captions(tmp_path):
     assert [row[0] for row in both["scores"].rows] == ["runs/long-clip", "toy/long-clip"]
 
 
-# ---- claims
-
-
 @pytest.mark.parametrize(
     ("surely", "sign", "numbers", "holds"),
     [
@@ -81,8 +66,6 @@ def test_the_story_is_of_one_folder_and_of_long_captions(tmp_path):
         (True, -1, (5, 1, 9), False),
         (False, 1, (0, -4, 4), True),
         (False, 1, (-1, -5, 3), None),
-        (False, 1, (-5, -9, -1), False),
-        (False, -1, (1, -3, 5), None),
         (False, -1, (5, 1, 9), False),
         (True, 1, (5, None, None), None),
     ],
@@ -105,23 +88,19 @@ def test_claims_name_scores_that_evaluations_compare():
     assert claims([generation_report()]) == []
 
 
-def test_claims_have_their_verdict(tmp_path):
-    verdicts = [{"claim": "x", "result": "y", "holds": holds} for holds in (True, False, None)]
-    rows = page_of(tell(results(tmp_path)) | {"claims": verdicts}, tmp_path).rows
-    assert [row[2] for row in rows if row[0] == "x"] == ["✓ holds", "✗ does not hold", "? not decided"]
-
-
-# ---- the page
-
-
-def test_the_page_is_self_contained_and_knows_light_and_dark(page, tmp_path):
+def test_the_page_is_self_contained_with_its_parts_in_order(page, tmp_path):
     page.check_is_self_contained()
-    source = page_of(tell(results(tmp_path)), tmp_path) and (tmp_path / "report.html").read_text()
-    assert "@import" not in source and "url(" not in source
-    assert "prefers-color-scheme: dark" in source
+    # (20 * 30% + 10 * 30%) / 30 of the later objects; short prompts have the same scores here
+    assert [row[0] for row in page.rows[1:6]] == list(NAMES)
+    assert ["DeBias-CLIP", "61.4 (60.4 to 63.4)", "75.0", "30.0", "43.1", "61.4"] in page.rows
     in_order = ("The cost", "objects right, % (95%", "Reference image", "with_long_prompts", "debias-diffusion train")
     places = [page.text.index(text) for text in in_order]
     assert places == sorted(places)
+    verdicts = [{"claim": "x", "result": "y", "holds": holds} for holds in (True, False, None)]
+    rows = page_of(tell(results(tmp_path)) | {"claims": verdicts}, tmp_path).rows
+    assert [row[2] for row in rows if row[0] == "x"] == ["✓ holds", "✗ does not hold", "? not decided"]
+    source = (tmp_path / "report.html").read_text()
+    assert "@import" not in source and "url(" not in source and "prefers-color-scheme: dark" in source
 
 
 def shown_image(source: str) -> Image.Image:
@@ -140,14 +119,11 @@ def test_examples_show_the_reference_and_every_encoder(page):
         assert np.abs(np.asarray(shown.resize((48, 48), Image.Resampling.BOX), np.float32) - expected).mean() < 2
     shown, mentioned = scene("test", 0), caption("test", 0).first_mentions()
     count, missing = len(shown.things), shown.things[-1]
-    scores = [f"{len(scene('test', i).things) - 1} of {len(scene('test', i).things)} right, no extras" for i in (0, 4)]
-    assert page.text.count(scores[0]) == 5 * scores.count(scores[0])
     assert f"{count - 1} of {count} right, no extras. Right: {shown.things[0].place}, " in images[1]["alt"]
     assert images[1]["alt"].endswith(f"Wrong or missing: {missing.place}")
     for thing in shown.things:
         asked = f"{thing.size} {thing.colour} {thing.kind}, {thing.place} (sentence {mentioned[thing.place] + 1})"
         assert [asked, *["wrong:missing" if thing is missing else "right"] * 5] in page.rows
-    assert [f"{shown.background} background", *["right"] * 5] in page.rows
     assert all(sentence.text in page.text for sentence in caption("test", 0).sentences)
 
 
@@ -160,43 +136,33 @@ def test_an_example_marks_every_place_that_is_right_wrong_or_extra(tmp_path):
     colour = "green" if second.colour == "red" else "red"
     extra = [Thing("cross", "pink", "large", place) for place in empty]
     drawn = (replace(first, size=size), replace(second, colour=colour), *others, *extra)
-    background = "black" if asked.background == "white" else "white"
-    for name, shown in (("worse", Scene(background, drawn)), ("same", asked)):
-        (tmp_path / name).mkdir()
-        render(shown).save(tmp_path / name / "000000.png")
-    (example,) = examples("test", 3, {"Worse": tmp_path / "worse", "Same": tmp_path / "same"})
-    worse, same = example["generated"]
-    right = 1 + len(others)
-    assert worse["score"] == f"{right} of {right + 2} right, 2 that nobody asked for"
-    assert worse["alt"].endswith(
-        f"Wrong or missing: {second.place}, {third.place}. Nobody asked for: {', '.join(empty)}"
-    )
-    assert same["score"] == f"{right + 2} of {right + 2} right, no extras"
+    render(Scene("black" if asked.background == "white" else "white", drawn)).save(tmp_path / "000000.png")
+    (example,) = examples("test", 1, {"Worse": tmp_path})
+    (worse,) = example["generated"]
+    assert worse["score"] == f"{1 + len(others)} of {3 + len(others)} right, 2 that nobody asked for"
+    wrong = f"Wrong or missing: {second.place}, {third.place}. Nobody asked for: {', '.join(empty)}"
+    assert worse["alt"].endswith(wrong)
     verdicts = {(mark["column"], mark["row"]): mark["verdict"] for mark in worse["marks"]}
     expected = {thing.place: "right" for thing in (first, *others)} | dict.fromkeys(empty, "extra")
     expected |= {second.place: "wrong", third.place: "wrong"}
     assert verdicts == {PLACES[place]: verdict for place, verdict in expected.items()}
-    cells = {row["text"]: [(cell["verdict"], cell["text"]) for cell in row["cells"]] for row in example["rows"]}
+    cells = {row["text"]: (cell["verdict"], cell["text"]) for row in example["rows"] for cell in row["cells"]}
     texts = [f"{thing.size} {thing.colour} {thing.kind}, {thing.place}" for thing in (first, second, third)]
-    assert cells[texts[0]] == [("right", f"right, but {size}"), ("right", "right")]
-    assert cells[texts[1]] == [("wrong", f"{colour} {second.kind}"), ("right", "right")]
-    assert cells[texts[2]] == [("wrong", "missing"), ("right", "right")]
-    assert cells[f"nothing, {empty[0]}"] == [("extra", "pink cross"), ("right", "empty")]
-    assert cells[f"{asked.background} background"] == [("wrong", "another"), ("right", "right")]
-    assert len(cells) == len(asked.things) + 3
+    assert [cells.pop(text) for text in texts] == [
+        ("right", f"right, but {size}"),
+        ("wrong", f"{colour} {second.kind}"),
+        ("wrong", "missing"),
+    ]
+    assert cells.pop(f"{asked.background} background") == ("wrong", "another")
+    assert [cells.pop(f"nothing, {place}") for place in empty] == [("extra", "pink cross")] * 2
+    assert list(cells.values()) == [("right", "right")] * len(others)
 
 
-def test_examples_of_captions_that_refer_back_show_these(tmp_path):
-    render(scene("test", 0)).save(tmp_path / "000000.png")
-    (example,) = examples("referring-test", 1, {"Same": tmp_path})
-    assert example["sentences"] == [sentence.text for sentence in caption("test", 0, "referring").sentences]
-    assert example["generated"][0]["score"].endswith("right, no extras")
-
-
-def test_what_is_not_clear_is_named_so(tmp_path):
+def test_unclear_images_and_captions_that_refer_back_are_named_so(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (48, 48, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "000000.png")
-    (example,) = examples("test", 1, {"Noise": tmp_path})
+    (example,) = examples("referring-test", 1, {"Noise": tmp_path})
+    assert example["sentences"] == [sentence.text for sentence in caption("test", 0, "referring").sentences]
     assert {cell["text"] for row in example["rows"][:-1] for cell in row["cells"]} == {"something unclear"}
     assert len(example["generated"][0]["marks"]) == len(PLACES)
 
