@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, with_long_prompts
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 
 LONG = " ".join(["red", "cat", "blue", "sofa", "tree", "house", "sky"] * 20)  # one token each
 ENCODERS = ("text_encoder", "text_encoder_2")
@@ -170,18 +170,6 @@ def test_lora_scales_weights_and_fusing(loaded, lora, tmp_path):
     torch.testing.assert_close(pipe.encode_prompt(LONG)[0], plain.encode_prompt(LONG)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_pipeline_that_has_a_lora_keeps_it_with_long_prompts(loaded, lora, tmp_path):
-    stock = assemble_copy(StableDiffusionXLPipeline, loaded)
-    stock.load_lora_weights(diffusers_file(tmp_path / "lora.safetensors", lora), adapter_name="style")
-    pipe = with_long_prompts(stock)
-    # the models are one and the same, so what is set through either holds for both
-    stock.set_adapters("style", adapter_weights=0.5)
-    halves = dict.fromkeys(("unet", *ENCODERS), 0.5)
-    assert_encodes_like(pipe, merged(ours(loaded), lora, **halves), ours(loaded), LONG)
-    pipe.unload_lora_weights()
-    assert stock.get_list_adapters() == {}
-
-
 def test_a_lora_of_the_replaced_encoder_is_gone(loaded, lora, tmp_path):
     """diffusers keeps a LoRA in the encoder's layers, so a new encoder must come first. Loading again mends it."""
     path = kohya_file(tmp_path / "lora.safetensors", lora)
@@ -250,12 +238,10 @@ def test_from_single_file(sdxl_folder, loaded, tmp_path):
 def test_encoders_quantised_to_int8(loaded):
     """Their weights are no parameters any more, and nothing may ask for another dtype."""
     quantised = {
-        name: torch.ao.quantization.quantize_dynamic(encoder, {nn.Linear}, dtype=torch.qint8)
-        for name, encoder in zip(ENCODERS, (tiny_sdxl.text_encoder(), tiny_sdxl.text_encoder_2()), strict=True)
+        name: torch.ao.quantization.quantize_dynamic(loaded[name], {nn.Linear}, dtype=torch.qint8) for name in ENCODERS
     }
     stock, pipe = pair(loaded, **quantised)
-    layers = [module for module in pipe.text_encoder.modules() if isinstance(module, nn.quantized.dynamic.Linear)]
-    assert len(layers) == 18  # three blocks of q, k, v, out, fc1, fc2
+    assert any(isinstance(module, nn.quantized.dynamic.Linear) for module in pipe.text_encoder.modules())
     same_as_stock(stock, pipe, negative_prompt="blurry")
     assert not np.array_equal(draw(pipe, LONG), draw(pipe, LONG + " dragon"))
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoPipelineForImage2Image,
     DiffusionPipeline,
     FluxPipeline,
     StableDiffusion3Pipeline,
@@ -19,7 +18,7 @@ from diffusers import (
 )
 from diffusers.utils import dynamic_modules_utils
 from helpers import tiny_flux, tiny_sdxl
-from helpers.draw import LATE, LONG, OTHER, PLAIN, SHORT, add_lora, draw, models, same_image
+from helpers.draw import LATE, LONG, OTHER, PLAIN, SHORT, draw, models, same_image
 from helpers.tiny_sdxl import assemble, assemble_copy
 from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 
@@ -90,13 +89,6 @@ def test_a_refiner_has_one_encoder(base):
     long = with_long_prompts(pipe)
     assert all(map(torch.equal, long.encode_prompt(SHORT), pipe.encode_prompt(SHORT)))
     assert long.encode_prompt(LONG)[0].shape == (1, 152, tiny_sdxl.WIDTH_2)
-
-
-def test_the_auto_pipelines_find_what_belongs_to_it(base):
-    long = with_long_prompts(assemble(StableDiffusionXLPipeline, base))
-    other = AutoPipelineForImage2Image.from_pipe(long)
-    assert type(other) is StableDiffusionXLImg2ImgPipeline and other.unet is long.unet
-    assert with_long_prompts(other).encode_prompt(LONG)[0].shape[1] == 152
 
 
 def test_which_classes_encode_as_they_do():
@@ -237,14 +229,6 @@ def test_strict_guidance_and_from_pipe(ours, long):
     other = StableDiffusionLongPromptImg2ImgPipeline.from_pipe(strict, requires_safety_checker=False)
     with pytest.raises(ValueError, match="`strict` allows one"):
         encode(other, TOKENS)  # with the options of the other
-
-
-def test_lora_scale_holds_for_one_call():
-    pipe = StableDiffusionLongPromptPipeline(**tiny_sdxl.sd15_parts())
-    add_lora(pipe.text_encoder)
-    full, none = encode(pipe, SHORT)[0], encode(pipe, SHORT, lora_scale=0.0)[0]
-    assert not torch.equal(full, none)
-    assert torch.equal(encode(pipe, SHORT)[0], full)
 
 
 def test_without_the_encoder(parts, ours):
