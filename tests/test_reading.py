@@ -47,7 +47,7 @@ def tokens(text: str) -> int:
     return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**40), style=st.sampled_from(STYLES))
 def test_chunks_are_those_that_an_encoder_reads(seed, style):
     caption = referring(seed, style)
@@ -57,10 +57,8 @@ def test_chunks_are_those_that_an_encoder_reads(seed, style):
     chunks = sentences_by_chunk(caption, tokens)
     assert [[token for number in chunk for token in ids[number]] for chunk in chunks] == expected
     read = truncated(caption, tokens)
-    whole = [token for number in read for token in ids[number]]
-    assert read == list(range(len(read))) and whole == text.ids[: len(whole)] and len(whole) <= SLOTS
-    if len(read) < len(ids):
-        assert len(expected) > 1 and len(whole) + len(ids[len(read)]) > SLOTS
+    assert read == chunks[0][: len(read)] and sum(len(ids[number]) for number in read) <= SLOTS
+    assert read == list(range(len(ids))) or sum(len(ids[number]) for number in [*read, len(read)]) > SLOTS
 
 
 def test_a_sentence_that_is_cut_stands_whole_in_no_chunk():
@@ -121,6 +119,6 @@ def test_only_what_is_told_across_a_cut_is_lost_in_chunks(seed):
 
 
 def test_plain_captions_refer_to_nothing():
-    assert refers_back(TOLD) and refers_back(referring(3))
     plain = referring(3, "plain")
-    assert not refers_back(plain) and {kind for kind, _ in read_caption(plain, words).values()} == {ALONE}
+    assert refers_back(TOLD) and not refers_back(plain)
+    assert {kind for kind, _ in read_caption(plain, words).values()} == {ALONE}

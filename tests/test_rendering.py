@@ -1,19 +1,28 @@
-"""The renderer: the same bits whatever is loaded, resumed, shared or freed in between."""
+"""Images in job folders: the same bits whatever is loaded, resumed, shared or freed; as stock SDXL where it reads."""
 
 import gc
-import shutil
+import os
 import weakref
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import DDIMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
-from helpers.draw import load
+from helpers.draw import aligned, load
+from helpers.ranks import forked
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.encoders import EncoderSpec, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
+from debias_diffusion.eval.images.generation import GenerationConfig
+from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
+from debias_diffusion.eval.session import Processes
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines import rendering
 from debias_diffusion.pipelines.checkpoints import load_pipeline
@@ -30,6 +39,7 @@ from debias_diffusion.pipelines.rendering import (
 )
 
 CPU = torch.device("cpu")
+# of 77, 227 and 248 positions, in mixed order
 TEXTS = [" ".join(["A cat, a dog and a bird sit on the wide red sofa."] * count) for count in (1, 9, 2, 9, 8)]
 TASKS = [ImageTask(f"{seed:06}", ImagePrompt(text, seed)) for seed, text in enumerate(TEXTS)]
 ALL = {task.name for task in TASKS}
@@ -37,8 +47,13 @@ SAMPLING = Sampling(steps=1)
 
 
 @pytest.fixture(scope="module")
-def renderer(sdxl_folder):
-    return Renderer(str(sdxl_folder), SAMPLING, CPU, batch=2)
+def base(sdxl_folder):
+    return str(sdxl_folder)
+
+
+@pytest.fixture(scope="module")
+def renderer(base):
+    return Renderer(base, SAMPLING, CPU, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +73,8 @@ def pixels(folder):
     return {path.stem: Image.open(path).tobytes() for path in folder.glob("*.png")}
 
 
-def into(folder, renderer, encoder, tasks=TASKS, left_out=None, **settings):
-    settings = renderer.settings(encoder) | settings
-    with Job.open(folder, "images", settings, renderer.inputs(encoder)) as job:
+def into(folder, renderer, encoder, tasks=TASKS, left_out=None):
+    with Job.open(folder, "images", renderer.settings(encoder), renderer.inputs(encoder)) as job:
         return render_into(job, renderer, encoder, tasks, left_out)
 
 
@@ -70,14 +84,13 @@ def expected(renderer, long, tmp_path_factory):
     folders = {encoder.name: tmp_path_factory.mktemp(f"folder{n}") for n, encoder in enumerate((own(), long))}
     for encoder in (own(), long):
         rendered = into(folders[encoder.name], renderer, encoder)
-        assert rendered.files == [folders[encoder.name] / f"{task.name}.png" for task in TASKS]
-        assert rendered.reading | {"seconds": 1} == {"cut_at": None, "prompts_cut": 0, "seconds": 1}
+        assert rendered.files == [folders[encoder.name] / task.file for task in TASKS]
     return folders
 
 
 def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, long, expected, tmp_path):
     for encoder in (long, own()):
-        pipe = load_pipeline(renderer.checkpoint.name, None if encoder.name == "original" else encoder.name, CPU)
+        pipe = load_pipeline(renderer.base, None if encoder.name == "original" else encoder.name, CPU)
         [image] = render_batch(pipe, [TASKS[4].prompt], renderer.sampling)
         assert image.tobytes() == pixels(expected[encoder.name])["000004"]  # alone in its batch
     a, b = (pixels(folder) for folder in expected.values())
@@ -86,23 +99,15 @@ def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, long, expecte
     assert files(tmp_path) == files(expected[long.name])
 
 
-def test_a_resumed_run_renders_what_is_missing_or_damaged_bit_for_bit(renderer, expected, tmp_path, capsys):
-    folder = tmp_path / "a"
-    shutil.copytree(expected["original"], folder)
+def test_a_resumed_run_renders_what_is_missing_or_damaged_bit_for_bit(renderer, expected, copy_of, capsys, monkeypatch):
+    folder = copy_of(expected["original"])
     whole = files(folder)
     (folder / "000003.png").unlink()
     (folder / "000001.png").write_bytes(whole["000001.png"][:-20])
-    kept = {name: (folder / name).stat().st_mtime_ns for name in ("000000.png", "000002.png", "000004.png")}
     into(folder, renderer, own())
     assert files(folder) == whole and "Damaged: 1 of the images" in capsys.readouterr().out
-    assert {name: (folder / name).stat().st_mtime_ns for name in kept} == kept
-    assert [len(Job.read(folder).names("00000")), capsys.readouterr().out] == [5, ""]
-
-
-def test_finished_images_load_no_model(renderer, expected):
-    fresh = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2)
-    into(expected["original"], fresh, own())
-    assert fresh._pipe is None
+    monkeypatch.setattr(rendering, "load_pipeline", None)  # finished images load no model
+    into(folder, Renderer(renderer.base, SAMPLING, CPU, batch=2), own())
 
 
 def test_low_memory_gives_the_same_files_with_half_of_the_models_at_a_time(
@@ -121,52 +126,20 @@ def test_low_memory_gives_the_same_files_with_half_of_the_models_at_a_time(
 
     monkeypatch.setattr(rendering, "load_pipeline", load_watched)
     monkeypatch.setattr(rendering, "ENCODED_AT_ONCE", 4)  # of 5 images in batches of 2
-    low = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2, low_memory=True)
+    low = Renderer(renderer.base, SAMPLING, CPU, batch=2, low_memory=True)
     into(tmp_path, low, long)
     assert files(tmp_path) == files(expected[long.name])
     assert loaded == [[True, True, False, False], [False, False, True, True]] * 2
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), "The memory of cpu does not suffice .CUDA out.* Try less"),
-        (RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory"), "does not suffice .*allocate .* Try"),
-        (MemoryError("Unable to allocate 7.11 PiB"), "does not suffice .*allocate .* Try less"),
-        (RuntimeError("size mismatch"), "^size mismatch$"),  # another error stays as it is
-    ],
-)
-def test_too_little_memory_is_explained(error, message):
-    kind = RuntimeError if message[0] == "^" else UserError
-    with pytest.raises(kind, match=message), rendering.explain_memory(CPU, "Try less."):
-        raise error
-
-
-def test_images_of_others_are_refused(renderer, expected, tmp_path):
-    folder = tmp_path / "a"
-    shutil.copytree(expected["original"], folder)
-    other = [replace(TASKS[0], prompt=ImagePrompt("A dog.")), *TASKS[1:]]
-    with pytest.raises(UserError, match="1 of the images .* others, the first 000000.png .*: prompt was 'A cat"):
-        into(folder, renderer, own(), other)
-    with pytest.raises(UserError, match="other settings .steps: 1 there, 3 here"):
-        into(folder, renderer, own(), steps=3)
-    with pytest.raises(UserError, match="other settings.*The encoder is another one"):
-        into(folder, renderer, EncoderSpec.parse(renderer.checkpoint.name + "/text_encoder"))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "000001.png").write_text("mine")
-    with pytest.raises(UserError, match="000001.png .*: it was not made by this job"):
-        into(tmp_path / "b", renderer, own())
-    assert (tmp_path / "b" / "000001.png").read_text() == "mine"
-
-
-def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer, long, expected, tmp_path, monkeypatch):
+def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer, long, tmp_path, monkeypatch):
     text_encoder, tokenizer = load_text_encoder(long.name)
     word = tokenizer("alone", add_special_tokens=False).input_ids[0]
     assert word not in tokenizer(" ".join(TEXTS)).input_ids
     with torch.no_grad():
         text_encoder.get_input_embeddings().weight[word] = float("nan")
     monkeypatch.setattr(rendering, "load_text_encoder", lambda name: (text_encoder, tokenizer))
-    fresh, left_out = Renderer(renderer.checkpoint.name, SAMPLING, CPU, batch=2), {}
+    fresh, left_out = Renderer(renderer.base, SAMPLING, CPU, batch=2), {}
     fresh._pipe, fresh._loaded = renderer.pipeline(own()), (None, None)
     tasks = [*TASKS, ImageTask("alone", ImagePrompt("alone", 5), "line 9")]
     with pytest.raises(FailedError, match="^1 of 6 images in .*the first: line 9, seed 5: its embeddings .*float32"):
@@ -176,19 +149,14 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
 
 def test_how_prompts_are_read(renderer, expected, tmp_path):
     rendered = {reading: into(tmp_path / reading, renderer, own(reading)) for reading in ("cut", "separate")}
-    images = {reading: pixels(tmp_path / reading) for reading in rendered} | {"overlap": pixels(expected["original"])}
-    fits = {"000000", "000002"}
-    for name in ALL:
-        for reading in rendered:
-            assert (images[reading][name] == images["overlap"][name]) == (name in fits)
+    whole = pixels(expected["original"])
+    for reading in rendered:
+        images = pixels(tmp_path / reading)
+        assert {name for name in ALL if images[name] == whole[name]} == {"000000", "000002"}  # those that fit
     assert [(part.reading["cut_at"], part.reading["prompts_cut"]) for part in rendered.values()] == [(77, 3), (None, 0)]
-    stock = load(StableDiffusionXLPipeline, renderer.checkpoint.name)
-    [image] = render_batch(stock, [TASKS[4].prompt], renderer.sampling)
-    assert image.tobytes() == images["cut"]["000004"]  # alone in the last batch
 
 
-def test_settings_are_all_that_affects_an_image(renderer, long):
-    base = renderer.checkpoint.name
+def test_settings_are_all_that_affects_an_image(renderer, long, expected):
     changes = [
         {"encoder_2": "stretch"},
         {"scheduler": "DDIMScheduler"},
@@ -198,26 +166,17 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
         {"sampling": replace(SAMPLING, height=80)},
     ]
 
-    def record(renderer, encoder):
-        return renderer.settings(encoder), renderer.inputs(encoder)
+    def record(encoder=None, **changed):
+        other = replace(renderer, **changed)
+        return other.settings(encoder or own()), other.inputs(encoder or own())
 
-    others = [record(Renderer(base, device=CPU, **({"sampling": SAMPLING} | change)), own()) for change in changes]
-    records = [record(renderer, encoder) for encoder in (own(), long, own("cut"))] + others
+    records = [record(), record(long), record(own("cut")), *(record(**change) for change in changes)]
     assert len({str(entry) for entry in records}) == len(records)
-    assert record(Renderer(base, replace(SAMPLING, height=64, width=64), CPU), own()) == records[0]
-
-
-def test_a_png_holds_its_settings(renderer, long, expected):
+    assert record(sampling=replace(SAMPLING, height=64, width=64)) == records[0]
     settings = read_settings(expected[long.name] / "000003.png")
     assert settings["prompt"] == TEXTS[3] and settings["seed"] == 3 and settings["scheduler"] == "Euler"
     assert (settings["encoder"], settings["encoder_sha256"]) == (long.name, long.digest)
     assert (settings["reading"], settings["positions"], settings["encoder_2"]) == ("overlap", 227, None)
-
-
-def test_an_encoder_that_does_not_fit_is_refused(renderer, tmp_path):
-    wide = tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64) / "text_encoder"
-    with pytest.raises(UserError, match="has width 64; the UNet of .* reads 32 of its first encoder"):
-        renderer.pipeline(EncoderSpec.parse(wide))
 
 
 # ---- values that are not finite
@@ -228,26 +187,12 @@ NOT_FINITE = "its {} are not finite (NaN or infinite)"
 
 @pytest.fixture
 def pipe():
-    pipe = tiny_sdxl.assemble(StableDiffusionXLPipeline, tiny_sdxl.sdxl_parts())
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return tiny_sdxl.assemble(StableDiffusionXLPipeline, tiny_sdxl.sdxl_parts())
 
 
-def rendered(pipe, count=3, embeddings=None, on_step=None, **changes):
-    embeddings = embeddings or encode(pipe, [ImagePrompt(text) for text in PROMPTS[:count]], SAMPLING)
-    return render(pipe, embeddings, range(count), replace(SAMPLING, **changes), on_step)
-
-
-def rendered_by_diffusers(pipe, steps=1):
-    noise = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    return pipe(PROMPTS, num_inference_steps=steps, guidance_scale=SAMPLING.guidance_scale, generator=noise).images
-
-
-def test_finite_images_are_the_pipelines(pipe):
-    steps = []
-    images = rendered(pipe, on_step=lambda step, of: steps.append((step, of)), steps=2)
-    assert [image.tobytes() for image in images] == [image.tobytes() for image in rendered_by_diffusers(pipe, 2)]
-    assert steps == [(1, 2), (2, 2)]
+def rendered(pipe, count=3, on_step=None, sampling=SAMPLING):
+    embeddings = encode(pipe, [ImagePrompt(text) for text in PROMPTS[:count]], sampling)
+    return render(pipe, embeddings, range(count), sampling, on_step)
 
 
 @pytest.mark.parametrize(
@@ -266,10 +211,12 @@ def test_weights_that_are_not_finite_give_no_image(pipe, part, value, values):
 
 
 @pytest.mark.parametrize("slicing", [False, True])
-def test_infinite_pixels_of_one_image_leave_the_others(pipe, slicing):
+def test_infinite_pixels_of_one_image_leave_the_others_as_diffusers_draws_them(pipe, slicing):
     """They are neither black nor NaN once they are clipped to [0, 1]."""
     (pipe.vae.enable_slicing if slicing else pipe.vae.disable_slicing)()
-    expected, calls = rendered_by_diffusers(pipe), []
+    noise = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    call = {"num_inference_steps": 2, "guidance_scale": SAMPLING.guidance_scale}
+    expected, calls, steps = pipe(PROMPTS, generator=noise, **call).images, [], []
 
     def break_second(module, inputs, pixels):
         calls.append(len(pixels))
@@ -278,14 +225,159 @@ def test_infinite_pixels_of_one_image_leave_the_others(pipe, slicing):
         return pixels
 
     pipe.vae.decoder.conv_out.register_forward_hook(break_second)
-    images = rendered(pipe)
-    assert images[1] == NOT_FINITE.format("pixels")
+    images = rendered(pipe, on_step=lambda step, of: steps.append((step, of)), sampling=replace(SAMPLING, steps=2))
+    assert images[1] == NOT_FINITE.format("pixels") and steps == [(1, 2), (2, 2)]
     assert [images[i].tobytes() for i in (0, 2)] == [expected[i].tobytes() for i in (0, 2)]
 
 
 def test_an_image_that_the_safety_checker_blacked_out_is_none():
     pipe = tiny_sdxl.assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts())
-    pipe.set_progress_bar_config(disable=True)
     pipe.run_safety_checker = lambda image, device, dtype: (image, [True, False])
     images = rendered(pipe, 2)
     assert images[0] == "the safety checker of the checkpoint has blacked it out" and images[1].size == (64, 64)
+
+
+# ---- of several encoders, for an evaluation
+
+
+def config_of(folder, checkpoint, *encoders, **settings):
+    values = {"base": checkpoint, "output": str(folder), "data": "", "steps": 1, "device": "cpu"} | settings
+    return GenerationConfig(encoders=list(encoders) or ["cut:original"], **values)
+
+
+def evaluated(folder, base, *encoders, texts=TEXTS, processes=None, **settings):
+    """The files of each encoder."""
+    config = config_of(folder, base, *encoders, **settings)
+    tasks = [image_task(config, f"{index:06}", text, index) for index, text in enumerate(texts)]
+    images, _ = render_all(config, processes or Processes("cpu"), tasks)
+    return [rendered.files for rendered in images.values()]
+
+
+def image(file):
+    return np.asarray(Image.open(file)).astype(int)
+
+
+def stock_image(base, seed=0, scheduler=None, **call):
+    pipe = aligned(load(StableDiffusionXLPipeline, base))
+    pipe.scheduler = scheduler(pipe.scheduler) if scheduler else pipe.scheduler
+    noise = torch.Generator().manual_seed(seed)
+    return np.asarray(pipe(num_inference_steps=1, guidance_scale=7.0, generator=noise, **call).images[0])
+
+
+@pytest.fixture(scope="module")
+def both(base, long, tmp_path_factory):
+    return evaluated(tmp_path_factory.mktemp("both"), base, "cut:original", long.name)
+
+
+def test_cut_encoders_read_what_stock_sdxl_reads(both, base):
+    expected = [stock_image(base, index, prompt=text) for index, text in enumerate(TEXTS)]
+    assert all(map(np.array_equal, map(image, both[0]), expected))
+
+
+def test_the_last_layer_is_read_after_the_final_norm_and_pooled_embeddings_stay(both, base, tmp_path):
+    ((file,),) = evaluated(tmp_path, base, texts=TEXTS[:1], layer="last")
+    pipe, states = load(StableDiffusionXLPipeline, base), []
+    for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
+        ids = tokenizer(TEXTS[0], padding="max_length", max_length=77, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            output = encoder(ids)
+        states.append(output.last_hidden_state)
+    embeddings = {"prompt_embeds": torch.cat(states, dim=-1), "pooled_prompt_embeds": output.text_embeds}
+    zeros = {f"negative_{name}": torch.zeros_like(embedding) for name, embedding in embeddings.items()}
+    assert np.array_equal(image(file), stock_image(base, **embeddings, **zeros))
+    assert not np.array_equal(image(file), image(both[0][0])) and read_settings(file)["layer"] == "last"
+
+
+def test_scheduler_size_prefix_and_seed_are_those_asked_for(base, tmp_path):
+    settings = {"scheduler": "DDIMScheduler", "height": 48, "width": 80}
+    ((file,),) = evaluated(tmp_path, base, texts=TEXTS[:1], prefix="photo, 8k. ", seed=2, **settings)
+
+    def ddim(scheduler):
+        return DDIMScheduler.from_config(scheduler.config, clip_sample=False)
+
+    expected = stock_image(base, 2, ddim, prompt=f"photo, 8k. {TEXTS[0]}", height=48, width=80)
+    assert np.array_equal(image(file), expected) and expected.shape == (48, 80, 3)
+    assert read_settings(file).items() >= (settings | {"scheduler": "DDIM"}).items()
+
+
+@pytest.mark.parametrize(
+    ("error", "explained"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("size mismatch"), False),  # stays as it is
+    ],
+)
+def test_too_little_memory_is_explained(base, tmp_path, monkeypatch, error, explained):
+    monkeypatch.setattr(StableDiffusionXLPipeline, "__call__", Mock(side_effect=error))
+    message = "The memory of cpu does not suffice .* Lower --images-at-once" if explained else "^size mismatch$"
+    with pytest.raises(UserError if explained else RuntimeError, match=message):
+        evaluated(tmp_path, base)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 3}, "steps: 1 there, 3 here"),
+        ({"prefix": "A. "}, "1 of the images .* others, the first 000000.png .*: prompt was 'A cat"),
+        ({"seed": 1}, "seed was 0"),
+    ],
+)
+def test_images_of_others_are_refused_before_a_model_is_loaded(
+    changes, message, both, base, long, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rendering, "load_pipeline", None)
+    (kept, of_long), output = both, both[0][0].parents[2]
+    assert evaluated(output, base, "cut:original", long.name) == [kept, of_long]
+    with pytest.raises(UserError, match=message):
+        evaluated(output, base, "cut:original", long.name, texts=TEXTS[:1], **changes)
+    with Job.open(tmp_path, "images", {}, {}) as job:
+        (mine := tmp_path / "000000.png").write_text("mine")
+        with pytest.raises(UserError, match=r"000000.png .*: it was not made by this job"):
+            render_into(job, None, own(), TASKS)
+    assert mine.read_text() == "mine"
+
+
+def test_an_encoder_of_another_width_is_refused_before_anything_is_rendered(long, tmp_path):
+    wide = str(tiny_sdxl.build_tiny_sdxl(tmp_path / "wide", text_width=64))
+    with pytest.raises(UserError, match=r"width 32; the UNet of .* reads 64"):
+        evaluated(tmp_path / "out", wide, "cut:original", long.name)
+    assert not (tmp_path / "out").exists()
+
+
+@given(st.lists(st.text(min_size=1) | st.sampled_from(["x" * 255, "猫" * 85]), min_size=1, max_size=5, unique=True))
+def test_folders_have_safe_and_different_names(labels):
+    names = folder_names(labels)
+    assert list(names) == labels and len({name.lower() for name in names.values()}) == len(labels)
+    for name in names.values():
+        assert Path("x", name).parent == Path("x") and not name.startswith(".") and not set(name) & set('/\\:*?"<>|\0 ')
+        assert len(os.fsencode(name)) <= 200
+
+
+def test_auto_settings_are_those_of_the_base(base):
+    def resolved(checkpoint=base, **changes):
+        settings = rendering_settings(config_of("results", checkpoint, **{"steps": "auto"} | changes))
+        return [settings[name] for name in ("steps", "guidance_scale", "images_at_once")]
+
+    assert resolved() == [30, 7.0, 1] and resolved("toy/sdxl") == [20, 3.0, 20]
+    assert resolved("toy/sdxl", steps=3, guidance_scale=1.0) == [3, 1.0, 20]
+    with pytest.raises(UserError, match="'nowhere' is not there"):
+        resolved("nowhere")
+
+
+def test_two_processes_render_the_same_images(base, long, tmp_path, capfd):
+    (alone,) = evaluated(tmp_path / "alone", base, long.name, images_at_once=2)
+
+    def work(_) -> None:
+        processes = Processes()
+        with processes.only_main_prints():
+            evaluated(tmp_path / "out", base, long.name, images_at_once=2, processes=processes)
+            assert processes.gathered([processes.index]) == [0, 1]
+            print(f"done by {processes.count}")
+
+    forked(2, work)
+    printed = capfd.readouterr()
+    assert printed.out.endswith("done by 2\n") and printed.out.count("Images: ") == 2  # the one alone has its own
+    files = sorted((tmp_path / "out").rglob("*.png"))
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in alone]

@@ -21,17 +21,13 @@ def still_differs(text):
 
 
 def test_equal_to_open_clips_tokenizer_on_cleaned_text():
-    texts = HOSTILE + list(random_strings(10_000 - len(HOSTILE)))
+    texts = HOSTILE + list(random_strings(3_000 - len(HOSTILE)))
     compared = [text for text in texts if not still_differs(text)]
-    assert len(compared) > 9_900
+    assert len(compared) > 2_900
     cleaned = [clean(text) for text in compared]
     ours, theirs = TOKENIZER(compared).padded(), OPEN_CLIP(cleaned)
     different = [cleaned[i] for i in (ours != theirs).any(dim=1).nonzero().flatten().tolist()]
     assert different == []
-
-
-def test_the_listed_differences_are_real():
-    assert not torch.equal(TOKENIZER(["a\u0345"]).padded(), OPEN_CLIP([clean("a\u0345")]))
 
 
 @given(st.text(max_size=200))
@@ -41,13 +37,6 @@ def test_cleaning_leaves_no_special_token_and_is_done_once(text):
     assert ids.count(49406) == 1
     assert ids.count(49407) == 1
     assert "  " not in clean(text)
-
-
-def test_vocabulary_is_clips():
-    tokenizer = TOKENIZER.tokenizer
-    assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (49408, 49406, 49407)
-    assert tokenizer("a photo of a cat").input_ids == [49406, 320, 1125, 539, 320, 2368, 49407]
-    assert clip_tokenizer(77, pad_token="!").pad_token_id == PAD
 
 
 def test_what_a_tokenizer_was_last_called_with_is_not_saved(tmp_path):
@@ -65,21 +54,18 @@ def test_a_long_caption_is_cut_and_still_ends_in_eot():
     assert TOKENIZER.count("word " * 1000) == 1002
 
 
-def test_literal_rows_have_pads_between_sot_and_text_and_after_eot():
+@pytest.mark.parametrize("pads_before_sot", [False, True])
+def test_literal_rows_have_pads_beside_sot_and_after_eot(pads_before_sot):
     ids = TOKENIZER.text_ids(["a cat", "a dog"])
-    rows = TOKENIZER.batch(ids, [3, 0]).padded()
-    assert rows[0, :8].tolist() == [49406, PAD, PAD, PAD, *ids[0], 49407, PAD]
-    assert rows[1, :5].tolist() == [49406, *ids[1], 49407, PAD]
-    assert TOKENIZER.n_post(ids[0]) == LENGTH - 4
-
-
-def test_pads_before_sot_are_shared_and_sot_is_not():
-    ids = TOKENIZER.text_ids(["a cat", "a dog"])
-    batch = TOKENIZER.batch(ids, [3, 0], pads_before_sot=True)
-    assert batch.prefix_ids.tolist() == [PAD] * 3 and batch.n_prefix.tolist() == [3, 0]
+    batch = TOKENIZER.batch(ids, [3, 0], pads_before_sot)
+    start = [PAD, PAD, PAD, 49406] if pads_before_sot else [49406, PAD, PAD, PAD]
     rows = batch.padded()
-    assert rows[0, :8].tolist() == [PAD, PAD, PAD, 49406, *ids[0], 49407, PAD]
+    assert rows[0, :8].tolist() == [*start, *ids[0], 49407, PAD]
     assert rows[1, :5].tolist() == [49406, *ids[1], 49407, PAD]
+    # the prefix that captions share has SOT where it stands first
+    assert batch.prefix_ids.tolist() == start[: 4 - pads_before_sot]
+    assert batch.n_prefix.tolist() == [4 - pads_before_sot, 1 - pads_before_sot]
+    assert TOKENIZER.n_post(ids[0]) == LENGTH - 4
 
 
 def test_without_sot_pads_stand_before_the_text():
@@ -119,4 +105,6 @@ def test_the_vocabulary_is_open_clips_own():
     ours, theirs = clip_tokenizer(77).get_vocab(), OPEN_CLIP.encoder
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     assert ours == {names.get(token, token): index for token, index in theirs.items()}
+    assert clip_tokenizer(77)("a photo of a cat").input_ids == [49406, 320, 1125, 539, 320, 2368, 49407]
+    assert clip_tokenizer(77, pad_token="!").pad_token_id == PAD
     assert byte_symbols() == list(bytes_to_unicode().values())

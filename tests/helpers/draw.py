@@ -107,19 +107,15 @@ def arguments(function):
 
 
 def save_both(stock, ours, folder):
-    """Saves both and holds that the files are the same, by name, and the JSON ones by content.
-
-    Returns:
-        where ours is
-    """
-    listed = []
+    """Saves both and holds that the files are the same, the JSON ones by content. Returns where ours is."""
     for name, pipe in (("stock", stock), ("ours", ours)):
         pipe.save_pretrained(folder / name)
-        listed.append(sorted(path.relative_to(folder / name) for path in (folder / name).rglob("*")))
-    assert listed[0] == listed[1] and len(listed[0]) > 10
-    for path in listed[0]:
-        if path.suffix == ".json":
-            assert (folder / "ours" / path).read_text() == (folder / "stock" / path).read_text()
+    listed, expected = (
+        sorted(path.relative_to(folder / name) for path in (folder / name).rglob("*")) for name in ("ours", "stock")
+    )
+    assert listed == expected and len(listed) > 10
+    for path in (path for path in listed if path.suffix == ".json"):
+        assert (folder / "ours" / path).read_text() == (folder / "stock" / path).read_text()
     return folder / "ours"
 
 
@@ -135,21 +131,12 @@ def add_lora(encoder, scale=1.0):
 
 
 WORDS = ("red cat blue sofa tree house sky " * 30).split()
-
-
 PLAIN = " ".join(WORDS[:140])
-
-
 LATE = " ".join([*WORDS[:120], "dragon", *WORDS[121:140]])  # differs in token 120
-
-
-SIZE = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "np"}
 
 
 def same_image(pipe, **call):
     """Whether the late word is without effect on the image."""
-    images = [
-        pipe(prompt, generator=torch.Generator("cpu").manual_seed(0), **SIZE, **call).images for prompt in (PLAIN, LATE)
-    ]
+    images = [draw(pipe, prompt, height=32, width=32, **call) for prompt in (PLAIN, LATE)]
     assert images[0].shape == (1, 32, 32, 3) and images[0].std() > 0.01
     return np.array_equal(*images)

@@ -53,8 +53,6 @@ def long_clip(**settings) -> Backbone:
 
 # The text towers of open_clip's ViT-bigG-14 and of a ViT-L-14, a tenth as wide.
 BIGG = {"width": 128, "heads": 2, "layers": 32}
-
-
 SMALL = {"width": 64, "heads": 1, "layers": 12}
 
 
@@ -107,11 +105,8 @@ def long_clip_state(backbone):
     table = state.pop("positional_embedding")
     kept = (torch.arange(len(table)) < 20)[:, None]
     noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
-    both = {
-        "positional_embedding": torch.where(kept, table, noise),
-        "positional_embedding_res": table.where(~kept, noise),
-    }
-    return state | both
+    state["positional_embedding"] = torch.where(kept, table, noise)
+    return state | {"positional_embedding_res": table.where(~kept, noise)}
 
 
 class Runs:
