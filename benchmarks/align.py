@@ -105,23 +105,12 @@ def main() -> None:
     arguments, counted = read_options(__doc__, repeats=5), []
     for pixels, (title, fitted), recomputed in tqdm([*product((512, 1024), FITTED.items(), (False, True))]):
         numbers = count(pixels, fitted, recomputed)
-        counted.append({"pixels": pixels, "fitted": title, "recomputed": recomputed, **numbers})
-    header = [
-        "pixels",
-        "fitted",
-        "activations",
-        "TFLOP a pair",
-        "activations, GB",
-        "weights and AdamW, GB",
-        "GB in all",
-    ]
-    rows = []
-    for row in counted:
-        numbers = row["tflop"], row["activations_gb"], row["state_gb"], row["activations_gb"] + row["state_gb"]
-        activations = "recomputed" if row["recomputed"] else "kept"
-        rows.append([row["pixels"], row["fitted"], activations, *(f"{value:.1f}" for value in numbers)])
+        total = {"total_gb": numbers["activations_gb"] + numbers["state_gb"]}
+        row = {"pixels": pixels, "fitted": title, "activations": "recomputed" if recomputed else "kept"}
+        counted.append(row | numbers | total)
+    rows = [[f"{value:.1f}" if isinstance(value, float) else value for value in row.values()] for row in counted]
     timed = time_toy(arguments.repeats)
-    parts = "SDXL, one pair at a time, counted:", Table(header, rows), f"The toy, {PAIRS} pairs:"
+    parts = "SDXL, one pair at a time, counted:", Table([*counted[0]], rows), f"The toy, {PAIRS} pairs:"
     of_toy = Table(["fitted", "seconds", "to the first row"], [[name, *row.values()] for name, row in timed.items()])
     publish("align", {"tokens": TOKENS, "pairs": PAIRS, "counted": counted, "timed": timed}, *parts, of_toy)
 

@@ -7,18 +7,10 @@ plain     Pillow, torchvision's transforms to a normalised tensor, open_clip's o
 folder    CaptionDataset on the same files
 shards    CaptionDataset on shards of size 256, which `debias-diffusion shards` writes of the same files
 
-Once in this process, by the second of its processor time, and once in batches through a DataLoader of two worker
-processes, by the second on the clock, halved. Every process has one thread. Pairs are made of scikit-image's
-photographs and of sentences from captions of them, at ShareGPT4V's lengths; everything is read from the system's cache
-of the disk. The candidates take turns, so that what else the machine does falls on all. Prints a table and writes it to
-benchmarks/results/.
+In one process of one thread, by the second of its processor time. Pairs are made of scikit-image's photographs and of
+sentences from captions of them, at ShareGPT4V's lengths; everything is read from the system's cache of the disk. The
+candidates take turns. Prints a table and writes it to benchmarks/results/.
 """
-
-import os
-
-# Before anything starts threads. A caption is tokenized in one thread in worker processes anyway.
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import json
 import random
@@ -26,7 +18,6 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -36,12 +27,12 @@ import skimage
 import torch
 from harness import by_turns, publish, read_options
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset
 from torchvision import transforms
 from tqdm import tqdm
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.data.records import Record
@@ -54,7 +45,6 @@ from debias_diffusion.sentences import split_sentences
 ROOT = Path(__file__).parent.parent
 CAPTIONS = ROOT / "tests" / "photographs" / "captions.json"
 SENTENCES = 9  # with 173 tokens, ShareGPT4V's averages
-WORKERS, BATCH = 2, 16
 
 
 def make_pairs(folder: Path, count: int, size: tuple[int, int]) -> tuple[str, str]:
@@ -95,36 +85,12 @@ class Plain(Dataset):
         return image, self.tokenizer([record.caption, short])
 
 
-def per_second(items: Iterable, clock: Callable[[], float]) -> float:
-    """Items a second, from the second one on, so that the start of worker processes does not count."""
-    items, count = iter(items), 0
-    next(items)
-    started = clock()
-    for _ in items:
-        count += 1
-    return count / (clock() - started)
-
-
-def measure(candidates: dict[str, tuple[Dataset, Callable]], pairs: int, repeats: int) -> dict[str, list[float]]:
-    """{name: samples a second and core in each repeat}, of data sets with what makes batches of their samples."""
-
-    def speeds(repeat: int) -> dict[str, Callable[[], float]]:
-        keys = [(repeat, index, 0) for index in range(pairs)]
-        batches = [random.Random(number).sample(keys, BATCH) for number in range(4 * pairs // BATCH)]
-
-        def alone(dataset: Dataset, _) -> float:
-            return per_second((dataset[key] for key in keys), time.process_time)
-
-        def with_workers(dataset: Dataset, collate: Callable) -> float:
-            loader = DataLoader(dataset, batch_sampler=batches, collate_fn=collate, num_workers=WORKERS)
-            return BATCH * per_second(loader, time.perf_counter) / WORKERS
-
-        kinds = {"one process": alone, f"{WORKERS} workers": with_workers}
-        return {
-            f"{name}, {kind}": partial(run, *parts) for kind, run in kinds.items() for name, parts in candidates.items()
-        }
-
-    return by_turns(speeds, repeats, lambda run: run())
+def samples_per_second(dataset: Dataset, keys: list[tuple[int, int, int]]) -> float:
+    """Of processor time."""
+    started = time.process_time()
+    for key in keys:
+        dataset[key]
+    return len(keys) / (time.process_time() - started)
 
 
 def main() -> None:
@@ -138,15 +104,16 @@ def main() -> None:
         data, images = make_pairs(folder, arguments.pairs, size)
         write_shards(ShardsConfig(data, output, images))
         records = open_data(data, images)[0].records
-        candidates = {"plain": (Plain(records, folder, backbone.context_length), default_collate)}
+        candidates: dict[str, Dataset] = {"plain": Plain(records, folder, backbone.context_length)}
         for name, (captions, source) in {"folder": open_data(data, images), "shards": open_data(output)}.items():
-            dataset = CaptionDataset(captions.records, source, backbone.read_pixels, tokenizer, recipe, seed=0)
-            candidates[name] = dataset, Collate(tokenizer, recipe)
-        speeds = measure(candidates, arguments.pairs, arguments.repeats)
+            candidates[name] = CaptionDataset(captions.records, source, backbone.read_pixels, tokenizer, recipe, seed=0)
+        runs = {name: partial(samples_per_second, dataset) for name, dataset in candidates.items()}
+        keys = [(0, index, 0) for index in range(arguments.pairs)]
+        speeds = by_turns(runs, arguments.repeats, lambda run: run(keys))
         kilobytes = statistics.mean((folder / record.image).stat().st_size for record in records) / 1000
 
     medians = {name: statistics.median(values) for name, values in speeds.items()}
-    ratios = {name: value / medians[f"plain,{name.split(',')[1]}"] for name, value in medians.items()}
+    ratios = {name: value / medians["plain"] for name, value in medians.items()}
     tokens = statistics.mean(tokenizer.count(record.caption) for record in records)
     sentences = statistics.mean(len(split_sentences(record.caption)) for record in records)
     result = {

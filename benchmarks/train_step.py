@@ -10,16 +10,8 @@
 (e) peer      Long-CLIP's released model and losses, where FOLDER is a checkout of github.com/beichenzbc/Long-CLIP; it
               has QuickGELU, so take a model with it (ViT-B-16-quickgelu)
 
-With --fix-clip, the parts of Fix-CLIP instead, each against long-clip's step:
-
-literal       as the paper writes it: both views in turn, prompts as tokens under a mask, rows padded to 248 and to 77
-long-clip     ours
-masks         with masked views and short positions (Table 4, row 1)
-discard       the same, masked patches left out
-prompts       long-clip with four regional prompts
-hierarchy     long-clip with the last three of six groups of blocks
-prompts+hierarchy
-all           fix-clip
+With --fix-clip, the parts of Fix-CLIP instead, each against long-clip's step: masks, with masked views and short
+positions (Table 4, row 1); four regional prompts and the last three of six groups of blocks; all of fix-clip.
 
 Same weights, samples, dtype and optimizer; (a) to (d) use PyTorch's scaled_dot_product_attention, (e) what it uses.
 Memory is what a step takes beside weights and AdamW's averages. They take turns, so that what else the machine does
@@ -33,6 +25,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -50,13 +43,19 @@ from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE, KeepStates
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.blocks import block_forward, causal_attention, full_attention
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.optimizer import AdamW, Optimizer
 from debias_diffusion.training.step import backward
 
 # ShareGPT4V's captions: 173 tokens and 9 sentences on average.
 SENTENCES, SENTENCE_TOKENS = (6, 12), (12, 26)
+
+
+def random_sentences(rng: random.Random, words: int) -> list[list[int]]:
+    """Token ids below `words`, by sentence."""
+    return [
+        [rng.randrange(1, words) for _ in range(rng.randint(*SENTENCE_TOKENS))] for _ in range(rng.randint(*SENTENCES))
+    ]
 
 
 def random_images(backbone: Backbone, size: int, seed: int) -> torch.Tensor:
@@ -74,17 +73,13 @@ def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
 
     Of every fourth sample, the long caption's states are compared where a method keeps states.
     """
-    rng, tokenizer = random.Random(seed), backbone.tokenizer
-    words, long_ids, short_ids = tokenizer.markers.sot, [], []
+    rng, tokenizer, long_ids, short_ids = random.Random(seed), backbone.tokenizer, [], []
     compared = torch.full((size, 2, tokenizer.context_length - 2), -1)
     for sample in range(size):
-        sentences = [
-            [rng.randrange(1, words) for _ in range(rng.randint(*SENTENCE_TOKENS))]
-            for _ in range(rng.randint(*SENTENCES))
-        ]
+        sentences = random_sentences(rng, tokenizer.markers.sot)
         sampled = rng.sample(sentences[1:], rng.randint(1, len(sentences) - 1))
         for ids, parts in ((long_ids, sentences), (short_ids, sampled)):
-            ids.append([token for part in parts for token in part][: tokenizer.context_length - 2])
+            ids.append([*chain(*parts)][: tokenizer.context_length - 2])
         if sample % round(1 / SHARE) == 0:
             cuts = [cut for part in sentences for cut in [Cut.TOKEN] * (len(part) - 1) + [Cut.SENTENCE]]
             ids = long_ids[-1]
@@ -138,129 +133,51 @@ def peer_backward(peer, images: torch.Tensor, rows: torch.Tensor, precision: str
 
 # ---- Fix-CLIP
 
-_GROUPS = {"groups": 6}
-_PROMPTS = {"prompts": 4}
 FIX_CLIP = {
     "long-clip": ("long-clip", {}),
     "masks": ("fix-clip", {"groups": 0, "prompts": 0}),
-    "discard": ("fix-clip", {"groups": 0, "prompts": 0, "masked_patches": "discard"}),
-    "prompts": ("long-clip", _PROMPTS),
-    "hierarchy": ("long-clip", _GROUPS),
-    "prompts+hierarchy": ("long-clip", _GROUPS | _PROMPTS),
+    "prompts+hierarchy": ("long-clip", {"groups": 6, "prompts": 4}),
     "all": ("fix-clip", {}),
 }
 
 
 class FixClipSteps:
-    """One model that takes the steps of all rows: its prompts are attached for the rows that have them.
+    """The model, method and optimizer of one row."""
 
-    Args:
-        batch: pairs, of which long-clip's components are fewer.
-    """
-
-    def __init__(self, model: str, batch: int, accelerator: Accelerator, precision: str):
+    def __init__(self, row: str, options: argparse.Namespace, accelerator: Accelerator):
         torch.manual_seed(0)
-        self.accelerator, self.precision = accelerator, precision
-        self.backbone = load_backbone(model)
+        recipe, changes = FIX_CLIP[row]
+        method = find_method(recipe)
+        method = replace(method, **{"components": min(method.components, max(0, options.batch - 2))} | changes)
+        self.accelerator, self.precision = accelerator, options.precision
+        self.backbone = load_backbone(options.model)
         self.backbone.stretch()
-        self.methods = {}
-        for row, (recipe, changes) in FIX_CLIP.items():
-            method = find_method(recipe)
-            method = replace(method, **{"components": min(method.components, max(0, batch - 2))} | changes)
-            self.methods[row] = method
-        self.methods["all"].prepare(self.backbone)
-        self.prompts = self.backbone.model.visual.regional_prompts
+        method.prepare(self.backbone)
         self.backbone.to(accelerator.device).train()
-        self.methods = {row: method.bind(self.backbone) for row, method in self.methods.items()}
-        self.modules = self.methods["all"].modules(self.backbone).to(accelerator.device)
+        self.method = method.bind(self.backbone)
+        self.modules = self.method.all_modules(self.backbone)
         named = dict(self.backbone.model.named_parameters())
-        named |= {f"method/{name}": parameter for name, parameter in self.modules.named_parameters()}
+        if self.modules is not None:
+            self.modules.to(accelerator.device)
+            named |= {f"method/{name}": parameter for name, parameter in self.modules.named_parameters()}
         self.optimizer = AdamW(named, weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
-        self.configuration = self.backbone.config["debias_diffusion"]
 
-    def batch(self, row: str, size: int, seed: int) -> Batch:
+    def batch(self, size: int, seed: int) -> Batch:
         """Random images and token ids; the short caption is the first sentence."""
-        rng, tokenizer, method = random.Random(seed), self.backbone.tokenizer, self.methods[row]
-        long_ids, short_ids = [], []
-        for _ in range(size):
-            counts = [rng.randint(*SENTENCE_TOKENS) for _ in range(rng.randint(*SENTENCES))]
-            ids = [rng.randrange(1, tokenizer.markers.sot) for _ in range(sum(counts))]
-            long_ids.append(ids[: tokenizer.context_length - 2])
-            short_ids.append(ids[: counts[0]])
-        is_short = [False] * size + [method.has_own_positions] * size
+        rng, tokenizer, method = random.Random(seed), self.backbone.tokenizer, self.method
+        sentences = [random_sentences(rng, tokenizer.markers.sot) for _ in range(size)]
+        long_ids = [[*chain(*parts)][: tokenizer.context_length - 2] for parts in sentences]
         images = random_images(self.backbone, size, seed)
         views = [method.views(images[at], "", tokenizer, seed, 0, str(at)) for at in range(size)]
         views = {name: torch.stack([view[name] for view in views]) for name in views[0]}
-        tokens = tokenizer.batch(long_ids + short_ids, is_short=is_short)
+        is_short = [False] * size + [method.has_own_positions] * size
+        tokens = tokenizer.batch(long_ids + [parts[0] for parts in sentences], is_short=is_short)
         return as_batch(images, tokens, views).to(self.accelerator.device)
 
-    def step(self, row: str, batch: Batch) -> None:
-        """A step of a row on its batch, the update included."""
-        if row == "literal":
-            with autocast(self.precision, batch.images.device):
-                features = self._literal_features(batch)
-            features = {name: feature.float() for name, feature in features.items()}
-            losses, _ = self.methods["all"].losses(features, self.backbone.logit_scale.exp())
-            torch.stack(list(losses.values())).sum().backward()
-        else:
-            method, visual = self.methods[row], self.backbone.model.visual
-            visual.regional_prompts = self.prompts if method.prompts else None
-            left_out = () if method.prompts else ("regional_prompts",)
-            configuration = {name: value for name, value in self.configuration.items() if name not in left_out}
-            self.backbone.config["debias_diffusion"] = configuration
-            backward(self.backbone, method, batch, self.accelerator, self.precision, modules=self.modules)
-            visual.regional_prompts = self.prompts
+    def step(self, batch: Batch) -> None:
+        """With the update."""
+        backward(self.backbone, self.method, batch, self.accelerator, self.precision, modules=self.modules)
         self.optimizer.step(1e-6)
-
-    def _literal_features(self, batch: Batch) -> dict[str, torch.Tensor]:
-        method, model, size = self.methods["all"], self.backbone.model, len(batch)
-        image, image_states = self._literal_image(batch, None)
-        masked, _ = self._literal_image(batch, batch.views["is_masked"])
-        long, text_states = self._literal_text(batch.tokens.padded()[:size], model.positional_embedding)
-        table = self.backbone.short_positions
-        short, _ = self._literal_text(batch.tokens.padded()[size:, : len(table)], table)
-        heads = {"image": (self.modules.image_heads, image_states), "text": (self.modules.text_heads, text_states)}
-        groups = {}
-        for tower, (head, states) in heads.items():
-            blocks = method.hierarchy.blocks(len(states))
-            compared = torch.stack([states[block] for block in blocks], dim=1).float()
-            groups[f"{tower}_groups"] = head(method.hierarchy.aggregate(compared))
-        return {"image": image, "short_image": masked, "long_text": long, "short_text": short} | groups
-
-    def _literal_image(self, batch: Batch, is_masked: torch.Tensor | None):
-        visual, size = self.backbone.model.visual, len(batch)
-        patches = visual.conv1(self.backbone.as_floats(batch.images)).flatten(2).transpose(1, 2)
-        if is_masked is not None:
-            patches = torch.where(is_masked[..., None], self.modules.mask_vector.to(patches.dtype), patches)
-        cls = visual.class_embedding.to(patches.dtype).expand(size, 1, -1)
-        x = visual.ln_pre(torch.cat([cls, patches], dim=1) + visual.positional_embedding.to(patches.dtype))
-        count, states = self.prompts.settings.count, []
-        mask = self._literal_mask(count, patches.shape[1]).to(x.device)
-        for block, of_block in zip(visual.transformer.resblocks, self.prompts.prompts, strict=True):
-            x = torch.cat([x[:, :1], of_block.to(x.dtype).expand(size, -1, -1), x[:, 1:]], dim=1)
-            x = block_forward(block, x, partial(full_attention, attn_mask=mask))
-            x = torch.cat([x[:, :1], x[:, 1 + count :]], dim=1)
-            states.append(x[:, 0])
-        return visual.ln_post(x)[:, 0] @ visual.proj, states
-
-    @staticmethod
-    def _literal_mask(count: int, patches: int) -> torch.Tensor:
-        """[1 + count + patches] squared, True where a row may attend (E3)."""
-        mask = torch.ones(1 + count + patches, 1 + count + patches, dtype=torch.bool)
-        mask[1 + count :, 1 : 1 + count] = False
-        bands = torch.eye(count, dtype=torch.bool).repeat_interleave(patches // count, dim=1)
-        mask[1 : 1 + count] = False
-        mask[1 : 1 + count, 1 : 1 + count + bands.shape[1]] = torch.cat([torch.eye(count, dtype=torch.bool), bands], 1)
-        return mask
-
-    def _literal_text(self, rows: torch.Tensor, table: torch.Tensor):
-        model, states = self.backbone.model, []
-        x, ends = model.token_embedding(rows) + table, rows.argmax(dim=1)
-        at = torch.arange(len(rows), device=rows.device)
-        for block in model.transformer.resblocks:
-            x = block_forward(block, x, causal_attention)
-            states.append(x[at, ends])
-        return model.ln_final(x)[at, ends] @ model.text_projection, states
 
 
 def by_turns_with_memory(steps_of: Callable[[int], dict], repeats: int, device: torch.device) -> tuple[dict, dict]:
@@ -297,11 +214,10 @@ def publish_steps(
 
 def fix_clip_steps(options: argparse.Namespace) -> None:
     accelerator = Accelerator()
-    steps = FixClipSteps(options.model, options.batch, accelerator, options.precision)
+    rows = {row: FixClipSteps(row, options, accelerator) for row in FIX_CLIP}
 
     def steps_of(number: int) -> dict[str, Callable]:
-        batches = {row: steps.batch(row, options.batch, seed=number) for row in FIX_CLIP}
-        return {row: partial(steps.step, row, batches.get(row, batches["all"])) for row in ("literal", *FIX_CLIP)}
+        return {row: partial(steps.step, steps.batch(options.batch, seed=number)) for row, steps in rows.items()}
 
     times, peaks = by_turns_with_memory(steps_of, options.repeats, accelerator.device)
     publish_steps(options, "train_step-fix-clip", times, peaks, "long-clip", {})

@@ -20,7 +20,7 @@ from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption
 
 CPU = torch.device("cpu")
-PROMPT = "In the top left there is a small red star."
+PROMPT = "In the top left there is a small red star. "
 TRAININGS = {"toy": 6, "toy-test": 4, "toy-test-twice": 2, "fix-clip": 15}  # of each world's studies
 
 
@@ -88,35 +88,25 @@ def test_every_study_has_settings_that_can_be_used(world, tmp_path, capsys):
 # ---- states
 
 
-def random_states(states):
-    """Six positions: SOT, three words, EOT, a pad; the encoder's are the original's, moved by one shift."""
+def test_states_are_exchanged_shifted_and_mapped_back(states):
+    """SOT, words, EOT and pads; the encoder's are the original's, rotated and shifted."""
     random = torch.Generator().manual_seed(0)
-    original, shift = torch.randn(6, 8, generator=random), torch.randn(8, generator=random)
-    drifted, moments = original.clone(), Moments(8)
-    drifted[1:] += shift
-    moments.add(drifted[1:], original[1:], 1.0)
-    return states.States(drifted, original, eot=4, moments=moments)
+    original, shift = torch.randn(200, 8, generator=random), torch.randn(8, generator=random)
+    rotation = torch.linalg.qr(torch.randn(8, 8, generator=random)).Q
 
+    def of(drifted):
+        moments = Moments(8)
+        moments.add(drifted[1:], original[1:], 1.0)
+        return states.States(torch.cat([original[:1], drifted[1:]]), original, eot=190, moments=moments)
 
-def test_words_and_pads_are_exchanged_and_a_shift_is_undone(states):
-    of_prompt = random_states(states)
-    words, pads = of_prompt.original_words(), of_prompt.original_pads()
-    for position in range(6):
-        of_words = of_prompt.original if 1 <= position < 4 else of_prompt.drifted
-        of_pads = of_prompt.original if position >= 4 else of_prompt.drifted
-        assert torch.equal(words[position], of_words[position]) and torch.equal(pads[position], of_pads[position])
-    torch.testing.assert_close(of_prompt.less_shift(), of_prompt.original, rtol=0, atol=1e-5)
-    torch.testing.assert_close(of_prompt.shifted_original(), of_prompt.drifted, rtol=0, atol=1e-5)
-
-
-def test_a_fitted_linear_map_brings_mapped_states_back(states):
-    random = torch.Generator().manual_seed(1)
-    original, rotation = torch.randn(200, 8, generator=random), torch.linalg.qr(torch.randn(8, 8, generator=random)).Q
-    drifted, moments = original @ rotation + 3, Moments(8)
-    moments.add(drifted[1:], original[1:], 1.0)
-    mapped = states.States(drifted, original, eot=190, moments=moments).less_linear_map()
-    assert torch.equal(mapped[0], drifted[0])
-    torch.testing.assert_close(mapped[1:], original[1:], rtol=0, atol=0.02)
+    shifted = of(original + shift)
+    words, pads = shifted.original_words(), shifted.original_pads()
+    assert torch.equal(words, torch.cat([shifted.drifted[:1], original[1:190], shifted.drifted[190:]]))
+    assert torch.equal(pads, torch.cat([shifted.drifted[:190], original[190:]]))
+    torch.testing.assert_close(shifted.less_shift(), original, rtol=0, atol=1e-5)
+    torch.testing.assert_close(shifted.shifted_original(), shifted.drifted, rtol=0, atol=1e-5)
+    mapped = of(original @ rotation + 3).less_linear_map()
+    torch.testing.assert_close(mapped, original, rtol=0, atol=0.02)
 
 
 def test_unchanged_states_are_those_that_the_pipeline_reads(states):
@@ -133,13 +123,9 @@ def test_unchanged_states_are_those_that_the_pipeline_reads(states):
 
 
 def test_images_of_one_prompt_count_as_one_sample(reading):
-    right, mentions = [{"top": True, "left": False}, {"right": True}], [{"top": 3, "left": 4}, {"right": 5}]
-    assert reading.mentioned_in(right, mentions, lambda number: number < 4) == [{"top": True}, {}]
     a, b = [{"top": True}, {"left": False}], [{"top": False}, {"left": True}]
-    joined = reading.joined({"a": a, "b": b})
-    assert joined == [{("a", "top"): True, ("b", "top"): False}, {("a", "left"): False, ("b", "left"): True}]
     # One encoder gains in an image what the other loses there: as one sample, the difference is zero without doubt.
-    numbers = reading.compare(joined, reading.joined({"a": b, "b": a}))
+    numbers = reading.compare(reading.joined({"a": a, "b": b}), reading.joined({"a": b, "b": a}))
     assert numbers == {"objects": 4, "right": 50, "difference": 0, "low": 0, "high": 0}
 
 
@@ -154,45 +140,37 @@ def test_every_change_meets_every_first_encoder_in_the_table(reading):
     worse = {(row["change"], row["first"]): row for row in rows}["both padded with 0", "all three"]
     assert worse["all"] == {"objects": 12, "right": 0, "difference": -50, "low": -50, "high": -50}
     assert worse["2 to 4"]["difference"] == worse["short"]["difference"] == -100 and worse["later"]["difference"] == 0
-    lines = reading.as_table(rows).markdown().splitlines()
-    worse = "| both padded with 0 | clip | 0.0: -50.0 (-50.0 to -50.0) | 0.0: -100.0 (-100.0 to -100.0) |"
-    assert any(line.startswith(worse) for line in lines)
-    assert f"| {reading.DEFAULT} | clip | 50.0 | 100.0 | 0.0 | 100.0 |" in lines
+    assert "| both padded with 0 | clip | 0.0: -50.0 (-50.0 to -50.0) |" in reading.as_table(rows).markdown()
 
 
 @torch.inference_mode()
 def test_layers_pads_and_second_encoders_are_those_named(reading):
-    def embeds(pipe):
-        return pipe.encode_prompt(PROMPT, do_classifier_free_guidance=False)[0]
+    def embeds(**change):
+        pipe = reading.make_pipeline(reading.Policy("clip", **change), None)
+        return pipe, pipe.encode_prompt(PROMPT, do_classifier_free_guidance=False)[0]
 
-    def literal(pipe, layer):
-        """Hidden states of both encoders for a prompt of one chunk, of the layer that `layer` picks."""
-        parts = []
+    def literal(pipe):
+        """The penultimate and the last hidden states of both encoders, by chunk of 77."""
+        penultimate, last = [], []
         for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
             ids = tokenizer(PROMPT, padding="max_length", max_length=77, return_tensors="pt").input_ids
-            parts.append(layer(encoder(ids, output_hidden_states=True)))
-        return torch.cat(parts, dim=-1)
+            output = encoder(ids, output_hidden_states=True)
+            penultimate.append(output.hidden_states[-2])
+            last.append(output.last_hidden_state)
+        return penultimate, last
 
-    default, last, first_only, padded, stretched = (
-        reading.make_pipeline(reading.Policy("clip", **change), None)
-        for change in (
-            *({}, {"last": reading.BOTH}, {"last": reading.BOTH[:1]}),
-            *({"pads": ("0", "EOT")}, {"second": "stretched"}),
-        )
-    )
-    final = literal(default, lambda output: output.last_hidden_state)
-    penultimate = literal(default, lambda output: output.hidden_states[-2])
-    assert torch.equal(embeds(default), penultimate) and not torch.equal(penultimate, final)
-    assert torch.equal(embeds(last), final)
-    width = default.text_encoder.config.hidden_size
-    assert torch.equal(embeds(first_only), torch.cat([final[..., :width], penultimate[..., width:]], dim=-1))
+    default, read = embeds()
+    penultimate, last = literal(default)
+    assert torch.equal(read, torch.cat(penultimate, dim=-1))
+    assert torch.equal(embeds(last=reading.BOTH)[1], torch.cat(last, dim=-1))
+    assert torch.equal(embeds(last=reading.BOTH[:1])[1], torch.cat([last[0], penultimate[1]], dim=-1))
+    padded, read = embeds(pads=("0", "EOT"))
     eot = default.tokenizer.eos_token_id
     assert (default.tokenizer.pad_token_id, default.tokenizer_2.pad_token_id) == (eot, 0)
     assert (padded.tokenizer.pad_token_id, padded.tokenizer_2.pad_token_id) == (0, eot)
-    assert torch.equal(embeds(padded), literal(padded, lambda output: output.hidden_states[-2]))
+    assert torch.equal(read, torch.cat(literal(padded)[0], dim=-1))
+    stretched, _ = embeds(second="stretched")
     assert stretched.text_encoder_2.config.max_position_embeddings == stretched.tokenizer_2.model_max_length == 248
-    assert stretched.tokenizer_2.pad_token_id == 0
-    long = "In the top left there is a small red star. " * 9
     trained = reading.make_pipeline(reading.Policy("long-clip", second="trained"), stretched.text_encoder_2)
-    assert trained.text_encoder_2 is stretched.text_encoder_2 and trained.prompt_layout(long).chunks == (1, 1)
-    assert default.prompt_layout(long).chunks == (2, 2)
+    assert trained.text_encoder_2 is stretched.text_encoder_2 and trained.prompt_layout(9 * PROMPT).chunks == (1, 1)
+    assert default.prompt_layout(9 * PROMPT).chunks == (2, 2)

@@ -54,12 +54,9 @@ def test_help_names_every_command_and_option(capsys):
 
 
 def test_a_list_is_given_with_blanks(capsys, tmp_path):
-    encoders = ["--encoders", "toy/clip", "toy/debias-clip"]
-    code, out, err = run(
-        capsys, "evaluate", "attention", *encoders, "--prompt", "A star. A circle.", "--output", str(tmp_path)
-    )
-    assert code == 0, err
-    assert "Word by word, in toy/clip, toy/debias-clip" in out
+    settings = ["--encoders", "toy/clip", "toy/debias-clip", "--prompt", "A star. A circle.", "--output", tmp_path]
+    code, out, err = run(capsys, "evaluate", "attention", *settings)
+    assert code == 0 and "Word by word, in toy/clip, toy/debias-clip" in out, err
     files = {file.name for file in tmp_path.iterdir() if not file.name.startswith("items-")}
     assert files == {"attention.json", "attention_prompt.png", "cache", "job.json"}
 
@@ -67,17 +64,10 @@ def test_a_list_is_given_with_blanks(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["trian"],
-            "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, align, ablate, export",
-        ),
+        (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, align, ablate"),
         (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
         (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),
-        (["train", "--max_steps", "3"], "Unknown option 'max_steps'. Did you mean max-steps"),
         (["train", "--batch=many"], "batch is 'many', but must be a whole number, at least 1. `debias-diffusion train"),
-        (["train", "--max-steps", "x"], "max_steps is 'x', but must be a whole number, at least 1, or null."),
-        (["train", "--precision=fp8"], "precision is 'fp8', but must be auto or fp32 or bf16 or fp16."),
-        (["train", "--initial-scale=ten"], "initial_scale is 'ten', but must be a number, above 0, at most 100, or"),
         (["train", "--data=d", "--output=o", "--model=m", "--batch=0"], "batch is 0, but must be a whole number"),
         (["reproduce", "claims", "--seeds", "0", "x"], "seeds is 'x', but must be values, each a whole number"),
         (["generate", "a", "star", "--base=toy/sdxl"], "unrecognized arguments: star"),
@@ -86,10 +76,8 @@ def test_a_list_is_given_with_blanks(capsys, tmp_path):
         (["generate"], "--base is missing. For example: debias-diffusion generate 'A red star"),
         (["generate", " ", "--base=/nowhere"], "The prompt is empty"),
         (["generate", "x" * 100_000, "--base=/nowhere"], "has 100,000 characters; at most 20,000"),
-        (
-            ["generate", "a star", "--base=toy/sdxl", "--guidance-scale=1e308"],
-            "guidance_scale is 1e+308, but must be a number, from -1000.0 to 1000.0.",
-        ),
+        (["generate", "a star", "--guidance-scale=1" + 400 * "0"], "int too large to convert to float"),
+        (["generate", "a star", "--steps=" + 5000 * "9"], "Exceeds the limit"),
         (["evaluate", "report"], "FOLDER is missing. For example: debias-diffusion evaluate report scores"),
         (["export", "--model=ViT-B16", "--output=/nowhere"], "'ViT-B16' is not there. Did you mean ViT-B-16"),
     ],
@@ -108,16 +96,19 @@ def test_yaml_is_read_overridden_and_printed(capsys, tmp_path, world):
     assert run(capsys, "train", "--config", tmp_path / "printed.yaml", "--print-config")[1] == out
 
 
-def test_an_unknown_key_in_yaml_is_an_error(capsys, tmp_path):
-    (tmp_path / "c.yaml").write_text("epochz: 7\n")
-    message = error(capsys, "train", "--config", tmp_path / "c.yaml")
-    assert "Unknown option 'epochz'. Did you mean epochs" in message
-    (tmp_path / "c.yaml").write_text("lr: 7\n")
-    message = error(capsys, "train", "--config", tmp_path / "c.yaml")
-    assert "Unknown option 'lr'." in message
-    (tmp_path / "c.yaml").write_text("encoders: toy/clip,toy/debias-clip\n")
-    message = error(capsys, "evaluate", "attention", "--config", tmp_path / "c.yaml", "--output=o")
-    assert "write the values of a list in brackets: [a, b]" in message
+@pytest.mark.parametrize(
+    ("command", "line", "message"),
+    [
+        ("train", "epochz: 7", "Unknown option 'epochz'. Did you mean epochs"),
+        ("train", "lr: 7", "Unknown option 'lr'."),
+        ("evaluate attention", "encoders: toy/clip,toy/debias-clip", "write the values of a list in brackets: [a, b]"),
+        ("generate", b"\xff\xfe\x00", "can't decode byte 0xff"),
+        ("generate", "steps: " + 5000 * "9", "Exceeds the limit"),
+    ],
+)
+def test_a_wrong_yaml_is_explained(capsys, tmp_path, command, line, message):
+    (tmp_path / "c.yaml").write_bytes(line if isinstance(line, bytes) else line.encode())
+    assert message in error(capsys, *command.split(), "--config", tmp_path / "c.yaml")
 
 
 def test_train_then_export_then_evaluate(capsys, tmp_path, world):
@@ -126,60 +117,28 @@ def test_train_then_export_then_evaluate(capsys, tmp_path, world):
     assert f"debias-diffusion export --model {tmp_path / 'run'}" in out
     code, out, err = run(capsys, "export", "--model", tmp_path / "run", "--output", tmp_path / "export")
     assert code == 0, err
-    assert {path.name for path in (tmp_path / "export").iterdir()} == {
-        "text_encoder",
-        "tokenizer",
-        "pipeline.py",
-        ".debias-diffusion.json",
-        "README.md",
-    }
+    written = {"text_encoder", "tokenizer", "pipeline.py", ".debias-diffusion.json", "README.md"}
+    assert {path.name for path in (tmp_path / "export").iterdir()} == written
     encoders = ["--encoders", tmp_path / "run", world[5]]
     arguments = [*world[:4], *encoders, "--output", tmp_path / "scores", "--limit=10"]
     code, out, err = run(capsys, "evaluate", "retrieval", *arguments)
     assert code == 0, err
     assert len(json.loads((tmp_path / "scores" / "retrieval.json").read_text())["encoders"]) == 2
     code, out, err = run(capsys, "evaluate", "report", tmp_path / "scores")
-    assert code == 0 and "1 results in 1 section" in out, err
-    assert (tmp_path / "scores" / "report.html").is_file()
-
-
-def test_users_errors_have_no_traceback(capsys, tmp_path, world):
-    message = error(capsys, "train", *world, *QUICK, "--output", tmp_path, "--recipe=debias")
-    assert "Unknown recipe 'debias'. Did you mean debias-clip" in message
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("x")
-    assert "which `export` did not write" in error(capsys, "export", *world[4:], "--output", tmp_path / "full")
+    assert code == 0 and "1 results in 1 section" in out and (tmp_path / "scores" / "report.html").is_file(), err
+    message = error(capsys, "export", "--model", tmp_path / "run", "--output", tmp_path / "scores")
+    assert "which `export` did not write" in message
 
 
 def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):
     (tmp_path / "file").touch()
     settings = ["generate", "a star", "--base=toy/sdxl", "--steps=1"]
-    for output in (
-        tmp_path / f"{'x' * 300}.png",
-        tmp_path / ("x/" * 3000) / "a.png",
-        tmp_path / "file" / "x" / "a.png",
-    ):
-        error(capsys, *settings, "--output", output)
+    for output in (f"{'x' * 300}.png", 3000 * "x/" + "a.png", "file/x/a.png"):
+        error(capsys, *settings, "--output", tmp_path / output)
     (tmp_path / "loop").symlink_to("loop")
     assert "loop' is not writable" in error(capsys, *settings, "--output", tmp_path / "loop" / "a.png")
     name = f"{'x' * 251}.png"
     assert run(capsys, *settings, "--output", tmp_path / name)[0] == 0 and (tmp_path / name).is_file()
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--guidance-scale=1" + 400 * "0", "int too large to convert to float"),
-        ("--steps=" + 5000 * "9", "Exceeds the limit"),
-        (b"\xff\xfe\x00", "can't decode byte 0xff"),
-        (b"steps: " + 5000 * b"9", "Exceeds the limit"),
-    ],
-)
-def test_options_that_no_parser_takes(capsys, tmp_path, option, message):
-    if isinstance(option, bytes):
-        (tmp_path / "c.yaml").write_bytes(option)
-        option = f"--config={tmp_path / 'c.yaml'}"
-    assert message in error(capsys, "generate", "a star", "--base=toy/sdxl", option)
 
 
 def test_what_failed_though_all_was_usable_exits_with_1(capsys, tmp_path, monkeypatch):
@@ -228,23 +187,15 @@ def test_help_lists_groups_flags_types_and_defaults(capsys):
 @pytest.mark.parametrize(
     ("command", "arguments", "values"),
     [
-        ("train", "--learning-rate=1e-3 --no-compile --check-data", (("learning_rate", 1e-3), ("check_data", True))),
-        ("train", "--method.alpha 0.75 --betas [0.8,0.9]", (("method", {"alpha": 0.75}), ("betas", [0.8, 0.9]))),
-        (
-            "train",
-            "--trackers tensorboard wandb --chunk null",
-            (("trackers", ["tensorboard", "wandb"]), ("chunk", None)),
-        ),
-        (
-            "generate",
-            "--reading separate --guidance-scale -1 star",
-            (("reading", "separate"), ("guidance_scale", -1.0)),
-        ),
-        ("evaluate attention", "--encoders a,b [c] 1", (("encoders", ["a,b", "[c]", "1"]),)),
-        ("reproduce", "table-S4 claims --seeds 0 2", (("target", ["table-S4", "claims"]), ("seeds", [0, 2]))),
+        ("train", "--learning-rate=1e-3 --no-compile --check-data", {"learning_rate": 1e-3, "check_data": True}),
+        ("train", "--method.alpha 0.75 --betas [0.8,0.9]", {"method": {"alpha": 0.75}, "betas": [0.8, 0.9]}),
+        ("train", "--trackers tensorboard wandb --chunk null", {"trackers": ["tensorboard", "wandb"], "chunk": None}),
+        ("generate", "--reading separate --guidance-scale -1 star", {"reading": "separate", "guidance_scale": -1.0}),
+        ("evaluate attention", "--encoders a,b [c] 1", {"encoders": ["a,b", "[c]", "1"]}),
+        ("reproduce", "table-S4 claims --seeds 0 2", {"target": ["table-S4", "claims"], "seeds": [0, 2]}),
     ],
 )
 def test_options_are_written_in_one_way(capsys, command, arguments, values):
     code, out, err = run(capsys, *command.split(), *arguments.split(), "--print-config")
     assert code == 0, err
-    assert dict(values).items() <= yaml.safe_load(out).items()
+    assert values.items() <= yaml.safe_load(out).items()
