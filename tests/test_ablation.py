@@ -407,12 +407,6 @@ def test_the_gradient_of_alpha_is_that_of_finite_differences(problem):
     assert torch.autograd.gradcheck(lambda alpha: setattr(bp, "alpha", alpha) or bp.loss(images), [bp.alpha])
 
 
-@torch.no_grad()
-def test_a_beta_for_each_head_gives_the_features_of_a_mask(problem):
-    betas = (1 - (1 - problem.population.beta) * PLANTED.double()).view(*problem.shape)
-    close(problem.encode_betas(betas)[0], problem.encode(PLANTED[None])[0])
-
-
 def test_descent_quiets_what_was_planted_and_changes_no_weight(problem, tmp_path):
     visual = problem.population.tower.visual
     before = weights_digest(visual)
@@ -557,6 +551,7 @@ def test_a_stopped_command_continues_to_the_same_result_on_the_same_data_alone(c
     Image.open(first).transpose(Image.Transpose.FLIP_LEFT_RIGHT).rotate(90).save(first)
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     for change, message in (
+        ({"beta": 0.1}, "beta: 0.5 there, 0.1 here"),
         ({"data": one_sentence(config().data, tmp_path / "data.json")}, "The data is another one"),
         ({"images": str(others)}, "The set of images is another one"),
     ):

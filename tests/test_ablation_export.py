@@ -12,7 +12,6 @@ import torch
 from helpers.ranks import forked
 from helpers.tiny_clip import save_tiny_clip, tiny_clip
 from helpers.training_runs import config
-from helpers.vocabulary import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, CLIPModel, CLIPProcessor, dynamic_module_utils
 
@@ -31,7 +30,6 @@ from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models import loading
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.blocks import before_attention, full_attention
-from debias_diffusion.tokens import clip_tokenizer
 from debias_diffusion.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -48,9 +46,11 @@ ABLATIONS = {
 }
 
 
-def ablated_folders(folder: Path, vocabulary) -> SimpleNamespace:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> SimpleNamespace:
     """A base model, and folders of its ablations as `ablate` leaves them, `mean_` those whose heads give their mean."""
-    base = save_tiny_clip(folder / "base", tokenizer=vocabulary(77))
+    folder = tmp_path_factory.mktemp("ablations")
+    base = save_tiny_clip(folder / "base")
     means = {f"mean_{tower}": replaced(load_two_tower(base), tower)[1] for tower in MASKS}
     for name, ablation in (ABLATIONS | means).items():
         (folder / name).mkdir()
@@ -70,17 +70,6 @@ def means_of(backbone: Backbone, tower: str) -> torch.Tensor:
     if tower == "image":
         return image_means(backbone.image, backbone.image.embed(PIXELS), batch=1)
     return text_means(backbone, [backbone.tokenize(CAPTIONS[:2]), backbone.tokenize(CAPTIONS[2:])])
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> SimpleNamespace:
-    return ablated_folders(tmp_path_factory.mktemp("ablations"), tiny_tokenizer)
-
-
-@pytest.fixture(scope="module")
-def whole_folders(tmp_path_factory) -> SimpleNamespace:
-    """The same with CLIP's own vocabulary, the only one that ComfyUI knows."""
-    return ablated_folders(tmp_path_factory.mktemp("whole"), clip_tokenizer)
 
 
 def features(model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,17 +234,14 @@ def test_every_export_holds_folded_heads_as_ordinary_weights(folders, name, tmp_
     close(theirs, expected)
 
 
-@pytest.mark.parametrize("to", ["transformers", "comfyui"])
 @pytest.mark.parametrize("name", ["image", "text", "mean_text"])
-def test_a_text_encoder_leaves_with_folded_heads_and_without_those_of_images(request, tmp_path, capsys, to, name):
-    folders = request.getfixturevalue("whole_folders" if to == "comfyui" else "folders")
-    source, output = getattr(folders, name), tmp_path / ("out.safetensors" if to == "comfyui" else "out")
-    export(ExportConfig(source, str(output), to))
+def test_a_text_encoder_leaves_with_folded_heads_and_without_those_of_images(folders, name, tmp_path, capsys):
+    source, ablated = getattr(folders, name), load_two_tower(getattr(folders, name))
+    export(ExportConfig(source, str(tmp_path / "out")))
     unaffected = "The suppressed heads are the image tower's. This text encoder is that of the base model."
     assert (unaffected in capsys.readouterr().out) == (name == "image")
-    ablated = load_two_tower(source)
     ablated.save(tmp_path / "noted")
-    for encoder, tokenizer in map(load_text_encoder, (source, output, tmp_path / "noted")):
+    for encoder, tokenizer in map(load_text_encoder, (source, tmp_path / "out", tmp_path / "noted")):
         rows = tokenizer(CAPTIONS, padding="max_length", return_tensors="pt").input_ids
         states = encoder(rows, output_hidden_states=True)
         close(states.pooler_output @ ablated.text.tower.text_projection, features(ablated)[1])
