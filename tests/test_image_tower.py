@@ -1,11 +1,9 @@
 """The image tower block by block against open_clip's own forward."""
 
-import json
-
 import pytest
 import torch
 from helpers.text_encoders import block_states
-from helpers.tiny_clip import everyday, save_tiny_clip, tiny_clip, tiny_siglip
+from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import VisionTransformer
 
@@ -42,21 +40,18 @@ def gradients(visual: VisionTransformer, features: torch.Tensor) -> dict[str, to
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_and_gradients_equal_open_clips(kind, dtype, tolerance, checkpointing):
-    visual = visual_of(kind).to(dtype)
-    expected = visual(images(dtype))
-    expected_gradients, calls = gradients(visual, expected), []
+def test_features_and_gradients_equal_open_clips(kind, checkpointing):
+    visual, calls = visual_of(kind).double(), []
+    expected = visual(images())
+    expected_gradients = gradients(visual, expected)
     visual.set_grad_checkpointing(checkpointing)
-    hook = visual.transformer.resblocks[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    features = ImageTower(visual)(images(dtype))
-    torch.testing.assert_close(features, expected, rtol=tolerance, atol=tolerance)
+    visual.transformer.resblocks[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    features = ImageTower(visual)(images())
+    torch.testing.assert_close(features, expected, rtol=1e-12, atol=1e-12)
     for name, gradient in gradients(visual, features).items():
-        largest = expected_gradients[name].abs().max().item()
-        assert largest > 0
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=tolerance * max(1, largest))
-    hook.remove()
+        assert expected_gradients[name].abs().max() > 0
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-9, atol=1e-12)
     assert len(calls) == 1 + checkpointing
 
 
@@ -130,34 +125,28 @@ def test_a_plain_backbone_keeps_open_clips_forward_and_its_cache_key():
     backbone = tiny_clip()
     plain = images(torch.float32)
     assert torch.equal(backbone.encode_image(plain), backbone.model.encode_image(plain))
-    torch.testing.assert_close(backbone.image(plain), backbone.encode_image(plain), rtol=1e-6, atol=1e-6)
-    assert json.dumps(backbone.image_fingerprint()) == json.dumps(
-        {
-            "weights": weights_digest(backbone.model.visual),
-            "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
-            "preprocess": str(backbone.preprocess),
-        }
-    )
+    assert backbone.image_fingerprint() == {
+        "weights": weights_digest(backbone.model.visual),
+        "vision_cfg": backbone.config["model_cfg"]["vision_cfg"],
+        "preprocess": str(backbone.preprocess),
+    }
 
 
 def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
-    save_tiny_clip(tmp_path / "base")
-    backbone = load_backbone(str(tmp_path / "base")).eval()
-    tokens = backbone.tokenize(["a cat"])
-    plain, key, used = backbone.encode_image(images(torch.float32)), backbone.image_fingerprint(), how_used(backbone)
-    used = json.dumps(used)
+    backbone = tiny_clip().eval()
+    pixels = images(torch.float32)
+    plain, key, used = backbone.encode_image(pixels), backbone.image_fingerprint(), str(how_used(backbone))
     backbone.replace_image_attention({-1: without_second_head}, {"without heads": {"1": [1]}})
-    features = backbone.encode_image(images(torch.float32))
+    features = backbone.encode_image(pixels)
     assert not torch.allclose(features, plain, atol=1e-3)
     assert backbone.image_fingerprint() == key | {"attention": {"without heads": {"1": [1]}}}
-    assert json.dumps(how_used(backbone)) != used
+    assert str(how_used(backbone)) != used
     backbone.save(tmp_path / "saved")
     again = load_backbone(str(tmp_path / "saved")).eval()
-    assert torch.equal(again.encode_text(tokens), backbone.encode_text(tokens))
     with pytest.raises(UserError, match="saved with other attention in its image tower, .*without heads"):
-        again.encode_image(images(torch.float32))
+        again.encode_image(pixels)
     again.replace_image_attention({1: without_second_head}, again.image_attention)
-    assert torch.equal(again.encode_image(images(torch.float32)), features)
+    assert torch.equal(again.encode_image(pixels), features)
     with pytest.raises(UserError, match="a CLIPModel has the plain one"):
         export_clip_model(backbone, tmp_path / "clip")
     with pytest.raises(UserError, match="at least one block and a description"):

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import open_clip
 import pytest
@@ -20,37 +21,29 @@ from debias_diffusion.training.setup import load_base_model, load_base_tokenizer
 GUESSED = "does not name its activation"
 
 
-def check(backbone, expected):
-    assert (backbone.context_length, backbone.kept_positions, backbone.random_weights) == (248, 20, False)
-    torch.testing.assert_close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected, rtol=0, atol=1e-4)
+close = partial(torch.testing.assert_close, rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings(f"ignore:.*{GUESSED}")
 @pytest.mark.parametrize("prefix", ["", "text."])
-def test_both_towers_load_bare_and_by_name_and_are_not_stretched_again(known, tmp_path, prefix):
+def test_it_loads_everywhere_and_is_not_stretched_again(known, tmp_path, prefix):
     file, expected = released(tmp_path, prefix)
-    check(load_two_tower(file), expected)
-    check(load_two_tower(f"deep-quickgelu:{file}"), expected)
+    named = f"deep-quickgelu:{file}"
     config = TrainConfig(data="x.json", output=str(tmp_path / "run"), model="deep-quickgelu", pretrained=str(file))
-    check(prepare_backbone(load_base_model(config), config), expected)
     assert load_base_tokenizer(replace(config, keep_positions=0)).context_length == 248
     load_two_tower(file).save(tmp_path / "saved")
-    check(load_backbone(str(tmp_path / "saved")), expected)
-
-
-@pytest.mark.filterwarnings(f"ignore:.*{GUESSED}")
-@pytest.mark.parametrize("prefix", ["", "text."])
-def test_the_text_encoder_loads_and_is_exported(known, tmp_path, prefix):
-    file, expected = released(tmp_path, prefix)
+    backbones = [*map(load_two_tower, (file, named)), prepare_backbone(load_base_model(config), config)]
+    for backbone in (*backbones, load_backbone(str(tmp_path / "saved"))):
+        assert (backbone.context_length, backbone.kept_positions, backbone.random_weights) == (248, 20, False)
+        close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected)
     export(ExportConfig(str(file), str(tmp_path / "folder")))
     export(ExportConfig("deep-quickgelu", str(tmp_path / "clip"), "clip", str(file)))
-    check_clip = load_two_tower(tmp_path / "clip")
-    torch.testing.assert_close(check_clip.encode_text(check_clip.tokenize(CAPTIONS)), expected, rtol=0, atol=1e-4)
-    for name in (file, f"deep-quickgelu:{file}", tmp_path / "folder"):
+    clip = load_two_tower(tmp_path / "clip")
+    close(clip.encode_text(clip.tokenize(CAPTIONS)), expected)
+    for name in (file, named, tmp_path / "folder"):
         encoder, tokenizer = load_text_encoder(name)
         ids = tokenizer(CAPTIONS, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        pooled = encoder(ids).pooler_output @ check_clip.model.text_projection
-        torch.testing.assert_close(pooled, expected, rtol=0, atol=1e-4)
+        close(encoder(ids).pooler_output @ clip.model.text_projection, expected)
 
 
 def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(known, tmp_path):
@@ -86,4 +79,4 @@ def test_a_plain_clip_under_text_with_one_table(known, tmp_path):
     torch.save(state, tmp_path / "custom.pt")
     loaded = load_two_tower(f"deep:{tmp_path / 'custom.pt'}")
     tokens = loaded.tokenize(CAPTIONS)
-    torch.testing.assert_close(loaded.encode_text(tokens), clip.encode_text(tokens.padded()), rtol=0, atol=1e-4)
+    close(loaded.encode_text(tokens), clip.encode_text(tokens.padded()))

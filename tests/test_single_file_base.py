@@ -8,6 +8,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from helpers import tiny_sdxl
 from helpers.single_files import original_layout
+from helpers.text_encoders import hub_repository
 from huggingface_hub import constants
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -20,10 +21,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import Processes
-from debias_diffusion.pipelines.checkpoints import (
-    Checkpoint,
-    load_pipeline,
-)
+from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 
 CPU = torch.device("cpu")
 XL_KEY = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"  # by which diffusers knows an SDXL
@@ -91,40 +89,34 @@ def changed_file(bases, path, removed="nothing", **added):
     return f"{bases / 'sdxl-configs'}:{path}"
 
 
-@pytest.mark.parametrize(
-    ("removed", "message"),
-    [
-        ("middle_block.1.norm.weight", "lacks weights of its configuration's models"),
-        ("embedders.0.transformer.text_model.final", "lacks weights of its configuration's models"),
-        ("conditioner.embedders.1", "could not be loaded: .* Weights for this component appear to be missing"),
-        ("first_stage_model", "could not be loaded: "),
-    ],
-)
-def test_what_a_file_lacks_is_not_made_up(bases, tmp_path, removed, message):
-    base = changed_file(bases, tmp_path / "a.safetensors", removed)
-    with pytest.raises(UserError, match=rf"^The SDXL checkpoint '.*a\.safetensors' {message}"):
-        load_pipeline(base, None, CPU)
+def test_what_a_file_lacks_is_not_made_up(bases, tmp_path):
+    for removed, message in {
+        "middle_block.1.norm.weight": "lacks weights of its configuration's models",
+        "embedders.0.transformer.text_model.final": "lacks weights of its configuration's models",
+        "conditioner.embedders.1": "could not be loaded: .* Weights for this component appear to be missing",
+        "first_stage_model": "could not be loaded: ",
+    }.items():
+        base = changed_file(bases, tmp_path / "a.safetensors", removed)
+        with pytest.raises(UserError, match=rf"^The SDXL checkpoint '.*a\.safetensors' {message}"):
+            load_pipeline(base, None, CPU)
 
 
 def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bases, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    changed_file(bases, tmp_path / "xl.safetensors", **{XL_KEY: torch.zeros(1)})
-    for file, hub_id in (
-        (tmp_path / "xl.safetensors", "stabilityai/stable-diffusion-xl-base-1.0"),
+    file = tmp_path / "xl.safetensors"
+    changed_file(bases, file, **{XL_KEY: torch.zeros(1)})
+    for path, hub_id in (
+        (file, "stabilityai/stable-diffusion-xl-base-1.0"),
         (bases / "sd15.safetensors", "stable-diffusion-v1-5/stable-diffusion-v1-5"),
     ):
-        message = (
-            f"needs the configuration and tokenizers of '{hub_id}', which cannot .*'FOLDER:{re.escape(str(file))}'"
-        )
-        with pytest.raises(UserError, match=message):
-            Checkpoint.parse(file).check_kind()
-    cached = tmp_path / "models--stabilityai--stable-diffusion-xl-base-1.0"
-    shutil.copytree(bases / "sdxl-configs", cached / "snapshots" / "1234")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("1234")
-    checkpoint = Checkpoint.parse(tmp_path / "xl.safetensors")
+        needed = f"needs the configuration and tokenizers of '{hub_id}', which cannot .*'FOLDER:{re.escape(str(path))}'"
+        with pytest.raises(UserError, match=needed):
+            Checkpoint.parse(path).check_kind()
+    snapshot = hub_repository(tmp_path, "stabilityai/stable-diffusion-xl-base-1.0")
+    shutil.copytree(bases / "sdxl-configs", snapshot, dirs_exist_ok=True)
+    checkpoint = Checkpoint.parse(file)
     assert checkpoint.check_kind() == "StableDiffusionXLPipeline" and checkpoint.size == (64, 64)
-    pipe, expected = (load_pipeline(base, None, CPU) for base in (tmp_path / "xl.safetensors", bases / "sdxl"))
+    pipe, expected = (load_pipeline(base, None, CPU) for base in (file, bases / "sdxl"))
     assert all(map(torch.equal, pipe.text_encoder_2.parameters(), expected.text_encoder_2.parameters()))
 
 

@@ -7,7 +7,7 @@ import open_clip
 import pytest
 import torch
 from helpers.text_encoders import hub_repository, long_clip
-from helpers.tiny_clip import CONFIG, byte_tokenizer, registered, tiny_clip, tiny_siglip
+from helpers.tiny_clip import CONFIG, registered, tiny_clip, tiny_siglip
 from helpers.vocabulary import tiny_tokenizer
 from huggingface_hub import constants
 from PIL import Image
@@ -21,7 +21,6 @@ from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 
 CAPTIONS = ["A cat sits on a red mat. " * 60, "A dog.", "Two birds fly over a blue house, and a man looks up. " * 4]
@@ -68,7 +67,7 @@ def test_a_run_is_its_last_model_and_a_folder_itself(tmp_path):
     check(load_two_tower(tmp_path / "siglip"), siglip)
 
 
-def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
+def test_a_name_with_weights_is_that_model(tmp_path):
     backbone = tiny_clip(quick_gelu=True, tokenizer=clip_tokenizer(77)).eval()
     torch.save(backbone.model.state_dict(), tmp_path / "weights.pt")
     with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
@@ -76,23 +75,22 @@ def test_a_name_with_weights_is_that_model_and_without_any_is_refused(tmp_path):
         encoder, _ = load_text_encoder(f"tiny-quickgelu:{tmp_path / 'weights.pt'}")
         assert encoder.config.hidden_act == "quick_gelu"
         assert torch.equal(encoder.get_input_embeddings().weight, backbone.model.token_embedding.weight)
-        with pytest.raises(UserError, match=r"'tiny-quickgelu' is an open_clip model without weights.*no tags"):
-            load_two_tower("tiny-quickgelu")
-        with pytest.raises(UserError, match="'tiny-quickgelu:none' has no weights, and results of random ones mean"):
-            load_two_tower("tiny-quickgelu:none")
 
 
 # ---- transformers
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
-def test_a_clip_model_comes_back_as_it_was_exported(tmp_path, quick_gelu):
+def test_a_clip_model_comes_back_as_it_was_exported(tmp_path, monkeypatch, quick_gelu):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     backbone = long_clip(quick_gelu=quick_gelu)
-    export_clip_model(backbone, tmp_path / "clip")
-    loaded = load_two_tower(tmp_path / "clip")
+    export_clip_model(backbone, hub_repository(tmp_path, "some/clip"))
+    loaded = load_two_tower("some/clip")
     check(loaded, backbone)
     loaded.save(tmp_path / "open_clip")
     check(load_two_tower(tmp_path / "open_clip"), backbone)
+    with pytest.raises(UserError, match=r"'some/thing' is not a folder or file here.*give hf-hub:some/thing"):
+        load_two_tower("some/thing")
 
 
 def as_openai(folder: Path) -> CLIPModel:
@@ -146,8 +144,8 @@ def test_a_clip_model_as_openai_published_it_gives_transformers_own_features(tmp
 
 
 def test_images_are_prepared_as_the_processor_says_or_it_is_refused(tmp_path):
-    squash = {"do_center_crop": False, "size": {"height": 32, "width": 32}, "resample": 2}
     as_openai(tmp_path)
+    squash = {"do_center_crop": False, "size": {"height": 32, "width": 32}, "resample": 2}
     for processor, settings in (({}, ("shortest", "bicubic", 32)), (squash, ("squash", "bilinear", 32))):
         write_processor(tmp_path, **processor)
         cfg = load_two_tower(tmp_path).config["preprocess_cfg"]
@@ -158,15 +156,6 @@ def test_images_are_prepared_as_the_processor_says_or_it_is_refused(tmp_path):
             load_two_tower(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     assert load_two_tower(tmp_path).preprocess.transforms[-1].mean == open_clip.OPENAI_DATASET_MEAN
-
-
-def test_a_small_vocabulary_and_a_hub_id(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    backbone = long_clip(tokenizer=byte_tokenizer(77))
-    export_clip_model(backbone, hub_repository(tmp_path, "some/clip"))
-    check(load_two_tower("some/clip"), backbone)
-    with pytest.raises(UserError, match=r"'some/thing' is not a folder or file here.*give hf-hub:some/thing"):
-        load_two_tower("some/thing")
 
 
 def test_other_activations_and_other_models_are_refused(tmp_path):
@@ -190,9 +179,8 @@ def test_other_activations_and_other_models_are_refused(tmp_path):
 def known(tmp_path):
     """open_clip with the tiny model among its configurations, of either activation, and with a larger one."""
     wide = {"embed_dim": 32} | {part: CONFIG[part] for part in ("vision_cfg", "text_cfg")}
-    with registered(
-        tmp_path / "configs", **{"a-wide": wide, "tiny": CONFIG, "tiny-quickgelu": CONFIG | {"quick_gelu": 1}}
-    ):
+    configs = {"a-wide": wide, "tiny": CONFIG, "tiny-quickgelu": CONFIG | {"quick_gelu": True}}
+    with registered(tmp_path / "configs", **configs):
         yield
 
 
@@ -209,50 +197,28 @@ def test_a_file_with_both_towers_is_the_model_of_its_sizes_with_a_warning(tmp_pa
     check(load_two_tower(tmp_path / "weights.safetensors"), quick)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_twelve_blocks_and_long_clips_weights_are_openais_activation(tmp_path):
-    text = CONFIG["text_cfg"] | {"layers": 12}
-    configs = {"deep": CONFIG | {"text_cfg": text}, "deep-quickgelu": CONFIG | {"text_cfg": text, "quick_gelu": True}}
-    with registered(tmp_path / "configs", **configs):
-        torch.manual_seed(0)
-        state = open_clip.create_model("deep").state_dict()
-        torch.save(state, tmp_path / "weights.pt")
-        with pytest.warns(UserWarning, match="deep-quickgelu is assumed"):
-            loaded = load_two_tower(tmp_path / "weights.pt")
-        check(loaded, load_backbone("deep-quickgelu", str(tmp_path / "weights.pt")).eval())
-        tables = {name: torch.randn(248, 32) for name in ("positional_embedding", "positional_embedding_res")}
-        torch.save(state | tables, tmp_path / "longclip.pt")
-        loaded = load_two_tower(tmp_path / "longclip.pt")
-    assert loaded.config["model_cfg"]["quick_gelu"] and loaded.context_length == 248
-
-
-def test_a_file_without_an_image_tower_or_of_unknown_sizes_is_refused(tmp_path, known):
+def test_what_lacks_a_tower_or_is_of_unknown_sizes_is_refused(tmp_path, known):
     backbone = tiny_clip(tokenizer=clip_tokenizer(77))
     state = backbone.model.state_dict()
     write_file(to_transformers(backbone)[0], tmp_path / "clip_l.safetensors")
-    save_file({name: t for name, t in state.items() if not name.startswith("visual.")}, tmp_path / "text.safetensors")
-    for file in ("clip_l.safetensors", "text.safetensors"):
-        with pytest.raises(UserError, match="a text encoder without an image tower, which is needed"):
-            load_two_tower(tmp_path / file)
-    save_file({name: t for name, t in state.items() if ".resblocks.1." not in name}, tmp_path / "odd.safetensors")
-    with pytest.raises(UserError, match="open_clip has no plain CLIP of these sizes. Name its model, MODEL:"):
-        load_two_tower(tmp_path / "odd.safetensors")
-    save_file({name: t for name, t in state.items() if name.startswith("visual.")}, tmp_path / "image.safetensors")
-    with pytest.raises(UserError, match="it is an image tower alone"):
-        load_two_tower(tmp_path / "image.safetensors")
+    for name, holds in {
+        "text.safetensors": lambda part: not part.startswith("visual."),
+        "image.safetensors": lambda part: part.startswith("visual."),
+        "odd.safetensors": lambda part: ".resblocks.1." not in part,
+    }.items():
+        save_file({part: tensor for part, tensor in state.items() if holds(part)}, tmp_path / name)
     export_clip_model(backbone, tmp_path / "clip")
-    with pytest.raises(UserError, match="holds a transformers CLIPModel. Give its folder"):
-        load_two_tower(tmp_path / "clip" / "model.safetensors")
-
-
-# ---- one tower, or none
-
-
-def test_a_text_encoder_alone_and_nothing_at_all_are_explained(tmp_path):
-    export_text_encoder(long_clip(), tmp_path / "encoder")
-    for folder in (tmp_path / "encoder", tmp_path / "encoder" / "text_encoder"):
-        with pytest.raises(UserError, match="text encoder without an image tower.*export --to clip"):
-            load_two_tower(folder)
+    export_text_encoder(backbone, tmp_path / "encoder")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"'.*empty' holds no model with two towers: neither open_clip_config.json"):
-        load_two_tower(tmp_path / "empty")
+    for name, message in {
+        "clip_l.safetensors": "a text encoder without an image tower, which is needed",
+        "text.safetensors": "a text encoder without an image tower, which is needed",
+        "image.safetensors": "it is an image tower alone",
+        "odd.safetensors": "open_clip has no plain CLIP of these sizes. Name its model, MODEL:",
+        "clip/model.safetensors": "holds a transformers CLIPModel. Give its folder",
+        "encoder": "text encoder without an image tower.*export --to clip",
+        "encoder/text_encoder": "text encoder without an image tower.*export --to clip",
+        "empty": r"'.*empty' holds no model with two towers: neither open_clip_config.json",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            load_two_tower(tmp_path / name)
