@@ -20,6 +20,21 @@ def penultimate_states(
     return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
 
 
+def last_states(
+    encoder: PreTrainedModel,
+    ids: torch.Tensor,
+    clip_skip: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    """What SD 1.5's UNet was trained with: the last layer, or `clip_skip` layers before it, through the final norm."""
+    output = encoder(ids, attention_mask=attention_mask, output_hidden_states=bool(clip_skip))
+    if not clip_skip:
+        return output[0], None
+    norm = getattr(encoder, "text_model", encoder).final_layer_norm  # transformers 5 has no such part
+    states, device = output.hidden_states[-1 - clip_skip], norm.weight.device  # "meta": the norm fetches its weights
+    return norm(states if device.type == "meta" else states.to(device)), None
+
+
 def encode_texts(
     encoder: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
