@@ -6,24 +6,20 @@ import pickle
 import threading
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AnimateDiffSDXLPipeline,
     DiffusionPipeline,
-    MotionAdapter,
-    StableDiffusionInstructPix2PixPipeline,
     StableDiffusionPipeline,
-    StableDiffusionXLInstructPix2PixPipeline,
     StableDiffusionXLPipeline,
 )
 from diffusers.pipelines.deprecated.alt_diffusion import modeling_roberta_series
 from helpers import tiny_sdxl
-from helpers.draw import LONG, SHORT, add_lora, draw
+from helpers.draw import LONG, SHORT, add_lora
 from helpers.tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion.pipelines import SDXLLongPromptMixin, StableDiffusionXLLongPromptPipeline, with_long_prompts
+from debias_diffusion.reading import encode_texts, last_states
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 GREEN = LONG.replace("yellow bicycle", "green tractor")
@@ -113,35 +109,6 @@ def test_every_call_has_the_positions_that_were_set(sdxl):
 # ---- classes that name their arguments otherwise
 
 
-def test_animatediff_for_sdxl(sdxl):
-    sizes = {"motion_norm_num_groups": 2, "motion_num_attention_heads": 2, "use_motion_mid_block": False}
-    config = sdxl["unet"].config
-    sizes["motion_layers_per_block"] = config.layers_per_block
-    adapter = MotionAdapter(block_out_channels=config.block_out_channels, **sizes)
-    stock = assemble(AnimateDiffSDXLPipeline, {**sdxl, "motion_adapter": adapter})
-    ours = with_long_prompts(stock)
-    call = {"num_videos_per_prompt": 2, "negative_prompt": "grey"}
-    assert same(ours.encode_prompt(SHORT, **call), stock.encode_prompt(SHORT, **call))
-    assert ours.encode_prompt(LONG, **call)[0].shape[:2] == (2, 152)
-
-
-@pytest.mark.parametrize("cls", [StableDiffusionInstructPix2PixPipeline, StableDiffusionXLInstructPix2PixPipeline])
-def test_instruct_pix2pix(cls, sdxl, sd15):
-    unet = tiny_sdxl.unet(in_channels=8) if "XL" in cls.__name__ else None
-    parts = sdxl | {"unet": unet} if unet else sd15 | {"unet": eight_channels(sd15["unet"])}
-    stock = assemble(cls, parts)
-    ours = with_long_prompts(stock)
-    call = {"image": tiny_sdxl.picture(), "image_guidance_scale": 1.5, "guidance_scale": 3.0}
-    assert np.array_equal(draw(ours, SHORT, **call), draw(stock, SHORT, **call))
-    assert not np.array_equal(draw(ours, LONG, **call), draw(ours, GREEN, **call))
-    assert np.array_equal(draw(stock, LONG, **call), draw(stock, GREEN, **call))
-
-
-def eight_channels(unet):
-    """A UNet that reads another image's latents, too."""
-    return type(unet)(**{**unet.config, "in_channels": 8}).eval()
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -209,3 +176,29 @@ def test_pickled_and_saved_as_the_class_that_was_wrapped(cls, tmp_path):
 def test_a_folder_saved_by_a_class_of_ours_loads_in_diffusers(sdxl, tmp_path):
     assemble(StableDiffusionXLLongPromptPipeline, sdxl).save_pretrained(tmp_path)
     assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionXLPipeline
+
+
+# ---- the same reading for those who train
+
+
+def test_a_training_loop_reads_as_the_pipelines_do(sdxl, sd15):
+    captions = [LONG, SHORT]
+    pairs = [(sdxl["text_encoder"], sdxl["tokenizer"]), (sdxl["text_encoder_2"], sdxl["tokenizer_2"])]
+    pipe = with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl)).set_long_prompt(positions=227)
+    expected, _, expected_pooled, _ = pipe.encode_prompt(captions)
+    states, pooled = zip(*(encode_texts(*pair, captions, 227) for pair in pairs), strict=True)
+    assert torch.equal(torch.cat(states, dim=-1), expected) and torch.equal(pooled[1], expected_pooled)
+    pipe = with_long_prompts(assemble(StableDiffusionPipeline, sd15)).set_long_prompt(positions=227)
+    states, _ = encode_texts(sd15["text_encoder"], sd15["tokenizer"], captions, 227, states=last_states)
+    assert torch.equal(states, encode(pipe, captions)[0])
+    with pytest.raises(ValueError, match="tokens, BOS and EOS do not fit 77 positions"):
+        encode_texts(*pairs[0], captions, 77)
+
+
+def test_gradients_reach_every_chunk(sdxl):
+    encoder, tokenizer = sdxl["text_encoder"], sdxl["tokenizer"]
+    with torch.enable_grad():
+        states, _ = encode_texts(encoder, tokenizer, [LONG], 152)
+        states[0, 100:140].sum().backward()
+    assert encoder.get_input_embeddings().weight.grad[tokenizer("bicycle").input_ids[1]].abs().sum() > 0
+    encoder.zero_grad(set_to_none=True)

@@ -1,0 +1,11 @@
+"""Every class with every feature; tests/test_matrix.py has a part of them."""
+
+import pytest
+from helpers.matrix import CELLS, FEATURES
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.mark.parametrize(("name", "feature"), CELLS)
+def test_cell(name, feature):
+    FEATURES[feature][0](name)
