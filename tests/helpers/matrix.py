@@ -86,7 +86,7 @@ CASES = {
 }
 # and what works instead
 REFUSED = {
-    "LEditsPPPipelineStableDiffusionXL": "edits by `editing_prompt_embeds` of a wrapped base pipeline",
+    "LEditsPPPipelineStableDiffusionXL": "`editing_prompt_embeddings` of a wrapped base pipeline",
     "SemanticStableDiffusionPipeline": "`prompt_embeds` and `editing_prompt_embeddings` of a wrapped base pipeline",
     "StableDiffusionLatentUpscalePipeline": "`prompt_embeds` of a wrapped base pipeline",
     "AltDiffusionPipeline": "its text encoder is no CLIP",
@@ -128,28 +128,24 @@ class Pipelines:
 # ---- the columns: each checks a cell
 
 
-def short_prompt(name: str) -> None:
-    assert Pipelines(name).same()
+def short_prompt(both: Pipelines) -> None:
+    assert both.same()
 
 
-def long_prompt(name: str) -> None:
-    both = Pipelines(name)
+def long_prompt(both: Pipelines) -> None:
     assert both.reads(both.ours) and not both.reads(both.stock)
 
 
-def negative_prompt(name: str) -> None:
-    both = Pipelines(name)
+def negative_prompt(both: Pipelines) -> None:
     assert both.same(negative_prompt="grey") and both.reads(both.ours, "negative_prompt")
 
 
-def several_images(name: str) -> None:
-    both = Pipelines(name)
+def several_images(both: Pipelines) -> None:
     images = both.draw(both.ours, LONG, num_images_per_prompt=2)
     assert len(images) == 2 and not np.array_equal(*images) and both.same(num_images_per_prompt=2)
 
 
-def batch(name: str) -> None:
-    both = Pipelines(name)
+def batch(both: Pipelines) -> None:
     pictures = {key: [value] * 2 for key, value in both.call.items() if key.endswith("image")}
     assert both.same([SHORT, SHORT[:20]], **pictures)
     images = both.draw(both.ours, [SHORT, LONG], **pictures)
@@ -157,8 +153,7 @@ def batch(name: str) -> None:
     assert np.array_equal(images[0], late[0]) and not np.array_equal(images[1], late[1])
 
 
-def lora_scale(name: str) -> None:
-    both = Pipelines(name, copies=True)
+def lora_scale(both: Pipelines) -> None:
     layer, call = add_lora(both.stock.text_encoder), {"cross_attention_kwargs": {"scale": 0.4}}
     before = layer.scaling["default"]
     scaled = both.draw(both.ours, LONG, **call)
@@ -166,28 +161,24 @@ def lora_scale(name: str) -> None:
     assert not np.array_equal(scaled, both.draw(both.ours, LONG))
 
 
-def clip_skip(name: str) -> None:
-    both = Pipelines(name)
+def clip_skip(both: Pipelines) -> None:
     assert not np.array_equal(both.draw(both.ours, LONG, clip_skip=1), both.draw(both.ours, LONG))
     assert both.reads(both.ours, clip_skip=1)
 
 
-def weights(name: str) -> None:
-    both = Pipelines(name)
+def weights(both: Pipelines) -> None:
     weighted = both.ours.set_long_prompt(weighting=True)
     text = LONG.replace("bicycle", "(bicycle:1.5)")
     assert not np.array_equal(both.draw(weighted, text), both.draw(weighted, LONG)) and both.same()
 
 
-def embeddings(name: str) -> None:
+def embeddings(both: Pipelines) -> None:
     """Those of `encode_prompt`, given to the stock pipeline."""
-    both = Pipelines(name)
     given = embed(both.ours, LONG)
     assert np.array_equal(both.draw(both.stock, None, **given), both.draw(both.ours, LONG))
 
 
-def positions(name: str) -> None:
-    both = Pipelines(name)
+def positions(both: Pipelines) -> None:
     with watched(both.ours.set_long_prompt(positions=227)) as seen:
         both.draw(both.ours, SHORT)
     assert {length for _, length in seen} == {227}
@@ -208,6 +199,10 @@ FEATURES = {
 }
 
 
+def check(name: str, feature: str, pipelines: type[Pipelines] = Pipelines) -> None:
+    FEATURES[feature][0](pipelines(name, copies=feature == "LoRA scale"))
+
+
 def applies(name: str, feature: str) -> bool:
     needed = FEATURES[feature][1]
     has = needed is None or needed in parameters(getattr(diffusers, name).__call__)
@@ -217,16 +212,21 @@ def applies(name: str, feature: str) -> bool:
 CELLS = [(name, feature) for name in CASES for feature in FEATURES if applies(name, feature)]
 
 
+def _markdown(*rows: tuple[str, str]) -> str:
+    return "\n".join(f"| {first} | {second} |" for first, second in (rows[0], ("---", "---"), *rows[1:]))
+
+
 def refusals() -> str:
     """The Markdown table of classes that are refused."""
-    rows = [["refused", "what works instead, or why"], ["---"] * 2]
-    rows += [[f"`{name}`", reason] for name, reason in REFUSED.items()]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = [(f"`{name}`", reason) for name, reason in REFUSED.items()]
+    return _markdown(("refused", "what works instead, or why"), *rows)
 
 
 def table() -> str:
-    """The Markdown table of classes and features, for docs/pipelines.md."""
-    rows = [["class", *FEATURES], ["---"] * (1 + len(FEATURES))]
+    """The Markdown table of classes and what they can do, for docs/pipelines.md."""
+    classes = {}
     for name in CASES:
-        rows.append([f"`{name.removesuffix('Pipeline')}`", *("yes" if applies(name, of) else "–" for of in FEATURES)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        lacking = ", ".join(feature for feature in FEATURES if not applies(name, feature))
+        classes.setdefault(lacking, []).append(f"`{name.removesuffix('Pipeline')}`")
+    rows = [(", ".join(names), f"all but {lacking}" if lacking else "all") for lacking, names in classes.items()]
+    return _markdown(("classes (without `Pipeline`)", ", ".join(FEATURES)), *rows)
