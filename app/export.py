@@ -17,9 +17,9 @@ from debias_diffusion.interchange.text_encoders import (
     to_transformers,
 )
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
+from debias_diffusion.pipelines.custom_pipeline import write_block, write_custom_pipeline
 
-from .model_card import OPEN_CLIP_UNABLATED, model_card
+from .model_card import BLOCK_CARD, OPEN_CLIP_UNABLATED, model_card
 from .options import ExportConfig
 from .written_folder import MARK, check_replaceable, written_folder
 
@@ -48,6 +48,8 @@ def export(config: ExportConfig) -> Path:
     """
     output = Path(config.output)
     _check(config, output)
+    if config.to == "modular":
+        return _export_block(config, output)
     source, digest = _load(config)
     backbone = None if isinstance(source, tuple) else source
     if config.to == "comfyui":
@@ -60,10 +62,23 @@ def export(config: ExportConfig) -> Path:
             (folder / "README.md").write_text(card, encoding="utf-8")
     if backbone and backbone.image_attention and config.to not in _BOTH_TOWERS:
         lines.insert(1, "The suppressed heads are the image tower's. This text encoder is that of the base model.")
+    return _finish(config, output, lines)
+
+
+def _finish(config: ExportConfig, output: Path, lines: list[str]) -> Path:
+    """Says what was written, and uploads it if that is wanted."""
     print(f"Wrote {output}: {lines[0]}", *lines[1:], sep="\n")
     if config.push_to_hub:
         print(f"Uploaded to {_push_folder(output, config.push_to_hub)} (a new repository is private).")
     return output
+
+
+def _export_block(config: ExportConfig, output: Path) -> Path:
+    with written_folder(output, "export") as folder:
+        write_block(folder)
+        (folder / "README.md").write_text(BLOCK_CARD.format(place=config.push_to_hub or output), encoding="utf-8")
+    lines = ["long prompts of any length for SDXL in diffusers' modular pipelines; README.md says how to load it."]
+    return _finish(config, output, lines)
 
 
 def _check(config: ExportConfig, output: Path) -> None:
@@ -144,6 +159,7 @@ def _write_transformers(config: ExportConfig, source: _Source, folder: Path) -> 
     write_text_encoder(encoder, tokenizer, folder)
     if type(encoder) is CLIPTextModel:  # the class of SDXL's first encoder
         write_custom_pipeline(folder / "pipeline.py")
+        write_block(folder)
     sizes, name = encoder.config, type(encoder).__name__
     option = "encoder-2" if is_bigg(sizes) else "encoder"
     lines = [

@@ -34,6 +34,31 @@ OPEN_CLIP_UNABLATED = (
     "and `debias-diffusion evaluate` suppress them."
 )
 
+BLOCK_CARD = """---
+library_name: diffusers
+license: apache-2.0
+tags: [modular-diffusers, stable-diffusion-xl, long-prompts, debias-diffusion]
+---
+
+# Prompts of any length for Stable Diffusion XL
+
+The blocks of diffusers' modular SDXL, with a text step that truncates nothing. Prompts within 77 tokens give the same
+images as diffusers' step. Longer ones are read by SDXL's own text encoders in overlapping chunks, or by a text encoder
+of 248 positions in one piece.
+
+```python
+from diffusers import ModularPipelineBlocks
+
+blocks = ModularPipelineBlocks.from_pretrained("{place}", trust_remote_code=True)
+pipe = blocks.init_pipeline("stabilityai/stable-diffusion-xl-base-1.0")
+pipe.load_components()
+image = pipe(prompt="A street at night. A man in a green coat waits. ...", output="images")[0]
+```
+
+More arguments of the call: `weighting=True` reads `(word:1.3)`, `word++` and BREAK; `reading="separate"` reads each
+chunk by itself; `positions=227` fixes the length of all embeddings; `strict=True` refuses what takes two chunks.
+"""
+
 
 def model_card(
     config: ExportConfig,

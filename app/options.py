@@ -204,10 +204,11 @@ class ExportConfig(Checked):
             such as longclip-L.pt or clip_l.safetensors, or a hub id.
         output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
             overwritten.
-        to: transformers, or diffusers, writes a folder with text_encoder/, tokenizer/, README.md and pipeline.py, which
-            both load; comfyui writes one file for ComfyUI; open_clip and clip write folders with both towers, for
-            open_clip and for transformers' CLIPModel. Suppressed text heads become ordinary weights; plain open_clip
-            ignores suppressed image heads, and transformers runs them by code in the folder.
+        to: transformers, or diffusers, writes a folder with text_encoder/, tokenizer/, README.md, and pipeline.py and
+            block.py for diffusers; comfyui writes one file for ComfyUI; open_clip and clip write folders with both
+            towers, for open_clip and for transformers' CLIPModel; modular writes block.py alone, which lets SDXL read
+            long prompts in diffusers' modular pipelines, and takes no model. Suppressed text heads become ordinary
+            weights; plain open_clip ignores suppressed image heads, and transformers runs them by code in the folder.
         pretrained: Tag or file of the weights, for a model given by name.
         positions: long reads up to 248 tokens; short writes the encoder of 77 tokens with the rows of positions that
             Fix-CLIP's short captions were trained with (train --recipe fix-clip).
@@ -217,9 +218,9 @@ class ExportConfig(Checked):
         push_to_hub: owner/name of the Hugging Face repository to upload the folder to. A new one is private.
     """
 
-    model: str
     output: str
-    to: Literal["transformers", "diffusers", "comfyui", "open_clip", "clip"] = "transformers"
+    model: str | None = None
+    to: Literal["transformers", "diffusers", "comfyui", "open_clip", "clip", "modular"] = "transformers"
     pretrained: str | None = None
     positions: Literal["long", "short"] = "long"
     projection: bool = False
@@ -228,7 +229,12 @@ class ExportConfig(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        shipped(self.model)  # raises UserError for a misspelt toy model
+        if self.to == "modular" and (self.model or self.pretrained or self.scores):
+            raise UserError("--to modular writes code alone. Leave out --model, --pretrained and --scores.")
+        if self.model is None and self.to != "modular":
+            raise UserError("Give --model. Only --to modular, which writes code alone, does without.")
+        if self.model is not None:
+            shipped(self.model)  # raises UserError for a misspelt toy model
         if self.to == "diffusers":
             self.to = "transformers"
 

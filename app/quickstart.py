@@ -106,7 +106,7 @@ def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]
         ("draw one long prompt, cut at 77 tokens and whole", partial(_first_image, GenerationConfig(**first))),
         *((f"train {recipe}", partial(_train, config, setup, recipe, run)) for recipe, run in runs.items()),
         *(
-            (f"export {recipe}", partial(export, ExportConfig(run, str(output / recipe))))
+            (f"export {recipe}", partial(export, ExportConfig(str(output / recipe), run)))
             for recipe, run in runs.items()
         ),
         (

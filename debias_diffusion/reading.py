@@ -20,10 +20,25 @@ def penultimate_states(
     return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
 
 
+def last_states(
+    encoder: PreTrainedModel,
+    ids: torch.Tensor,
+    clip_skip: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    """What SD 1.5's UNet was trained with: the last layer, or `clip_skip` layers before it, through the final norm."""
+    output = encoder(ids, attention_mask=attention_mask, output_hidden_states=bool(clip_skip))
+    if not clip_skip:
+        return output[0], None
+    norm = getattr(encoder, "text_model", encoder).final_layer_norm  # transformers 5 has no such part
+    states, device = output.hidden_states[-1 - clip_skip], norm.weight.device  # "meta": the norm fetches its weights
+    return norm(states if device.type == "meta" else states.to(device)), None
+
+
 def encode_texts(
     encoder: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Tokens],
+    texts: Sequence[str | Tokens],
     length: int,
     *,
     overlap: bool = True,
@@ -33,17 +48,23 @@ def encode_texts(
     """What an encoder gives a UNet for texts of any length, with gradients.
 
     Args:
-        texts: tokens of each, from `chunks.tokenize_text` or `tokenize_parts`.
+        texts: each as it is, or its tokens from `chunks.tokenize_text` or `tokenize_parts`.
         length: positions of the result, at least those of the longest text, BOS and EOS.
         overlap: read each chunk but the first together with the end of the text before it.
-        states: runs the encoder; the ids are on `device`.
+        states: runs the encoder; the ids are on `device`. `penultimate_states` for SDXL, `last_states` for SD 1.5.
         device: of the results; the encoder's if None.
 
     Returns:
         hidden states [texts, length, width]; pooled embeddings [texts, pooled width] of the first chunks, None for an
         encoder without a projection.
+
+    Raises:
+        ValueError: a text does not fit the length.
     """
     device = device or encoder.device
+    texts = [tokenize_text(text, tokenizer)[0] if isinstance(text, str) else text for text in texts]
+    if (longest := max(len(text.ids) for text in texts)) + 2 > length:
+        raise ValueError(f"a text of {longest} tokens, BOS and EOS do not fit {length} positions: shorten it.")
     context = context_length(encoder, length)
     split = [split_text(text, context - 2, overlap) for text in texts]  # [texts][chunks]
     chunks = [(text, chunk) for text, parts in zip(texts, split, strict=True) for chunk in parts]

@@ -3,11 +3,14 @@
 from importlib import import_module
 
 _MODULES = {
+    "LongPromptOptions": ".long_prompt",
+    "LongPromptTextEncoderStep": ".modular",
     "PromptLayout": ".long_prompt",
     "SDLongPromptMixin": ".long_prompt",
     "SDXLLongPromptMixin": ".long_prompt",
     "StableDiffusionLongPromptImg2ImgPipeline": ".classes",
     "StableDiffusionLongPromptPipeline": ".classes",
+    "StableDiffusionXLLongPromptBlocks": ".modular",
     "StableDiffusionXLLongPromptControlNetImg2ImgPipeline": ".classes",
     "StableDiffusionXLLongPromptControlNetPipeline": ".classes",
     "StableDiffusionXLLongPromptImg2ImgPipeline": ".classes",
@@ -15,6 +18,7 @@ _MODULES = {
     "StableDiffusionXLLongPromptPipeline": ".classes",
     "parse_weights": ".weighting",
     "with_long_prompts": ".classes",
+    "write_block": ".custom_pipeline",
     "write_custom_pipeline": ".custom_pipeline",
 }
 __all__ = list(_MODULES)

@@ -7,9 +7,12 @@ import copy
 import functools
 import inspect
 
+import torch
 from diffusers import (
     DiffusionPipeline,
+    ModularPipeline,
     StableDiffusionImg2ImgPipeline,
+    StableDiffusionInstructPix2PixPipeline,
     StableDiffusionPipeline,
     StableDiffusionXLControlNetImg2ImgPipeline,
     StableDiffusionXLControlNetPipeline,
@@ -55,36 +58,87 @@ class StableDiffusionLongPromptImg2ImgPipeline(SDLongPromptMixin, StableDiffusio
     """diffusers' `StableDiffusionImg2ImgPipeline`, with prompts of any length."""
 
 
-def with_long_prompts(pipe: DiffusionPipeline) -> DiffusionPipeline:
+class _AnimateDiffSDXLMixin(SDXLLongPromptMixin):
+    def encode_prompt(self, *args, num_videos_per_prompt: int | None = None, **kwargs):
+        if num_videos_per_prompt is not None:
+            kwargs["num_images_per_prompt"] = num_videos_per_prompt
+        return super().encode_prompt(*args, **kwargs)
+
+
+class _InstructPix2PixMixin(SDLongPromptMixin):
+    def _encode_prompt(self, prompt, device, num_images_per_prompt, do_classifier_free_guidance, *args, **kwargs):
+        embeds, negative_embeds = self.encode_prompt(
+            prompt, device, num_images_per_prompt, do_classifier_free_guidance, *args, **kwargs
+        )
+        # guided by the text, by the image alone, and by nothing
+        return torch.cat([embeds, negative_embeds, negative_embeds]) if do_classifier_free_guidance else embeds
+
+
+def with_long_prompts(pipe: DiffusionPipeline | ModularPipeline) -> DiffusionPipeline | ModularPipeline:
     """Lets an existing pipeline read prompts of any length.
 
     Returns a shallow copy under a subclass of the pipeline's class. Both share all models; nothing is copied, cast or
     moved. Works for every class of diffusers that encodes prompts as SDXL or Stable Diffusion 1.5 do, such as the
     refiner, PAG and adapter pipelines. LoRAs, adapters, hooks and offloading of the pipeline stay in place.
 
+    Of a modular pipeline of SDXL the text step is replaced, see `LongPromptTextEncoderStep`.
+
     Raises:
-        ValueError: the pipeline's `encode_prompt` has other arguments, so the pipeline is for another kind of model.
+        ValueError: the pipeline is for another kind of model, or overrides `encode_prompt`.
     """
     if isinstance(pipe, LongPromptMixin):
         return copy.copy(pipe)
-    names = _arguments(type(pipe))
-    mixin = next((mixin for mixin in (SDXLLongPromptMixin, SDLongPromptMixin) if _arguments(mixin) == names), None)
-    if mixin is None:
-        raise ValueError(
-            f"{type(pipe).__name__} does not encode prompts as SDXL or Stable Diffusion 1.5 do: its `encode_prompt` "
-            + (f"takes {', '.join(names)}." if names else "is missing.")
-        )
+    if isinstance(pipe, ModularPipeline):
+        from .modular import with_long_text_step  # imports all of SDXL's blocks
+
+        return with_long_text_step(pipe)
     copied = copy.copy(pipe)
-    copied.__class__ = _long_prompt_class(mixin, type(pipe))
+    copied.__class__ = _long_prompt_class(type(pipe))
+    for name in ("text_encoder", "text_encoder_2"):
+        encoder = getattr(pipe, name, None)
+        if encoder is not None and encoder.config.model_type != "clip_text_model":
+            raise ValueError(f"The `{name}` of {type(pipe).__name__} is a {type(encoder).__name__}, which is no CLIP.")
     return copied
 
 
-def _arguments(cls: type) -> list[str]:
-    method = getattr(cls, "encode_prompt", None)
-    return [] if method is None else list(inspect.signature(method).parameters)[1:]
-
-
 @functools.cache
-def _long_prompt_class(mixin: type, cls: type) -> type:
-    # Named as the parent: diffusers' AutoPipelines look up related classes by name.
-    return type(cls.__name__, (mixin, cls), {"__doc__": f"`{cls.__name__}`, with prompts of any length."})
+def _long_prompt_class(cls: type) -> type:
+    # Named as the parent: diffusers looks up related classes by name, and saves where a class comes from.
+    names = {"__module__": cls.__module__, "__doc__": f"`{cls.__name__}`, with prompts of any length."}
+    return type(cls.__name__, (_mixin(cls), cls), names | {"__reduce__": lambda pipe: (_empty, (cls,), vars(pipe))})
+
+
+def _empty(cls: type) -> DiffusionPipeline:
+    """An instance without state, for pickle."""
+    cls = _long_prompt_class(cls)
+    return cls.__new__(cls)
+
+
+def _mixin(cls: type) -> type[LongPromptMixin]:
+    """What reads the prompts of a pipeline class. Raises ValueError for one that would not work or be ignored."""
+    if issubclass(cls, StableDiffusionInstructPix2PixPipeline):
+        return _InstructPix2PixMixin
+    names = _arguments(cls, "encode_prompt")
+    definitions = [base for base in cls.__mro__ if "encode_prompt" in vars(base)]
+    if len(definitions) > 1 and not definitions[0].__module__.startswith("diffusers."):
+        raise ValueError(
+            f"{cls.__name__} overrides `encode_prompt`, which would be ignored: derive it from a pipeline that reads "
+            "long prompts, such as StableDiffusionXLLongPromptPipeline, or wrap a pipeline without the override."
+        )
+    for mixin in (SDXLLongPromptMixin, SDLongPromptMixin):
+        expected = _arguments(mixin, "encode_prompt")
+        if names in (expected, expected[:-1]):  # InstructPix2Pix for SDXL has no `clip_skip`
+            return mixin
+        if [name.replace("videos", "images") for name in names] == expected:
+            return _AnimateDiffSDXLMixin
+    taken = [name for name in _arguments(cls, "__call__") if "prompt_embed" in name]
+    raise ValueError(
+        f"{cls.__name__} does not encode prompts as SDXL or Stable Diffusion 1.5 do: its `encode_prompt` "
+        + (f"takes {', '.join(names)}." if names else "is missing.")
+        + (f" It can be given {', '.join(taken)}: encode them with a wrapped base pipeline." if taken else "")
+    )
+
+
+def _arguments(cls: type, method: str) -> list[str]:
+    function = getattr(cls, method, None)
+    return [] if function is None else list(inspect.signature(function).parameters)[1:]

@@ -1,7 +1,9 @@
-"""The long-prompt pipeline as a single file, for environments with diffusers but without this package."""
+"""Long prompts as a single file of code, for environments with diffusers but without this package."""
 
 import ast
 import inspect
+import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
@@ -24,16 +26,41 @@ def write_custom_pipeline(path: str | Path) -> Path:
     Returns:
         the file's path
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # diffusers wants exactly one pipeline class in the file, so of the last module only that class.
+    pipeline = inspect.getsource(StableDiffusionXLLongPromptPipeline)
+    return _write(Path(path), ["from diffusers import StableDiffusionXLPipeline"], pipeline)
+
+
+def write_block(folder: str | Path) -> Path:
+    """Writes the modular blocks of SDXL with long prompts: a self-contained `block.py`, and `modular_config.json`.
+
+    `ModularPipelineBlocks.from_pretrained(folder, trust_remote_code=True).init_pipeline(base)` loads them. Needs only
+    torch, transformers and diffusers.
+
+    Args:
+        folder: created if missing.
+
+    Returns:
+        the folder
+    """
+    from . import modular  # an experimental part of older diffusers
+
+    path = _write(Path(folder) / "block.py", *_body(modular))
+    name = modular.StableDiffusionXLLongPromptBlocks.__name__
+    config = {"_class_name": name, "_diffusers_version": version("diffusers")}
+    config["auto_map"] = {"ModularPipelineBlocks": f"{path.stem}.{name}"}
+    (path.parent / "modular_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return path.parent
+
+
+def _write(path: Path, imports: list[str], last: str) -> Path:
+    """A file of all that long prompts need, in the order of their imports, and at the end the source `last`."""
     parts = [_body(module) for module in (chunks, reading, weighting, long_prompt)]
-    imports = [line for lines, _ in parts for line in lines] + ["from diffusers import StableDiffusionXLPipeline"]
-    imports.append("from typing import Literal")
+    lines = [line for lines, _ in parts for line in lines] + imports + ["from typing import Literal"]
     readings = ", ".join(f'"{reading}"' for reading in get_args(Reading))
-    bodies = [f"Reading = Literal[{readings}]", *(body for _, body in parts)]
-    bodies.append(inspect.getsource(StableDiffusionXLLongPromptPipeline))
-    source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(imports), "\n\n", "\n\n\n".join(bodies)])
+    bodies = [f"Reading = Literal[{readings}]", *(body for _, body in parts), last]
+    source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(lines), "\n\n", "\n\n\n".join(bodies)])
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source.rstrip() + "\n", encoding="utf-8")
     return path
 

@@ -1,9 +1,11 @@
 """Prompts of any length for diffusers' SDXL and Stable Diffusion 1.5 pipelines."""
 
 import json
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple, get_args
@@ -15,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, fast_tokenizer, positions_for, split_text
 from debias_diffusion.encoders import Reading
-from debias_diffusion.reading import context_length, encode_texts, penultimate_states, tokenize_parts
+from debias_diffusion.reading import context_length, encode_texts, last_states, penultimate_states, tokenize_parts
 
 from .weighting import parse_weights
 
@@ -23,6 +25,9 @@ try:
     from diffusers.utils.torch_utils import get_module_execution_device
 except ImportError:  # older diffusers run both encoders on the pipeline's one device
     get_module_execution_device = None
+
+# One thread encodes at a time: pipelines may share encoders, and the scale of a LoRA is set in the encoder's layers.
+_ENCODING = threading.RLock()
 
 
 class PromptLayout(NamedTuple):
@@ -41,6 +46,36 @@ class PromptLayout(NamedTuple):
     cut_at: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LongPromptOptions:
+    """How prompts are read: the options of `set_long_prompt`.
+
+    Attributes:
+        negative_clip_skip: apply `clip_skip` to the negative prompt too. diffusers never does.
+        strict: raise a ValueError for a prompt that an encoder would read in more than one chunk.
+        weighting: read `(word:1.3)`, `word++`, `[word]` and BREAK as A1111's interface and compel do, see
+            `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in ComfyUI.
+        reading: of texts longer than the context length. "overlap" reads each chunk but the first together with the
+            end of the text before it (`split_text`), so that pronouns keep their antecedents; costs the text encoders
+            up to twice the chunks. "separate" reads each chunk by itself, as other programs do. "cut" cuts at 77
+            tokens, as diffusers does.
+        positions: length of all embeddings, at least 77, for pipelines that encode in several calls and for backends
+            with static shapes; a longer prompt is a ValueError. None: as many as the longest text needs.
+    """
+
+    negative_clip_skip: bool = False
+    strict: bool = False
+    weighting: bool = False
+    reading: Reading = "overlap"
+    positions: int | None = None
+
+    def __post_init__(self):
+        if self.reading not in get_args(Reading):
+            raise ValueError(f"reading is {self.reading!r}, but must be {' or '.join(get_args(Reading))}.")
+        if self.positions is not None and self.positions < TRAINED_POSITIONS:
+            raise ValueError(f"positions is {self.positions}, but must be at least {TRAINED_POSITIONS}, or None.")
+
+
 class LongPromptMixin:
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
@@ -48,38 +83,18 @@ class LongPromptMixin:
     hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width] or None.
     """
 
-    # the options of `set_long_prompt`
-    _long_prompt = SimpleNamespace(negative_clip_skip=False, strict=False, weighting=False, reading="overlap")
+    _long_prompt = LongPromptOptions()
 
-    def set_long_prompt(
-        self,
-        *,
-        negative_clip_skip: bool = False,
-        strict: bool = False,
-        weighting: bool = False,
-        reading: Reading = "overlap",
-    ):
-        """Sets how long prompts are read; every option that is not passed returns to its default.
-
-        Args:
-            negative_clip_skip: apply `clip_skip` to the negative prompt too. diffusers never does.
-            strict: raise a ValueError for a prompt that an encoder would read in more than one chunk.
-            weighting: read `(word:1.3)`, `word++`, `[word]` and BREAK as A1111's interface and compel do, see
-                `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in
-                ComfyUI.
-            reading: of texts longer than the context length. "overlap" reads each chunk but the first together with
-                the end of the text before it (`split_text`), so that pronouns keep their antecedents; costs the text
-                encoders up to twice the chunks. "separate" reads each chunk by itself, as other programs do. "cut" cuts
-                at 77 tokens, as diffusers does.
+    def set_long_prompt(self, **options):
+        """Sets how prompts are read, by the fields of `LongPromptOptions`; what is not passed returns to its default.
 
         Returns:
             the pipeline itself
+
+        Raises:
+            ValueError: a value that is not allowed.
         """
-        if reading not in get_args(Reading):
-            raise ValueError(f"reading is {reading!r}, but must be {' or '.join(get_args(Reading))}.")
-        self._long_prompt = SimpleNamespace(
-            negative_clip_skip=negative_clip_skip, strict=strict, weighting=weighting, reading=reading
-        )
+        self._long_prompt = LongPromptOptions(**options)
         return self
 
     @classmethod
@@ -102,12 +117,12 @@ class LongPromptMixin:
         super().__setattr__(name, value)
 
     def to_json_string(self) -> str:
-        """The configuration, with the name of diffusers' class, so that both classes load a saved folder."""
+        """The configuration, with the name of the class without this mixin, so that both load a saved folder."""
         config = json.loads(super().to_json_string())
         config["_class_name"] = next(
             cls.__name__
             for cls in type(self).__mro__
-            if issubclass(cls, DiffusionPipeline) and cls.__module__.partition(".")[0] == "diffusers"
+            if issubclass(cls, DiffusionPipeline) and not issubclass(cls, LongPromptMixin)
         )
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
@@ -177,9 +192,9 @@ class LongPromptMixin:
     def _shared_length(
         self, prompts: list[list[Tokens]] | None, negatives: list[list[Tokens]] | None, *given: torch.Tensor | None
     ) -> int | None:
-        """Positions for both prompts: those of embeddings passed in, else as many as the longest text needs."""
+        """Positions for both prompts: of embeddings passed in, else as set, else as many as the longest text needs."""
         texts = (prompts or []) + (negatives or [])
-        fixed = next((embeds.shape[1] for embeds in given if embeds is not None), None)
+        fixed = next((embeds.shape[1] for embeds in given if embeds is not None), self._long_prompt.positions)
         if not texts:
             return fixed
         n_tokens = _longest(texts)
@@ -187,8 +202,8 @@ class LongPromptMixin:
             return positions_for(n_tokens, [context_length(encoder) for _, encoder in self._text_encoders()])
         if n_tokens + 2 > fixed:
             raise ValueError(
-                f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions of the given embeddings:"
-                " encode prompt and negative prompt together, so that they share a length."
+                f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions: encode prompt and negative"
+                " prompt together, so that they share a length, or call set_long_prompt with more positions."
             )
         return fixed
 
@@ -244,7 +259,7 @@ class LongPromptMixin:
             negative_tokens = self._tokenize_negative(*negatives, batch_size=batch_size)
         length = self._shared_length(tokens, negative_tokens, embeds, negative_embeds if guided else None)
 
-        with self._scaled_lora(lora_scale):
+        with _ENCODING, self._scaled_lora(lora_scale):
             if tokens is not None:
                 embeds, encoded = self._encode(tokens, length, clip_skip, device)
                 pooled = encoded if pooled is None else pooled
@@ -256,7 +271,8 @@ class LongPromptMixin:
             negative_embeds, negative_pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
 
         # The UNet's input dtype: the encoder's, as in diffusers, unless that only stores its weights (float8).
-        model = getattr(self, "text_encoder_2", self.text_encoder) or self.unet
+        model = getattr(self, "text_encoder_2", self.text_encoder)
+        model = self.unet if model is None else model  # a compiled model has no truth value
         dtype = embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
         embeds, pooled = _repeat(embeds.to(dtype=dtype, device=device), repeats), _repeat(pooled, repeats)
         if guided:
@@ -431,27 +447,11 @@ class SDLongPromptMixin(LongPromptMixin):
         return [(self.tokenizer, self.text_encoder)]
 
     def _states(self, encoder, ids, clip_skip):
-        with _without_last_layers(encoder, clip_skip or 0):
-            return encoder(ids)[0], None
-
-
-@contextmanager
-def _without_last_layers(encoder: PreTrainedModel, skipped: int) -> Iterator[None]:
-    """Within the context, the encoder's last layers hand on what they read, so that the final norm reads it.
-
-    Uses hooks, because offloaded encoders work through `forward` only.
-    """
-    layers = getattr(encoder, "text_model", encoder).encoder.layers  # transformers 5 has no such part
-
-    def hand_on(module, inputs, output):
-        return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
-
-    hooks = [layer.register_forward_hook(hand_on) for layer in layers[len(layers) - skipped :]]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        mask = None
+        if getattr(encoder.config, "use_attention_mask", False):  # up to the first EOS, which pads, too
+            ends = (ids == self.tokenizer.eos_token_id).int().argmax(-1, keepdim=True)
+            mask = (torch.arange(ids.shape[1], device=ids.device) <= ends).to(ids.dtype)
+        return last_states(encoder, ids, clip_skip, mask)
 
 
 def _longest(texts: list[list[Tokens]]) -> int:

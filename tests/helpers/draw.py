@@ -80,7 +80,10 @@ def watched(pipe):
 
 
 def only_in_forward(model):
-    """Outside of its `forward` a model's weights are NaN from now on, as if they lay elsewhere."""
+    """Outside of its `forward` a model's weights are NaN from now on, as if they lay elsewhere.
+
+    Only the final norm, which SD 1.5's `clip_skip` calls by itself, fetches its own, as offloaded layers do.
+    """
     weights = {weight: weight.data for weight in model.parameters()}
     away = {weight: torch.tensor(float("nan"), dtype=weight.dtype).expand(weight.shape) for weight in weights}
 
@@ -88,6 +91,11 @@ def only_in_forward(model):
         for weight, value in values.items():
             weight.data = value
 
+    for name, module in model.named_modules():
+        if name.endswith("final_layer_norm"):
+            module.register_forward_pre_hook(
+                lambda norm, _: put({weight: weights[weight] for weight in norm.parameters()})
+            )
     model.register_forward_pre_hook(lambda *_: put(weights))
     model.register_forward_hook(lambda *_: put(away))
     put(away)

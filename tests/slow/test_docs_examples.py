@@ -13,7 +13,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_flux
 from helpers.demo_clients import opened_page
 from helpers.draw import same_image
@@ -34,6 +34,7 @@ from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS
+from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -79,7 +80,7 @@ def trained(folder: Path) -> None:
     load_two_tower(f"ViT-L-14-quickgelu:{folder / 'longclip-L.pt'}").save(mine := folder / "runs" / "mine")
     for name in ("debias-clip-vit-l14", "photographs"):
         shutil.copytree(mine, folder / "runs" / name, copy_function=os.link)
-    export(ExportConfig(str(mine), str(folder / "runs" / "encoder")))
+    export(ExportConfig(str(folder / "runs" / "encoder"), str(mine)))
     for name in ("runs/tiny-sdxl", "runs/both"):
         source = folder / ("runs/encoder" if name == "runs/both" else "sdxl-folder")
         shutil.copytree(source, folder / name, copy_function=os.link)
@@ -141,7 +142,7 @@ def follow(page: str, names: dict) -> list[dict]:
 def check_pipelines(after: list[dict]) -> None:
     """Every SDXL pipeline that a page makes reads a long prompt to its end."""
     for names in after:
-        if "pipe" in names:
+        if isinstance(names.get("pipe"), DiffusionPipeline):
             names["pipe"].set_progress_bar_config(disable=True)
             images = [
                 names["pipe"](text, num_inference_steps=1, generator=torch.Generator().manual_seed(0)).images[0]
@@ -200,7 +201,15 @@ def loaded_sdxl(models):
 def test_pipelines(folder, loaded_sdxl):
     after = follow("pipelines.md", {"pipe": loaded_sdxl, "prompt": LONG_PROMPT})
     check_pipelines(after)
-    assert after[0]["image"].size == (64, 64)
+    assert after[0]["image"].size == after[2]["image"].size == (64, 64)
+
+
+def test_lora(folder):
+    (after,) = follow("lora.md", {})
+    pipe = with_long_prompts(after["pipe"]).set_long_prompt(positions=227)
+    with torch.no_grad():
+        assert torch.equal(torch.cat(after["states"], dim=-1), pipe.encode_prompt(after["captions"])[0])
+    assert after["loss"] > 0 and any("lora" in name for name, _ in after["unet"].named_parameters())
 
 
 def test_faq(folder, loaded_sdxl):
@@ -212,7 +221,7 @@ def test_other_pipelines(tmp_path, monkeypatch):
     """Only CLIP-L can tell two prompts apart: the T5 gets another text."""
     monkeypatch.chdir(tmp_path)
     tiny_clip(context_length=LENGTH).save("runs/debias-clip-vit-l14")
-    export(ExportConfig("runs/debias-clip-vit-l14", "runs/encoder"))
+    export(ExportConfig("runs/encoder", "runs/debias-clip-vit-l14"))
     tiny_flux.build_tiny_flux(tmp_path / "flux")
     tiny_flux.build_tiny_sd3(tmp_path / "sd3")
     for names, text in zip(follow("other-pipelines.md", {}), ("prompt_2", "prompt_3"), strict=True):

@@ -1,0 +1,165 @@
+"""diffusers' modular pipelines with the long-prompt text step: the same when short, all read when long, and saved."""
+
+import ast
+import sys
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    ClassifierFreeGuidance,
+    ComponentsManager,
+    ModularPipelineBlocks,
+    StableDiffusionXLAutoBlocks,
+    StableDiffusionXLPipeline,
+)
+from diffusers.utils import dynamic_modules_utils
+from helpers import tiny_sdxl
+from helpers.draw import LONG, OTHER, SHORT, add_lora
+from helpers.tiny_sdxl import assemble
+from helpers.vocabulary import tiny_tokenizer
+
+from debias_diffusion.pipelines import (
+    LongPromptTextEncoderStep,
+    StableDiffusionXLLongPromptBlocks,
+    StableDiffusionXLLongPromptPipeline,
+    with_long_prompts,
+    write_block,
+)
+
+GREEN = LONG.replace("yellow bicycle", "green tractor")
+NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return tiny_sdxl.sdxl_parts()
+
+
+def build(blocks, parts, guider=None, **manager):
+    pipe = blocks.init_pipeline(**manager)
+    pipe.update_components(**parts, guider=guider or ClassifierFreeGuidance(guidance_scale=5.0))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def stock(parts):
+    return build(StableDiffusionXLAutoBlocks(), parts)
+
+
+@pytest.fixture(scope="module")
+def ours(stock):
+    return with_long_prompts(stock)
+
+
+def draw(pipe, prompt, **call):
+    call = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "np", "output": "images"} | call
+    return np.asarray(pipe(prompt=prompt, generator=torch.Generator().manual_seed(0), **call))
+
+
+def same(first, second, prompt=SHORT, **call):
+    return np.array_equal(draw(first, prompt, **call), draw(second, prompt, **call))
+
+
+def reads_the_end(pipe, **call):
+    return not np.array_equal(draw(pipe, LONG, **call), draw(pipe, GREEN, **call))
+
+
+def test_short_prompts_are_those_of_diffusers_and_long_ones_are_read(stock, ours):
+    assert ours.text_encoder is stock.text_encoder and type(ours) is type(stock)
+    assert not reads_the_end(stock) and reads_the_end(ours)
+    for call in ({}, {"negative_prompt": "grey"}, {"prompt_2": OTHER, "clip_skip": 1}):
+        assert same(stock, ours, **call)
+    assert same(stock, ours, [SHORT, OTHER], negative_prompt=["grey", ""])
+
+
+def test_embeddings_are_those_of_the_pipeline(ours, parts):
+    pipe = assemble(StableDiffusionXLLongPromptPipeline, parts).set_long_prompt(weighting=True, reading="separate")
+    prompt = f"A (red:1.4) cat. {LONG}"
+    step = ours.blocks.sub_blocks["text_encoder"].init_pipeline()
+    step.update_components(**{name: part for name, part in parts.items() if "text" in name or "token" in name})
+    outputs = step(prompt=prompt, negative_prompt=OTHER, weighting=True, reading="separate", output=list(NAMES))
+    expected = pipe.encode_prompt(prompt, negative_prompt=OTHER)
+    assert all(map(torch.equal, outputs.values(), expected))
+
+
+def test_the_options_are_arguments_of_the_call(ours):
+    weighted = LONG.replace("bicycle", "(bicycle:1.5)")
+    assert not np.array_equal(draw(ours, weighted, weighting=True), draw(ours, weighted))
+    assert same(ours, ours, SHORT, reading="cut") and not reads_the_end(ours, reading="cut")
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        draw(ours, LONG, strict=True)
+    with pytest.raises(ValueError, match="reading is 'all', but must be overlap or"):
+        draw(ours, LONG, reading="all")
+
+
+def test_the_scale_of_a_lora(parts):
+    fresh = tiny_sdxl.sdxl_parts()
+    add_lora(fresh["text_encoder"])
+    pipes = [build(blocks(), fresh) for blocks in (StableDiffusionXLAutoBlocks, StableDiffusionXLLongPromptBlocks)]
+    scaled = draw(pipes[1], SHORT, cross_attention_kwargs={"scale": 0.4})
+    assert np.array_equal(scaled, draw(pipes[0], SHORT, cross_attention_kwargs={"scale": 0.4}))
+    assert not np.array_equal(scaled, draw(pipes[1], SHORT))
+
+
+@pytest.mark.parametrize(
+    "guider",
+    [
+        diffusers.ClassifierFreeGuidance(guidance_scale=1.0),
+        diffusers.PerturbedAttentionGuidance(perturbed_guidance_layers=[0]),
+        diffusers.AdaptiveProjectedGuidance(),
+        diffusers.TangentialClassifierFreeGuidance(),
+    ],
+    ids=lambda guider: type(guider).__name__,
+)
+def test_guiders(guider, parts):
+    pipe = build(StableDiffusionXLAutoBlocks(), parts, guider)
+    assert same(pipe, with_long_prompts(pipe)) and reads_the_end(with_long_prompts(pipe))
+
+
+def test_images_and_masks_go_in(stock, ours):
+    image = {"image": tiny_sdxl.picture(), "strength": 0.9}
+    for call in (image, image | {"mask_image": tiny_sdxl.mask()}):
+        assert same(stock, ours, **call) and reads_the_end(ours, **call)
+
+
+def test_a_longer_encoder_and_a_manager_of_components(parts):
+    pipe = build(StableDiffusionXLLongPromptBlocks(), parts, components_manager=ComponentsManager())
+    before = draw(pipe, LONG)
+    pipe.update_components(text_encoder=tiny_sdxl.text_encoder(positions=248, seed=5), tokenizer=tiny_tokenizer(248))
+    assert not np.array_equal(draw(pipe, LONG), before) and reads_the_end(pipe)
+
+
+def test_new_components_and_blocks_belong_to_one_of_the_two(stock, parts):
+    ours = with_long_prompts(stock)
+    ours.update_components(text_encoder=tiny_sdxl.text_encoder(seed=9))
+    assert stock.text_encoder is parts["text_encoder"] and ours.text_encoder is not parts["text_encoder"]
+    assert not isinstance(stock.blocks.sub_blocks["text_encoder"], LongPromptTextEncoderStep)
+
+
+def test_other_modular_pipelines_are_refused():
+    pipe = diffusers.FluxAutoBlocks().init_pipeline()
+    with pytest.raises(ValueError, match="FluxAutoBlocks has no text step of SDXL named `text_encoder`"):
+        with_long_prompts(pipe)
+
+
+def test_the_written_block_needs_nothing_of_ours_and_survives_saving(ours, parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = write_block(tmp_path / "block")
+    nodes = list(ast.walk(ast.parse((folder / "block.py").read_text())))
+    imported = {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    assert "debias_diffusion" not in imported
+    blocks = ModularPipelineBlocks.from_pretrained(str(folder), trust_remote_code=True)
+    assert type(blocks).__module__.startswith("diffusers_modules.")
+    assert same(build(blocks, parts), ours, LONG)
+    # A copy of the blocks that diffusers saves, and weights from a folder of SDXL.
+    blocks.save_pretrained(str(folder))
+    assemble(StableDiffusionXLPipeline, parts).save_pretrained(tmp_path / "sdxl")
+    again = ModularPipelineBlocks.from_pretrained(str(folder), trust_remote_code=True)
+    pipe = again.init_pipeline(str(tmp_path / "sdxl"))
+    pipe.load_components()
+    pipe.set_progress_bar_config(disable=True)
+    assert reads_the_end(pipe)
