@@ -87,7 +87,7 @@ def test_plain_open_clip_runs_suppressed_heads_as_ordinary_ones_and_is_said_to(f
     base = load_two_tower(folders.base)
     for name in ("image", "soft"):
         output, ablated = tmp_path / name, load_two_tower(getattr(folders, name))
-        export(ExportConfig(getattr(folders, name), str(output), "open_clip"))
+        export(ExportConfig(str(output), getattr(folders, name), "open_clip"))
         assert "Plain open_clip runs it UNABLATED" in capsys.readouterr().out
         assert "**Plain open_clip runs it unablated**" in (output / "README.md").read_text()
         again = load_two_tower(output)
@@ -122,7 +122,7 @@ def run_without_this_package(folder: Path, inputs: dict, modules: Path) -> dict:
 
 def test_image_heads_are_suppressed_by_transformers_without_this_package(folders, tmp_path, capsys):
     output = tmp_path / "clip"
-    export(ExportConfig(folders.image, str(output), "clip"))
+    export(ExportConfig(str(output), folders.image, "clip"))
     assert f"AutoModel.from_pretrained('{output}', trust_remote_code=True)" in capsys.readouterr().out
     assert 'AutoModel.from_pretrained("this folder", trust_remote_code=True)' in (output / "README.md").read_text()
     ablated, base = load_two_tower(folders.image), load_two_tower(folders.base)
@@ -156,7 +156,7 @@ def test_a_clip_model_with_suppressed_heads_comes_back(folders, tmp_path):
 def test_a_soft_text_head_is_refused_where_only_weights_leave(folders, tmp_path):
     for to, name in (("clip", "out"), ("transformers", "out"), ("comfyui", "out.safetensors")):
         with pytest.raises(UserError, match="Head 1-2 of the text tower is suppressed with a beta above 0.*--beta 0"):
-            export(ExportConfig(folders.soft, str(tmp_path / name), to))
+            export(ExportConfig(str(tmp_path / name), folders.soft, to))
     assert not list(tmp_path.iterdir())
     load_two_tower(folders.soft).save(tmp_path / "noted")
     for model in (folders.soft, str(tmp_path / "noted")):
@@ -223,7 +223,7 @@ def test_every_export_holds_folded_heads_as_ordinary_weights(folders, name, tmp_
     unchanged = [torch.equal(*pair) for pair in zip(expected, features(base), strict=True)]
     assert unchanged == [name != "mean_image", name == "mean_image"]
     for to in ("open_clip", "clip"):
-        export(ExportConfig(source, str(tmp_path / to), to))
+        export(ExportConfig(str(tmp_path / to), source, to))
         assert not list((tmp_path / to).glob("*.py"))
     assert "UNABLATED" not in capsys.readouterr().out
     plain = open_clip.create_model(f"local-dir:{tmp_path / 'open_clip'}").eval()
@@ -237,7 +237,7 @@ def test_every_export_holds_folded_heads_as_ordinary_weights(folders, name, tmp_
 @pytest.mark.parametrize("name", ["image", "text", "mean_text"])
 def test_a_text_encoder_leaves_with_folded_heads_and_without_those_of_images(folders, name, tmp_path, capsys):
     source, ablated = getattr(folders, name), load_two_tower(getattr(folders, name))
-    export(ExportConfig(source, str(tmp_path / "out")))
+    export(ExportConfig(str(tmp_path / "out"), source))
     unaffected = "The suppressed heads are the image tower's. This text encoder is that of the base model."
     assert (unaffected in capsys.readouterr().out) == (name == "image")
     ablated.save(tmp_path / "noted")
@@ -295,7 +295,7 @@ def test_the_card_names_the_heads_the_search_and_the_scores_of_the_ablated_model
     _, data, images = world
     pairs = {"data": data, "images": images, "limit": 10}
     evaluate_retrieval(RetrievalConfig([folders.text, folders.base], str(tmp_path / "scores"), **pairs))
-    export(ExportConfig(folders.text, str(tmp_path / "text"), "open_clip", scores=str(tmp_path / "scores")))
+    export(ExportConfig(str(tmp_path / "text"), folders.text, "open_clip", scores=str(tmp_path / "scores")))
     card = (tmp_path / "text" / "README.md").read_text()
     assert "| base model | `base` |" in card and "It loads without debias-diffusion." in card
     assert "| suppressed heads of the text tower | 0-0, 1-2, 2-3 (beta 0) |" in card
@@ -303,8 +303,8 @@ def test_the_card_names_the_heads_the_search_and_the_scores_of_the_ablated_model
     scores = card.split("## Scores")[1]
     assert "| text |" in scores and "| base |" not in scores
     for _ in range(2):  # an export of the same kind is replaced
-        export(ExportConfig(folders.image, str(tmp_path / "clip"), "clip"))
+        export(ExportConfig(str(tmp_path / "clip"), folders.image, "clip"))
     card = (tmp_path / "clip" / "README.md").read_text()
     assert "| suppressed heads of the image tower | 3 with beta 0 to 0.5; below 0.5: 0-1, 1-0 |" in card
     with pytest.raises(UserError, match="brings its own weights; leave out 'openai'"):
-        export(ExportConfig(folders.text, str(tmp_path / "y"), pretrained="openai"))
+        export(ExportConfig(str(tmp_path / "y"), folders.text, pretrained="openai"))

@@ -76,7 +76,7 @@ def trained(world):
 
 def test_a_run_leaves_in_every_format(tmp_path, world, trained, whole, capsys):
     expected = Expected(trained)
-    export(ExportConfig(world.run, str(tmp_path / "transformers"), "diffusers"))  # another name for transformers
+    export(ExportConfig(str(tmp_path / "transformers"), world.run, "diffusers"))  # another name for transformers
     names = {path.name for path in (tmp_path / "transformers").iterdir()}
     assert names == {"text_encoder", "tokenizer", "README.md", "pipeline.py", MARK}
     encoder = CLIPTextModel.from_pretrained(tmp_path / "transformers", subfolder="text_encoder")
@@ -84,19 +84,19 @@ def test_a_run_leaves_in_every_format(tmp_path, world, trained, whole, capsys):
     expected.check(encoder.eval(), tokenizer)
     assert encoder.config.hidden_act == "quick_gelu"
 
-    export(ExportConfig(whole.long, str(tmp_path / "clip_l.safetensors"), "comfyui"))
+    export(ExportConfig(str(tmp_path / "clip_l.safetensors"), whole.long, "comfyui"))
     Expected(whole.backbone).check(*load_text_encoder(tmp_path / "clip_l.safetensors"))
     printed = capsys.readouterr().out
     assert "does not align a CLIP-L of 248 positions with clip_g past 75 tokens" in printed
     assert "ComfyUI has no text encoder of width 32 and 3 blocks" in printed
 
-    export(ExportConfig(world.run, str(tmp_path / "open_clip"), "open_clip"))
+    export(ExportConfig(str(tmp_path / "open_clip"), world.run, "open_clip"))
     model = open_clip.create_model(f"local-dir:{tmp_path / 'open_clip'}").eval()
     tokens = trained.tokenize(CAPTIONS)
     features = trained.encode_text(tokens)
     torch.testing.assert_close(model.encode_text(tokens.padded()), features, rtol=0, atol=1e-5)
 
-    export(ExportConfig(world.run, str(tmp_path / "clip"), "clip"))
+    export(ExportConfig(str(tmp_path / "clip"), world.run, "clip"))
     model = CLIPModel.from_pretrained(tmp_path / "clip").eval()
     pixels = torch.randn(2, 3, 32, 32)
     theirs = model.get_image_features(pixels).pooler_output
@@ -111,7 +111,7 @@ def test_a_run_leaves_in_every_format(tmp_path, world, trained, whole, capsys):
 def test_bigg_keeps_its_projection_and_its_length(tmp_path, capsys):
     backbone = text_backbone(BIGG, 128, quick_gelu=False)
     backbone.save(tmp_path / "run")
-    export(ExportConfig(str(tmp_path / "run"), str(tmp_path / "folder")))
+    export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "run")))
     assert "--encoder-2" in capsys.readouterr().out and not (tmp_path / "folder" / "pipeline.py").exists()
     encoder, tokenizer = load_text_encoder(tmp_path / "folder")
     assert type(encoder) is CLIPTextModelWithProjection
@@ -123,7 +123,7 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
     torch.save(long_clip_state(backbone), tmp_path / "longclip.pt")
     for source, name in pairwise(("longclip.pt", "clip_l.safetensors", "folder", "again.safetensors")):
         to = "comfyui" if name.endswith(".safetensors") else "transformers"
-        export(ExportConfig(str(tmp_path / source), str(tmp_path / name), to))
+        export(ExportConfig(str(tmp_path / name), str(tmp_path / source), to))
     Expected(backbone).check(*load_text_encoder(tmp_path / "again.safetensors"))
     for settings, message in (
         ({"to": "open_clip"}, "--to open_clip needs both towers.*longclip.pt"),
@@ -132,7 +132,7 @@ def test_any_text_encoder_can_be_exported_where_it_alone_is_wanted(tmp_path):
         ({"positions": "short"}, "is a text encoder alone. Give the training run"),
     ):
         with pytest.raises(UserError, match=message):
-            export(ExportConfig(str(tmp_path / "longclip.pt"), str(tmp_path / "x"), **settings))
+            export(ExportConfig(str(tmp_path / "x"), str(tmp_path / "longclip.pt"), **settings))
     assert not (tmp_path / "x").exists()
 
 
@@ -146,7 +146,7 @@ def test_comfyui_gets_no_encoder_that_it_would_run_otherwise(tmp_path, world, mo
         (tmp_path / "gelu.safetensors", "runs every clip_l with the activation quick_gelu, .* trained with gelu"),
     ):
         with pytest.raises(UserError, match=message):
-            export(ExportConfig(str(model), str(tmp_path / "x.safetensors"), "comfyui"))
+            export(ExportConfig(str(tmp_path / "x.safetensors"), str(model), "comfyui"))
     assert not (tmp_path / "x.safetensors").exists()
 
 
@@ -168,7 +168,7 @@ def test_nothing_of_anyone_else_is_overwritten(tmp_path, world):
         ("sdxl", "comfyui", "must be a file that ends in .safetensors"),
     ):
         with pytest.raises(UserError, match=message):
-            export(ExportConfig(world.base, str(tmp_path / output), to))
+            export(ExportConfig(str(tmp_path / output), world.base, to))
     assert before == files(tmp_path)
 
 
@@ -176,16 +176,16 @@ def test_an_export_replaces_another_where_nothing_was_changed_since(tmp_path, wo
     output = tmp_path / "mine"
     output.symlink_to("there")
     for model, to in ((world.base, "transformers"), (world.run, "transformers"), (world.run, "clip")):
-        export(ExportConfig(model, str(output), to))
+        export(ExportConfig(str(output), model, to))
         (output / "__pycache__").mkdir()  # of pipeline.py
     assert output.is_symlink() and not (tmp_path / "there" / "text_encoder").exists()
     for model in (whole.base, whole.long):
-        export(ExportConfig(model, str(tmp_path / "mine.safetensors"), "comfyui"))
+        export(ExportConfig(str(tmp_path / "mine.safetensors"), model, "comfyui"))
     assert load_text_encoder(tmp_path / "mine.safetensors")[0].config.max_position_embeddings == 248
 
     def refused(name):
         with pytest.raises(UserError, match=f"would be replaced, but holds '{name}', .* which was changed since"):
-            export(ExportConfig(world.base, str(output)))
+            export(ExportConfig(str(output), world.base))
 
     written = (output / "README.md").read_text()
     (output / "README.md").write_text(written.replace("license: unknown", "license: mit"))
@@ -219,18 +219,18 @@ def test_what_another_wrote_meanwhile_is_not_replaced(tmp_path, world, monkeypat
 
     monkeypatch.setattr(export_module, "model_card", write_meanwhile)
     with pytest.raises(UserError, match="holds 'other.txt'"):
-        export(ExportConfig(world.base, str(tmp_path / "mine")))
+        export(ExportConfig(str(tmp_path / "mine"), world.base))
     assert list(files(tmp_path)) == [tmp_path / "mine", tmp_path / "mine" / "other.txt"]
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path, world, monkeypatch):
     output = tmp_path / "mine"
-    export(ExportConfig(world.base, str(output)))
+    export(ExportConfig(str(output), world.base))
     before = files(tmp_path)
     monkeypatch.setattr(export_module, "model_card", Mock(side_effect=OSError("cut off")))
     for to in ("transformers", "open_clip", "clip"):
         with pytest.raises(OSError, match="cut off"):
-            export(ExportConfig(world.run, str(output), to))
+            export(ExportConfig(str(output), world.run, to))
     assert files(tmp_path) == before
 
 
@@ -242,11 +242,11 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_loaded()
         ({"to": "comfyui", "scores": "x"}, "a file without one"),
     ):
         with pytest.raises(UserError, match=message):
-            export(ExportConfig("/nowhere/at/all", "x.safetensors", **settings))
+            export(ExportConfig("x.safetensors", "/nowhere/at/all", **settings))
 
 
 def test_the_card_says_what_the_run_left(tmp_path, world):
-    export(ExportConfig(world.run, str(tmp_path / "x"), scores=world.scores))
+    export(ExportConfig(str(tmp_path / "x"), world.run, scores=world.scores))
     card, front = (tmp_path / "x" / "README.md").read_text(), front_matter(tmp_path / "x")
     assert front["license"] == "unknown" and front["pipeline_tag"] == "feature-extraction" and "base_model" not in front
     lines = map(json.loads, Path(world.run, "log.jsonl").read_text().splitlines())
@@ -284,7 +284,7 @@ def test_the_card_says_how_the_best_of_a_run_was_chosen(tmp_path, world):
     end = json.loads((run / "last" / "scores.json").read_text())
     chosen = {"choosing_t2i_r1": 50.0, "choosing_i2t_r1": 25.0, "choosing_pairs": 7}
     (run / "best" / "scores.json").write_text(json.dumps(end | chosen))
-    export(ExportConfig(f"{run}/best", str(tmp_path / "x")))
+    export(ExportConfig(str(tmp_path / "x"), f"{run}/best"))
     sentence = "This model is the best of the training run above by R@1 on 7 other pairs, not trained on either:"
     assert sentence in (tmp_path / "x" / "README.md").read_text()
 
@@ -292,7 +292,7 @@ def test_the_card_says_how_the_best_of_a_run_was_chosen(tmp_path, world):
 def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_path, world):
     def refused(model, scores, message):
         with pytest.raises(UserError, match=message):
-            export(ExportConfig(str(model), str(tmp_path / "x"), scores=str(scores)))
+            export(ExportConfig(str(tmp_path / "x"), str(model), scores=str(scores)))
         assert not (tmp_path / "x").exists()
 
     refused(world.run, tmp_path, "holds none of robustness.json, retrieval.json")
@@ -301,7 +301,7 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.json").write_text(json.dumps(report))
         refused(world.run, tmp_path / name, f"{name}.json' was measured with other weights")
-    export(ExportConfig(world.base, str(tmp_path / "alone")))
+    export(ExportConfig(str(tmp_path / "alone"), world.base))
     refused(tmp_path / "alone", world.scores, "with a two-tower model, and --model is a text encoder alone")
     for content in ("[]", "{", '{"settings": {}}', '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
@@ -325,7 +325,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
         "notes": ["biased upwards"],
     }
     (tmp_path / "generation.json").write_text(json.dumps(report))
-    export(ExportConfig(world.run, str(tmp_path / "x"), scores=str(tmp_path)))
+    export(ExportConfig(str(tmp_path / "x"), world.run, scores=str(tmp_path)))
     card = (tmp_path / "x" / "README.md").read_text()
     assert "| 7 images, with 95% intervals | enc |" in card and "/private" not in card
     assert "0.25" in card and "- biased upwards" in card
@@ -334,7 +334,7 @@ def test_scores_of_pictures_name_what_drew_them(tmp_path, world):
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):
     def front(model, pretrained=None):
-        card = model_card(ExportConfig(model, "o", pretrained=pretrained), "T", "CLIPTextModel")
+        card = model_card(ExportConfig("o", model, pretrained=pretrained), "T", "CLIPTextModel")
         return ModelCard(card).data.to_dict().get("base_model"), card
 
     assert front("ViT-L-14", "laion2b_s32b_b82k")[0] == "laion/CLIP-ViT-L-14-laion2B-s32B-b82K"
@@ -352,14 +352,14 @@ def test_names_cannot_break_out_of_the_card(tmp_path, world):
     job = {name: getattr(Job.read(run), name) for name in ("command", "settings", "inputs")}
     job["settings"] |= {"data": "x`\n---\nlicense: mit\n| a |```", "model": "<b>`|"}
     (run / "job.json").write_text(json.dumps(job | {"sha256": json_digest(job)}))
-    export(ExportConfig(str(run), str(tmp_path / "x")))
+    export(ExportConfig(str(tmp_path / "x"), str(run)))
     card = (tmp_path / "x" / "README.md").read_text()
     assert "\nlicense: mit" not in card.split("```bash")[0] and "| base model | `<b>'/` |" in card
     assert card.count("```") % 2 == 0 and code("a\nb|c`d") == "`a b/c'd`"
     # And broken files say nothing.
     (run / "job.json").write_text("{")
     (run / "log.jsonl").write_text("[1]}\nx}")
-    export(ExportConfig(str(run), str(tmp_path / "y")))
+    export(ExportConfig(str(tmp_path / "y"), str(run)))
     assert "recipe" not in (tmp_path / "y" / "README.md").read_text()
 
 
@@ -367,9 +367,9 @@ def test_a_finished_folder_is_uploaded_when_asked(tmp_path, world, monkeypatch, 
     hub = create_autospec(huggingface_hub.HfApi)
     monkeypatch.setattr(huggingface_hub, "HfApi", hub)
     hub().create_repo.return_value = "https://huggingface.co/me/long-clip"
-    export(ExportConfig(world.run, str(tmp_path / "quiet")))
+    export(ExportConfig(str(tmp_path / "quiet"), world.run))
     hub().create_repo.assert_not_called()
-    export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/long-clip"))
+    export(ExportConfig(str(tmp_path / "x"), world.run, push_to_hub="me/long-clip"))
     hub().create_repo.assert_called_once_with("me/long-clip", private=True, exist_ok=True)
     uploaded = hub().upload_folder.call_args.kwargs
     assert uploaded | {"commit_message": ""} == {
@@ -383,5 +383,5 @@ def test_a_finished_folder_is_uploaded_when_asked(tmp_path, world, monkeypatch, 
 def test_without_a_network_the_folder_is_whole_and_that_is_said(tmp_path, world):
     # The hub's own library, offline: HF_HUB_OFFLINE is set for all tests.
     with pytest.raises(UserError, match="is complete, but could not be uploaded to 'me/x': .*offline.*hf upload"):
-        export(ExportConfig(world.run, str(tmp_path / "x"), push_to_hub="me/x"))
+        export(ExportConfig(str(tmp_path / "x"), world.run, push_to_hub="me/x"))
     assert load_text_encoder(tmp_path / "x")[0].config.max_position_embeddings == 248

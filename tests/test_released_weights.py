@@ -36,8 +36,8 @@ def test_it_loads_everywhere_and_is_not_stretched_again(known, tmp_path, prefix)
     for backbone in (*backbones, load_backbone(str(tmp_path / "saved"))):
         assert (backbone.context_length, backbone.kept_positions, backbone.random_weights) == (248, 20, False)
         close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected)
-    export(ExportConfig(str(file), str(tmp_path / "folder")))
-    export(ExportConfig("deep-quickgelu", str(tmp_path / "clip"), "clip", str(file)))
+    export(ExportConfig(str(tmp_path / "folder"), str(file)))
+    export(ExportConfig(str(tmp_path / "clip"), "deep-quickgelu", "clip", str(file)))
     clip = load_two_tower(tmp_path / "clip")
     close(clip.encode_text(clip.tokenize(CAPTIONS)), expected)
     for name in (file, named, tmp_path / "folder"):
