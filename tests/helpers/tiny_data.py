@@ -1,7 +1,10 @@
 """A few coloured squares with captions, in ShareGPT4V's layout: enough for runs of a few steps."""
 
+import io
 import json
 import random
+import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from PIL import Image
@@ -17,6 +20,23 @@ def caption(index: int) -> str:
     return " ".join(["This image shows two colours.", *sentences])
 
 
+def entry(image: object, caption: object) -> dict:
+    """An entry of ShareGPT4V's layout."""
+    return {"image": image, "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": caption}]}
+
+
+def tar(path: Path, members: Iterable[tuple[str, bytes] | tarfile.TarInfo]) -> Path:
+    """A tar of (name, content), or of members without content."""
+    with tarfile.open(path, "w") as file:
+        for member in members:
+            content = b""
+            if not isinstance(member, tarfile.TarInfo):
+                content, member = member[1], tarfile.TarInfo(member[0])
+                member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    return path
+
+
 def make_tiny_data(folder: Path, count: int = 24) -> tuple[str, str]:
     """(data file, image folder)"""
     images = folder / "images"
@@ -29,7 +49,6 @@ def make_tiny_data(folder: Path, count: int = 24) -> tuple[str, str]:
         image.paste(COLOURS[right], (16, 0, 32, 32))
         image.putpixel((0, 0), (index, index, index))
         image.save(images / f"{index}.png")
-        conversations = [{"from": "human", "value": "Describe."}, {"from": "gpt", "value": caption(index)}]
-        entries.append({"id": str(index), "image": f"{index}.png", "conversations": conversations})
+        entries.append({"id": str(index)} | entry(f"{index}.png", caption(index)))
     (folder / "data.json").write_text(json.dumps(entries))
     return str(folder / "data.json"), str(images)
