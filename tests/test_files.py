@@ -28,13 +28,7 @@ from debias_diffusion.files import (
 )
 from debias_diffusion.training.logs import cut_log
 
-
-@pytest.fixture
-def ended():
-    """The id of a process that has ended."""
-    process = os.fork() or os._exit(0)
-    os.waitpid(process, 0)
-    return process
+ENDED = 999_999_999  # a process that no system has
 
 
 def of_process(path, process):
@@ -42,15 +36,15 @@ def of_process(path, process):
     return path.with_name(path.name.replace(f"-{os.getpid()}.", f"-{process}."))
 
 
-def test_what_killed_processes_left_is_removed_by_the_next_write(tmp_path, ended):
-    left = [of_process(unfinished(tmp_path, name, "tmp"), ended) for name in ("a.json", "b\n.json", "x" * 255)]
+def test_what_killed_processes_left_is_removed_by_the_next_write(tmp_path):
+    left = [of_process(unfinished(tmp_path, name, "tmp"), ENDED) for name in ("a.json", "b\n.json", "x" * 255)]
     mine = unfinished(tmp_path, "a.json", "tmp").name
     kept = [
         of_process(tmp_path / mine, os.getppid()),  # which lives, and may be writing it
-        of_process(tmp_path / mine.replace(files.MACHINE, "another-machine"), ended),
+        of_process(tmp_path / mine.replace(files.MACHINE, "another-machine"), ENDED),
         of_process(tmp_path / mine, "x"),
-        of_process(tmp_path / mine[1:], ended),  # of the user, because it is not hidden
-        of_process(unfinished(tmp_path, "best", "old"), ended),  # a folder that its own writer puts back
+        of_process(tmp_path / mine[1:], ENDED),  # of the user, because it is not hidden
+        of_process(unfinished(tmp_path, "best", "old"), ENDED),  # a folder that its own writer puts back
     ]
     for file in (*left, *kept):
         file.write_text("half")
@@ -58,8 +52,8 @@ def test_what_killed_processes_left_is_removed_by_the_next_write(tmp_path, ended
     assert sorted(os.listdir(tmp_path)) == sorted(["a.json", *(file.name for file in kept)])
 
 
-def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path, ended):
-    old = of_process(unfinished(tmp_path, "best", "old"), ended)
+def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
+    old = of_process(unfinished(tmp_path, "best", "old"), ENDED)
     old.mkdir()
     (old / "file").write_text("old")
     with pytest.raises(RuntimeError), atomic_folder(tmp_path / "best"):
@@ -69,41 +63,31 @@ def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path, ended):
 
 
 @pytest.fixture
-def synced_and_renamed(monkeypatch):
-    """The calls of `os.fsync` and `os.replace`, as (what, the inodes of a file or folder): [("sync", 7), ...]"""
+def calls(monkeypatch):
+    """The calls of `os.fsync` and `os.replace`, as (what, the inode of a file or folder): [("sync", 7), ...]"""
     calls, fsync, replace = [], os.fsync, os.replace
-
-    def noted_fsync(descriptor):
-        calls.append(("sync", os.fstat(descriptor).st_ino))
-        fsync(descriptor)
-
-    def noted_replace(source, target):
-        calls.append(("rename", os.stat(source).st_ino))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "fsync", lambda fd: calls.append(("sync", os.fstat(fd).st_ino)) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append(("rename", os.stat(a).st_ino)) or replace(a, b))
     return calls
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, synced_and_renamed):
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
     write_json(tmp_path / "a.json", [1])
     file = (tmp_path / "a.json").stat().st_ino
-    assert synced_and_renamed == [("sync", file), ("rename", file)]
+    assert calls == [("sync", file), ("rename", file)]
 
 
-def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, synced_and_renamed):
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
     for content in ("1", "2"):
-        synced_and_renamed.clear()
+        calls.clear()
         with atomic_folder(tmp_path / "a") as folder:
             (folder / "b" / "c").mkdir(parents=True)
-            for name in ("x", "b/c/z"):
-                (folder / name).write_text(content)
-        renamed = synced_and_renamed.index(("rename", (tmp_path / "a").stat().st_ino))
-        synced = {inode for what, inode in synced_and_renamed[:renamed] if what == "sync"}
-        assert synced >= {path.stat().st_ino for path in (tmp_path / "a", *(tmp_path / "a").rglob("*"))}
+            (folder / "b" / "c" / "z").write_text(content)
+        renamed = calls.index(("rename", (tmp_path / "a").stat().st_ino))
+        parts = {path.stat().st_ino for path in (tmp_path / "a", *(tmp_path / "a").rglob("*"))}
+        assert {inode for what, inode in calls[:renamed] if what == "sync"} >= parts
     # or a power failure could undo the renames, and not the removal of the old folder
-    assert synced_and_renamed[renamed + 1 :] == [("sync", tmp_path.stat().st_ino)]
+    assert calls[renamed + 1 :] == [("sync", tmp_path.stat().st_ino)]
 
 
 @pytest.mark.parametrize("kind", ["file", ".", "nowhere", "pipe"])  # links to these, and a pipe
@@ -179,7 +163,6 @@ def test_a_stamp_changes_with_size_and_either_time(tmp_path):
     earlier, image = file_stamp(file), ImageFolder(tmp_path).stamp("a")
     file.write_bytes(b"2")  # of the same size, and the time of its content is set back, as copies do
     os.utime(file, ns=(0, 0))
-    file.chmod(0o600)
     assert file_stamp(file)[:2] == earlier[:2] and file_stamp(file) != earlier != stamp
     assert ImageFolder(tmp_path).stamp("a") != image  # so that nothing of the other content is served
 
@@ -196,11 +179,9 @@ def test_a_lock_that_is_none_is_named(tmp_path):
     (tmp_path / "link").mkdir()
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "link" / ".lock").symlink_to(tmp_path / "mine")
+    message = r"The lock '.*/.lock' cannot be taken \(.*Remove it, or give another"
     for name in ("folder", "link", "mine"):
-        with (
-            pytest.raises(UserError, match=r"The lock '.*/.lock' cannot be taken \(.*Remove it, or give another"),
-            folder_lock(tmp_path / name, "taken"),
-        ):
+        with pytest.raises(UserError, match=message), folder_lock(tmp_path / name, "taken"):
             pass
     assert (tmp_path / "mine").read_text() == "precious"
     with folder_lock(tmp_path, "taken"), pytest.raises(UserError, match="^taken$"), folder_lock(tmp_path, "taken"):
