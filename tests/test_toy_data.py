@@ -16,8 +16,7 @@ from debias_diffusion.toyworld import grammar, scenes
 from debias_diffusion.toyworld.checker import compare
 from debias_diffusion.toyworld.pairs import write_pairs
 
-NAMES = ["toy/test", "toy/validation", "toy/development", "toy/test-2", "toy/train-2", "toy/short-test"]
-NAMES += ["toy/referring-test", "toy/short-referring-test-2"]
+NAMES = ["toy/test", "toy/train-2", "toy/short-test", "toy/referring-test", "toy/short-referring-test-2"]
 
 
 def digest(name):
