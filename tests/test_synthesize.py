@@ -229,9 +229,8 @@ def test_edited_and_swapped_captions_are_not_published(models, scenes, tmp_path,
         second.write_bytes(edited[1])
         synthesize(settings)
         assert content(tmp_path / "out") == before
-    monkeypatch.setattr(
-        command._Synthesis, "_write", lambda *_: first.write_bytes(whole[1])
-    )  # while others are written
+    # while others are written
+    monkeypatch.setattr(command._Synthesis, "_write", lambda *_: first.write_bytes(whole[1]))
     with pytest.raises(UserError, match="part-000000.jsonl' is damaged"):
         synthesize(settings)
     assert content(tmp_path / "out") == before
