@@ -46,21 +46,19 @@ def test_tokens_are_those_of_the_tokenizer_given():
 
 def test_a_summary_names_what_the_others_speak_of():
     assert is_summary_first(ROOM)
-    assert not is_summary_first(ROOM[1:]) and not is_summary_first(ROOM[1:] + ROOM[:1])
-    assert not is_summary_first(LIST)
+    assert not is_summary_first(ROOM[1:]) and not is_summary_first(LIST)
     assert not is_summary_first(["The image shows a dog.", "The image is dark.", "In the image the dog sleeps."])  # one
 
 
 def test_pronouns_begin_sentences_that_refer_back():
-    assert all(
-        map(begins_with_pronoun, ("It is blue.", "They sit.", "Its door is open.", "These are two.", "This is it."))
-    )
-    assert not any(map(begins_with_pronoun, ("This image shows it.", "These photos are old.", "A cat.", "Itself.", "")))
+    referring = ["It is blue.", "They sit.", "Its door is open.", "These are two.", "This is it."]
+    others = ["This image shows it.", "These photos are old.", "A cat.", "Itself.", ""]
+    assert list(filter(begins_with_pronoun, referring + others)) == referring
 
 
 @pytest.mark.parametrize(("name", "referring"), [("toy/test", 0), ("toy/referring-test", 0.2)])
 def test_toy_captions_have_a_summary_first_and_refer_back_where_they_should(name, referring):
-    captions = [record.caption for record in open_data(name)[0].records[:100]]
+    captions = [record.caption for record in open_data(name)[0].records[:60]]
     statistics = caption_statistics(captions, words())
     assert statistics.summary_first > 0.9
     dropped = caption_statistics([" ".join(split_sentences(caption)[1:]) for caption in captions], words())

@@ -78,7 +78,7 @@ def test_a_run_leaves_in_every_format(tmp_path, world, trained, whole, capsys):
     expected = Expected(trained)
     export(ExportConfig(str(tmp_path / "transformers"), world.run, "diffusers"))  # another name for transformers
     names = {path.name for path in (tmp_path / "transformers").iterdir()}
-    assert names == {"text_encoder", "tokenizer", "README.md", "pipeline.py", MARK}
+    assert names == {"text_encoder", "tokenizer", "README.md", "pipeline.py", "block.py", "modular_config.json", MARK}
     encoder = CLIPTextModel.from_pretrained(tmp_path / "transformers", subfolder="text_encoder")
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "transformers", subfolder="tokenizer")
     expected.check(encoder.eval(), tokenizer)
@@ -106,6 +106,13 @@ def test_a_run_leaves_in_every_format(tmp_path, world, trained, whole, capsys):
         assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(mode), file
     for name, library in (("transformers", "transformers"), ("open_clip", "open_clip"), ("clip", "transformers")):
         assert front_matter(tmp_path / name)["library_name"] == library
+
+
+def test_blocks_of_modular_pipelines_alone(tmp_path):
+    folder = export(ExportConfig(str(tmp_path / "blocks"), to="modular"))
+    assert {path.name for path in folder.iterdir()} == {"block.py", "modular_config.json", "README.md", MARK}
+    assert f'from_pretrained("{folder}", trust_remote_code=True)' in (folder / "README.md").read_text()
+    assert front_matter(folder)["library_name"] == "diffusers"
 
 
 def test_bigg_keeps_its_projection_and_its_length(tmp_path, capsys):

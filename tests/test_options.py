@@ -94,6 +94,8 @@ REFUSED = [
     (RetrievalConfig, {"examples": 3}, "examples is 3 with 1 encoder"),
     (AppConfig, {"port": 0}, "port is 0, but must be a whole number, from 1 to 65535, or null."),
     (AppConfig, {"encoders": ["toy/clap"]}, "Did you mean toy/clip"),
+    (ExportConfig, {"to": "modular"}, "--to modular writes code alone. Leave out --model"),
+    (ExportConfig, {"model": None}, "Give --model. Only --to modular"),
     (ExportConfig, {"to": "onnx"}, "to is 'onnx', but must be transformers or diffusers or comfyui or open_clip or"),
     (GenerateConfig, {"steps": 10**9}, "steps is 1000000000, but must be a whole number, from 1 to 1000."),
     (GenerateConfig, {"guidance_scale": NAN}, "guidance_scale is nan, but must be a number, from -1000.0 to 1000.0."),

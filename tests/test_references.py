@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.toyworld.grammar import STYLES, full_caption, long_caption, short_caption, short_prompt
+from debias_diffusion.toyworld.grammar import STYLES, full_caption, long_caption, short_caption
 from debias_diffusion.toyworld.references import Claim, Reference, resolve, resolve_apart
 from debias_diffusion.toyworld.scenes import draw_scene
 
@@ -75,8 +75,3 @@ def test_a_name_that_two_objects_have_says_nothing():
         2: Claim(Reference(kind="star"), (("colour", "red"),)),
     }
     assert _values(resolve(claims)) == {"top": {"kind": "star"}, "left": {"kind": "star"}}
-
-
-def test_an_unknown_style_is_named():
-    with pytest.raises(ValueError, match="unknown style 'verse'; it must be one of plain, referring"):
-        short_prompt("development", 0, "verse")

@@ -7,27 +7,41 @@ from hypothesis import strategies as st
 
 from debias_diffusion import split_sentences
 
-CASES = {
-    "A cat. A dog! A bird? Yes.": ["A cat.", "A dog!", "A bird?", "Yes."],
-    "A U.S. flag hangs. It is old.": ["A U.S. flag hangs.", "It is old."],
-    "It is 3.5 m tall. Mr. Lee, e.g. here, waits.": ["It is 3.5 m tall.", "Mr. Lee, e.g. here, waits."],
-    "He came at 3 p.m. The sun shone.": ["He came at 3 p.m.", "The sun shone."],
-    "J. Smith sits near St. Mary's. Done": ["J. Smith sits near St. Mary's.", "Done"],
-    'A sign says "Stop!" and it is red. "Go." is green.': ['A sign says "Stop!" and it is red.', '"Go." is green.'],
-    "1. A dog. 2. A cat.": ["1. A dog.", "2. A cat."],
-    "a small ... dog. lower case too.": ["a small ... dog.", "lower case too."],
-    "Fruit, bread, etc. on a table. The end": ["Fruit, bread, etc. on a table.", "The end"],
-    "Eine Straße. Über ihr Licht.": ["Eine Straße.", "Über ihr Licht."],
-    "一只猫。一只狗！": ["一只猫。", "一只狗！"],
-    "No full stop": ["No full stop"],
-    "First line.\nSecond line.": ["First line.", "Second line."],
-    "": [],
-    " \n ": [],
-}
+CASES = [
+    ["A cat.", "A dog!", "A bird?", "Yes."],
+    ["A U.S. flag hangs.", "It is old."],
+    ["It is 3.5 m tall.", "Mr. Lee, e.g. here, waits."],
+    ["He came at 3 p.m.", "The sun shone."],
+    ["J. Smith sits near St. Mary's.", "Done"],
+    ['A sign says "Stop!" and it is red.', '"Go." is green.'],
+    ["1. A dog.", "2. A cat."],
+    ["a small ... dog.", "lower case too."],
+    ["Fruit, bread, etc. on a table.", "The end"],
+    ["Eine Straße.", "Über ihr Licht."],
+    ["No full stop"],
+    # Beside the tables, so that the rules behind them are not only tested on the words they were made with.
+    ["A photo of a cat.", "highly detailed.", "masterpiece."],
+    ["A view of St. Louis.", "The arch is tall."],
+    ["He is at 42nd St. and Park Ave. with a bag.", "The bag is red."],
+    ["She lives on Elm Dr.", "The house is white."],
+    ["Prof. A. Lenz sings.", "The Dr. Who poster hangs behind a chair in J. Smith's house."],
+    ["The answer is no.", "The dog sat.", "3 cats ran to no. 5."],
+    ["A 12 fl. oz. can and a 5-in. nail lie there.", "The board is 2 ft. 3 in. wide."],
+    ["It was 9 a.m. Tuesday.", "It is 5 p.m.", "Children are playing."],
+    ["Er wohnt im 3. Stock.", "Ein Hund, z.B. ein Dackel, rennt.", "„Halt!“ ruft er.", "Der Hund steht."],
+    ["« Arrêtez ! » crie-t-il.", "On lit « Fermé ! »", "La porte est rouge."],
+    ["В комнате стоит стол, стул и т.д.", "На столе ваза."],
+    ["Look at this cat! 😻", "It is asleep.", "The mug has a 🎉 on it.", "Lovely day 🎉🎉", "The sun is out."],
+    ["The list: 1. A dog.", "2. A cat.", "(3) A bird (small?) sings."],
+    ['The text reads "LOVE. LAUGH. LIVE." in white.', "It is a pillow."],
+    ['The box is 5" tall.', 'A ruler 3" long lies near.', "The end."],
+    ["Taken for NASA.", "Look!!!", "What?!", "No...", "Yes."],
+]
 
 
 def test_sentences_of_known_captions():
-    assert {caption: split_sentences(caption) for caption in CASES} == CASES
+    assert [split_sentences(" ".join(sentences)) for sentences in CASES] == CASES
+    assert split_sentences("") == split_sentences(" \n ") == []
 
 
 TABLES = Path(__file__).parent / "sentences"
@@ -54,31 +68,6 @@ def test_no_fewer_of_the_cases_held_back_are_right_than_were_measured():
     # Says how many and not which: these cases are there to measure with, not to tune on. Measured: 154 of 159.
     right = sum(split == expected for split, expected in map(answer, HALVES["held_back"]))
     assert right >= 152 and len(HALVES["held_back"]) == 159
-
-
-# Beside the tables, so that the rules behind them are not only tested on the words they were made with.
-MORE = [
-    ["A photo of a cat.", "highly detailed.", "masterpiece."],
-    ["A view of St. Louis.", "The arch is tall."],
-    ["He is at 42nd St. and Park Ave. with a bag.", "The bag is red."],
-    ["She lives on Elm Dr.", "The house is white."],
-    ["Prof. A. Lenz sings.", "The Dr. Who poster hangs behind a chair in J. Smith's house."],
-    ["The answer is no.", "The dog sat.", "3 cats ran to no. 5."],
-    ["A 12 fl. oz. can and a 5-in. nail lie there.", "The board is 2 ft. 3 in. wide."],
-    ["It was 9 a.m. Tuesday.", "It is 5 p.m.", "Children are playing."],
-    ["Er wohnt im 3. Stock.", "Ein Hund, z.B. ein Dackel, rennt.", "„Halt!“ ruft er.", "Der Hund steht."],
-    ["« Arrêtez ! » crie-t-il.", "On lit « Fermé ! »", "La porte est rouge."],
-    ["В комнате стоит стол, стул и т.д.", "На столе ваза."],
-    ["Look at this cat! 😻", "It is asleep.", "The mug has a 🎉 on it.", "Lovely day 🎉🎉", "The sun is out."],
-    ["The list: 1. A dog.", "2. A cat.", "(3) A bird (small?) sings."],
-    ['The text reads "LOVE. LAUGH. LIVE." in white.', "It is a pillow."],
-    ['The box is 5" tall.', 'A ruler 3" long lies near.', "The end."],
-    ["Taken for NASA.", "Look!!!", "What?!", "No...", "Yes."],
-]
-
-
-def test_more_captions():
-    assert [split_sentences(" ".join(sentences)) for sentences in MORE] == MORE
 
 
 def test_scripts_without_white_space_and_lines():
@@ -121,13 +110,11 @@ def test_sentences_joined_by_spaces_are_split_into_the_same_ones_again(caption):
 
 
 # Each of these takes less than a second. What looked back or ahead without a limit would take minutes.
-@pytest.mark.parametrize(
-    "unit",
-    [
-        *(".", "a.", '("', ". ", ". . ", "A. ", "e.g. ", "1. ", ": 1. ", '"', '" ', '"a', "(a", '."', "*. ", ". *- "),
-        *("\n", "\n ", "\n- ", "\n\n ", " ", "a", "aa.Aa", "…", "。」", "「", "« ", ". »", "😀", ".😀 "),
-    ],
-)
+UNITS = [".", "a.", '("', ". ", ". . ", "A. ", "e.g. ", "1. ", ": 1. ", '"', '" ', '"a', "(a", '."', "*. ", ". *- "]
+UNITS += ["\n", "\n ", "\n- ", "\n\n ", " ", "a", "aa.Aa", "…", "。」", "「", "« ", ". »", "😀", ".😀 "]
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_long_captions_of_one_kind_of_character_are_read(unit):
     caption = unit * (200_000 // len(unit))
     assert "".join("".join(split_sentences(caption)).split()) == "".join(caption.split())

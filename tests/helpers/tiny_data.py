@@ -1,8 +1,10 @@
 """A few coloured squares with captions, in ShareGPT4V's layout: enough for runs of a few steps."""
 
+import io
 import json
 import random
-from collections.abc import Container, Mapping
+import tarfile
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 from PIL import Image
@@ -16,6 +18,23 @@ def caption(index: int) -> str:
     sentences = [f"The left side is {left}.", f"The right side is {right}.", f"It is number {index}.", "It is flat."]
     rng.shuffle(sentences)
     return " ".join(["This image shows two colours.", *sentences])
+
+
+def entry(image: object, caption: object) -> dict:
+    """An entry of ShareGPT4V's layout."""
+    return {"image": image, "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": caption}]}
+
+
+def tar(path: Path, members: Iterable[tuple[str, bytes] | tarfile.TarInfo]) -> Path:
+    """A tar of (name, content), or of members without content."""
+    with tarfile.open(path, "w") as file:
+        for member in members:
+            content = b""
+            if not isinstance(member, tarfile.TarInfo):
+                content, member = member[1], tarfile.TarInfo(member[0])
+                member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    return path
 
 
 def make_tiny_data(
@@ -34,8 +53,6 @@ def make_tiny_data(
         image.save(images / f"{index}.png")
         if index in broken:
             (images / f"{index}.png").write_text("not an image")
-        answer = (captions or {}).get(index, caption(index))
-        conversations = [{"from": "human", "value": "Describe."}, {"from": "gpt", "value": answer}]
-        entries.append({"id": str(index), "image": f"{index}.png", "conversations": conversations})
+        entries.append({"id": str(index)} | entry(f"{index}.png", (captions or {}).get(index, caption(index))))
     (folder / "data.json").write_text(json.dumps(entries))
     return str(folder / "data.json"), str(images)
