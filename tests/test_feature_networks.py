@@ -22,8 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    photographs, others = photographs_and_others(tmp_path_factory.mktemp("images"))
-    return photographs[:2] + others
+    return photographs_and_others(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="module")

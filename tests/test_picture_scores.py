@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -289,6 +288,6 @@ def test_few_images(networks, images):
 
 
 def test_titles_name_the_networks():
-    titles = score_titles({"own_features": str(Path(__file__).parent), "clip_score": "toy/clip"})
-    assert (titles["fid_own"], titles["clip_score"]) == ("FID (tests)", "CLIPScore (toy/clip)")
-    assert (titles["fid_2048"], titles["fid_64"], titles["kid_2048"]) == ("FID (2048)", "FID (64)", "KID")
+    titles = score_titles({"own_features": "toy/features", "clip_score": "toy/clip"})
+    names = {"fid_own": "FID (toy/features)", "clip_score": "CLIPScore (toy/clip)", "fid_2048": "FID (2048)"}
+    assert titles.items() >= (names | {"fid_64": "FID (64)", "kid_2048": "KID"}).items()
