@@ -20,11 +20,11 @@ class UntrainedInception(FeatureExtractorInceptionV3):
         pass
 
 
-def save_inception(folder: Path) -> Path:
+def save_inception(folder):
     """A weights file with torch-fidelity's names and shapes, and random values that keep features of everyday size."""
-    torch.save({}, folder / "empty.pth")
+    torch.save({}, folder / "random.pth")
     torch.manual_seed(0)
-    network = UntrainedInception("inception", ["2048"], folder / "empty.pth")
+    network = UntrainedInception("inception", ["2048"], folder / "random.pth")
     for module in network.modules():
         if isinstance(module, torch.nn.Conv2d):
             torch.nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
@@ -32,25 +32,19 @@ def save_inception(folder: Path) -> Path:
     return folder / "random.pth"
 
 
-def save_dino(folder: Path) -> str:
+def save_dino(folder):
     """A folder with a vision transformer of DINO's class, of 32 pixels and 24 features."""
     torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48, image_size=32, patch_size=8
-    )
-    model = ViTModel(config, add_pooling_layer=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    size = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
+    config = ViTConfig(**size, image_size=32, patch_size=8, initializer_range=0.2)
+    ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
     return str(folder)
 
 
-def photographs_and_others(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Four photographs, and three other random images, of several sizes."""
+def photographs_and_others(folder):
+    """Two photographs, and three random images, of several sizes."""
     names = [entry["image"] for entry in json.loads(PHOTOGRAPHS.read_text())]
-    rng = np.random.default_rng(0)
     for i in range(3):
-        pixels = rng.integers(0, 256, (4, 5 + i, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((50 + 10 * i, 64), Image.Resampling.BICUBIC).save(folder / f"{i}.png")
-    return [Path(skimage.data_dir) / name for name in names[:4]], sorted(folder.iterdir())
+        pixels = np.random.default_rng(i).integers(0, 256, (4, 5 + i, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((50 + 10 * i, 64)).save(folder / f"{i}.png")
+    return [*(Path(skimage.data_dir) / name for name in names[:2]), *sorted(folder.iterdir())]

@@ -4,7 +4,7 @@
 kind of first run: it describes any image as one of these.
 """
 
-import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,6 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    CLIPVisionConfig,
-    LlamaConfig,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
     LlavaNextImageProcessor,
@@ -26,10 +24,10 @@ from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
 
 TILE = 32  # pixels
-PATCH = 8
+# Two tiles for wide and high images, one for the others, and always the whole image.
+GRID = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE]]
 SPLIT, SCENES = "development", (0, 3, 4, 8)  # of four backgrounds
-STEPS = 130
-SPECIAL = ["<pad>", "<s>", "</s>", "<image>"]
+SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
@@ -37,70 +35,37 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_processor(texts):
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "image_token"), SPECIAL, strict=True))
-    extra = {"image_token": names.pop("image_token")}
-    # As some models are saved: batches of these need the pads on the left.
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, padding_side="right", extra_special_tokens=extra, **names
-    )
-
-
-def make_processor(texts: list[str]) -> LlavaNextProcessor:
-    images = LlavaNextImageProcessor(
-        size={"shortest_edge": TILE},
-        crop_size={"height": TILE, "width": TILE},
-        # Two tiles for wide and high images, one for the others, and always the whole image.
-        image_grid_pinpoints=[[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE]],
-    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [*SPECIAL.values(), "<image>"]
+    learning = {"vocab_size": 900, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, **learning))
+    # Padded on the right, as some models are saved: batches of these need the pads on the left.
+    extra = {"padding_side": "right", "extra_special_tokens": {"image_token": "<image>"}}
+    crop = {"size": {"shortest_edge": TILE}, "crop_size": {"height": TILE, "width": TILE}}
     return LlavaNextProcessor(
-        image_processor=images,
-        tokenizer=make_tokenizer(texts),
-        patch_size=PATCH,
+        image_processor=LlavaNextImageProcessor(image_grid_pinpoints=GRID, **crop),
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, **extra, **SPECIAL),
+        patch_size=8,
         vision_feature_select_strategy="default",
         chat_template=TEMPLATE,
         num_additional_image_tokens=1,
     )
 
 
-def tiny_llava(processor: LlavaNextProcessor, width: int = 64) -> LlavaNextForConditionalGeneration:
+def tiny_llava(processor, width=64):
     tokenizer = processor.tokenizer
-    vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=PATCH,
-        projection_dim=32,
-    )
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"model_type": "clip_vision_model", "image_size": TILE, "patch_size": 8, "projection_dim": 32}
+    text = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"model_type": "llama", "num_key_value_heads": 4, "max_position_embeddings": 1024}
     config = LlavaNextConfig(
         vision_config=vision,
-        text_config=text,
+        text_config=text | ids | {"vocab_size": len(tokenizer)},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=processor.image_processor.image_grid_pinpoints,
+        image_grid_pinpoints=GRID,
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
     )
@@ -111,38 +76,35 @@ def tiny_llava(processor: LlavaNextProcessor, width: int = 64) -> LlavaNextForCo
     return model.eval()
 
 
-def scenes() -> tuple[list[Image.Image], list[str]]:
+def scenes():
     """Images of toy scenes of few objects, and their captions."""
     pairs = [short_prompt(SPLIT, index) for index in SCENES]
     return [render(scene) for scene, _ in pairs], [caption.text for _, caption in pairs]
 
 
-def noise(rng: np.random.Generator) -> Image.Image:
+def noise(rng):
     """Coloured clouds, wide or high."""
     height, width = rng.permutation([32, int(rng.integers(32, 65))])
     coarse = rng.integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(coarse).resize((int(width), int(height)), Image.Resampling.BICUBIC)
 
 
-def teach(model, processor, images: list[Image.Image], captions: list[str], steps: int) -> float:
+def teach(model, processor, images, captions, steps):
     """Overfits all but the vision tower on these pairs, whatever the prompt. Returns the last loss.
 
     An image of noise in each step also has one of the captions, so that any image gets a whole one.
     """
     model.model.vision_tower.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0)
-    rng, prompts = np.random.default_rng(0), (*LONG, *SHORT)
-    newline = processor.tokenizer.encode("\n")[0]
+    rng, newline = np.random.default_rng(0), processor.tokenizer.encode("\n")[0]
     model.train()
-    processor.tokenizer.padding_side = "right"
     for _ in range(steps):
         shown = [*images, noise(rng)]
         answers = [*captions, *rng.choice(captions, 1)]
-        asked = zip(rng.choice(prompts, len(answers)), answers, strict=True)
+        asked = zip(rng.choice((*LONG, *SHORT), len(answers)), answers, strict=True)
         texts = [f"<s><image>{prompt}\n{answer}</s>" for prompt, answer in asked]
         batch = processor(images=shown, text=texts, padding=True, return_tensors="pt")
-        labels = batch["input_ids"].clone()
-        labels[batch["attention_mask"] == 0] = -100
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         for row in labels:
             row[: int((row == newline).nonzero()[0]) + 1] = -100
         loss = model(**batch, labels=labels).loss
@@ -154,25 +116,16 @@ def teach(model, processor, images: list[Image.Image], captions: list[str], step
     return float(loss.detach())
 
 
-def save_llava(folder: Path, model, processor) -> str:
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
-
-
-def build(folder: Path, steps: int = STEPS) -> float:
+def build(folder, steps=130):
     """Writes a model that knows four toy scenes (with 0 steps: none). Returns the last loss."""
     images, captions = scenes()
     processor = make_processor([*captions, *LONG, *SHORT])
     model = tiny_llava(processor)
     loss = teach(model, processor, images, captions, steps) if steps else 0.0
-    save_llava(folder, model, processor)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
     return loss
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    arguments = parser.parse_args()
-    print(f"loss {build(arguments.folder, arguments.steps):.4f}")
+    print(f"loss {build(Path(sys.argv[1])):.4f}")
