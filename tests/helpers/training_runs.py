@@ -1,15 +1,10 @@
-"""The smallest training runs, what they leave, and runs in processes of their own."""
+"""The smallest training runs, and what they leave."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import torch
-from helpers.processes import as_options
 from helpers.tiny_data import make_tiny_data
 from safetensors.torch import load_file
 
@@ -82,39 +77,3 @@ def settings_of(run):
 
 def saved(run, name):
     return load_file(run / name / "open_clip_model.safetensors")
-
-
-def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
-    values = {key: value for key, value in vars(settings).items() if value is not None}
-    code = f"from debias_diffusion.training.loop import *\ntrain(TrainConfig(**{values!r}))"
-    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | environment, **output)
-
-
-def wait_for_step(output, step, process, patience=120):
-    started = time.monotonic()
-    file = Path(output) / "log.jsonl"
-    while time.monotonic() - started < patience and process.poll() is None:
-        if file.exists() and f'{{"step": {step},' in file.read_text():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-2000:]}")
-
-
-COMMAND_LINE = ("-m", "debias_diffusion.app.cli")
-
-
-def command_of_two_processes(settings: TrainConfig, program=COMMAND_LINE) -> list[str]:
-    options = as_options({name: getattr(settings, name) for name in settings.__dataclass_fields__ if name != "betas"})
-    # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    return [*launch, *program, "train", *options]
-
-
-def run_in_two_processes(settings: TrainConfig) -> str:
-    command = command_of_two_processes(settings)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 x cpu" in done.stdout
-    return done.stdout
