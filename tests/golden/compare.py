@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "golden"
 COMMIT = "7f3ef5c"  # whose results the tree must give
 ROOMS = ("pipelines", "eval", "app")
-PAIRS, HELD_OUT = 24, 6  # in ShareGPT4V's layout, written by the old tree
 PROMPTS = (
     "A red star above a blue ring.",
     " ".join(
@@ -42,18 +41,16 @@ IGNORED = re.compile(r"/(settings|versions|digests|seconds|samples_per_second)(/
 
 TRAIN = (
     "train --model toy/clip --output {out} --batch 6 --components 3 --max-steps 5 --epochs 9 --warmup 2 "
-    f"--learning-rate 1e-3 --validation {HELD_OUT} --eval-every 3 --checkpoint-every 2 --log-every 1 --workers 0 "
-    "--precision fp32 --max-bad 0 --recipe "
+    "--learning-rate 1e-3 --validation 6 --eval-every 3 --checkpoint-every 2 --log-every 1 --workers 0 "
+    "--precision fp32 --max-bad 0 --data toy/train-2 --recipe "
 )
-OF_PAIRS = " --data {work}/pairs/data.json --images {work}/pairs/images "
 TRAININGS = {
-    "long-clip": TRAIN + "long-clip --data toy/train-2",
-    "debias-clip": TRAIN + "debias-clip" + OF_PAIRS,
-    "debias-clip-sdxl": TRAIN + "debias-clip-sdxl --chunk 4" + OF_PAIRS,
+    "long-clip": TRAIN + "long-clip",
+    "debias-clip": TRAIN + "debias-clip",
+    "debias-clip-sdxl": TRAIN + "debias-clip-sdxl --chunk 4",
     "fix-clip": TRAIN.replace("--components 3", "--components 0")
-    + "fix-clip --method.prompts 3 --method.groups 3 --method.first_group 2"
-    + OF_PAIRS,
-    "frozen": TRAIN + "debias-clip --freeze-image-tower" + OF_PAIRS,
+    + "fix-clip --method.prompts 3 --method.groups 3 --method.first_group 2",
+    "frozen": TRAIN + "debias-clip --freeze-image-tower",
 }
 GENERATE = "generate --prompts {work}/prompts.txt --base toy/sdxl --output {out} --steps 3 --guidance-scale 3 --batch 2"
 TEXT_ENCODERS = "--encoders toy/clip toy/debias-clip --data toy/test --output {out} --limit"
@@ -63,7 +60,6 @@ RENDER = (
 )
 # A command, and patterns of its results in the output folder: .safetensors, .json, .jsonl and .png.
 CASES = {f"train-{name}": (command, "last/*.safetensors", "log.jsonl") for name, command in TRAININGS.items()}
-CASES |= {f"{name}-resumed": case for name, case in CASES.items()}
 CASES |= {
     "generate": (GENERATE, "0*.png"),
     "generate-separate": (GENERATE + " --reading separate --weighting", "0*.png"),
@@ -78,47 +74,33 @@ CASES |= {
     ),
     "drift": ("evaluate drift --base toy/sdxl" + f" {TEXT_ENCODERS} 8".replace("toy/clip ", ""), "drift.json"),
 }
-STOP = 4  # the optimizer's step at which the process of a "resumed" training ends, before it is run again
-STOPPED = 75
 
 DRIVER = """
-import os, runpy, sys
+import os, runpy
 import debias_diffusion.app
 folder = os.path.dirname(os.path.dirname(debias_diffusion.app.__file__))
 assert folder == os.environ["GOLDEN_PACKAGE"], folder  # not what is installed
-if stop := int(os.environ["GOLDEN_STOP"]):
-    import torch
-    step, calls = torch.optim.AdamW.step, []
-    def stopped_step(*arguments, **named):
-        calls.append(0)
-        return os._exit(75) if len(calls) == stop else step(*arguments, **named)
-    torch.optim.AdamW.step = stopped_step
-if sys.argv[1] == "write-pairs":
-    from debias_diffusion.toyworld.pairs import write_pairs
-    write_pairs(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-else:
-    runpy.run_module("debias_diffusion", run_name="__main__", alter_sys=True)
+runpy.run_module("debias_diffusion", run_name="__main__", alter_sys=True)
 """
 
 
-def run(tree: str, arguments: list[str], stop: int = 0) -> None:
-    """Runs a command in one of the trees. Raises RuntimeError if it fails, or does not stop at the step `stop`."""
+def run(tree: str, arguments: list[str]) -> None:
+    """Runs a command in one of the trees. Raises RuntimeError if it fails."""
     environment = os.environ | {
         "PYTHONPATH": str(WORK / tree),  # before the editable install, in child processes too
         "GOLDEN_PACKAGE": str(WORK / tree / "debias_diffusion"),
-        "GOLDEN_STOP": str(stop),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     command = [sys.executable, "-c", DRIVER, *arguments]
     done = subprocess.run(command, cwd=WORK, env=environment, capture_output=True, text=True)
-    if done.returncode != (STOPPED if stop else 0):
+    if done.returncode:
         raise RuntimeError(f"{tree} ends with {done.returncode}: {done.stderr.strip()[-1500:]}")
 
 
 def prepare() -> None:
-    """Both trees under one import name each, as when they are installed, and the data of the cases."""
+    """Both trees under one import name each, as when they are installed, and the prompts."""
     old, new = WORK / "old", WORK / "new" / "debias_diffusion"
     if not (old / COMMIT).exists():
         shutil.rmtree(WORK, ignore_errors=True)
@@ -133,21 +115,17 @@ def prepare() -> None:
         if not (new / path.name).is_symlink():  # another run may be using it
             (new / path.name).symlink_to(path)
     (WORK / "prompts.txt").write_text("\n".join(PROMPTS))
-    run("old", ["write-pairs", str(WORK / "pairs"), str(HELD_OUT), str(PAIRS)])
 
 
 def results(name: str, tree: str) -> dict[str, object]:
     """{FILE/KEY: number, tensor or pixels} of a case in one tree, from build/golden where the old tree made them."""
     line, *patterns = CASES[name]
-    digest = hashlib.sha256(json.dumps([line, PROMPTS, PAIRS]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps([line, PROMPTS]).encode()).hexdigest()[:12]
     folder = WORK / "results" / f"{tree}-{name}-{digest}"
     finished = folder.with_suffix(".finished")
     if tree == "new" or not finished.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        arguments = shlex.split(line.format(out=folder, work=WORK))
-        if name.endswith("-resumed"):
-            run(tree, arguments, STOP)
-        run(tree, arguments)
+        run(tree, shlex.split(line.format(out=folder, work=WORK)))
         finished.touch()
     values = {}
     for file in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
