@@ -15,7 +15,7 @@ test: .venv/installed  ## the fast tests
 	$(PYTEST) --dist loadfile tests
 
 slow: .venv/installed  ## real processes, servers, a browser, a wheel, true sizes, and a few seconds of each search for faults
-	$(PYTEST) --dist load --maxschedchunk 1 tests/slow tests/fuzz
+	$(PYTEST) --dist loadfile tests/slow tests/fuzz
 
 golden: .venv/installed  ## are results still those of an earlier commit, to the last bit? NAMES picks cases
 	$(BIN)/python tests/golden/compare.py $(NAMES)

@@ -117,7 +117,15 @@ def test_train_then_export_then_evaluate(capsys, tmp_path, world):
     assert f"debias-diffusion export --model {tmp_path / 'run'}" in out
     code, out, err = run(capsys, "export", "--model", tmp_path / "run", "--output", tmp_path / "export")
     assert code == 0, err
-    written = {"text_encoder", "tokenizer", "pipeline.py", ".debias-diffusion.json", "README.md"}
+    written = {
+        "text_encoder",
+        "tokenizer",
+        "pipeline.py",
+        "block.py",
+        "modular_config.json",
+        ".debias-diffusion.json",
+        "README.md",
+    }
     assert {path.name for path in (tmp_path / "export").iterdir()} == written
     encoders = ["--encoders", tmp_path / "run", world[5]]
     arguments = [*world[:4], *encoders, "--output", tmp_path / "scores", "--limit=10"]

@@ -1,4 +1,4 @@
-"""Damaged and disguised images of every format that Pillow can write, in folders and in shards."""
+"""Damaged and disguised images of every format that Pillow can write, in a shard that is damaged too."""
 
 import io
 import os
@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.data.dataset import CaptionDataset
-from debias_diffusion.data.images import ImageFolder, is_there
+from debias_diffusion.data.images import is_there
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.methods import find_method
 from debias_diffusion.tokens import CaptionTokenizer
 
+# Pillow says what it makes the best of.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 MODES = ("RGB", "L", "P", "1", "RGBA", "LA", "CMYK", "I;16", "I", "F")
-ENDINGS = ("jpg", "png", "webp", "gif", "tif", "eps", "avif", "dat")
 
 
 @cache
@@ -58,37 +60,10 @@ def no_program(monkeypatch):
     assert not started
 
 
-def sample(captions, source, index: int, stand_in: int):
-    """A record as training reads it, with another to replace it, and the modes of the images that were opened."""
-    tokenizer, method, modes = CaptionTokenizer(tiny_tokenizer(77), 77), find_method("debias-clip"), []
-    preprocess = lambda image: modes.append(image.mode) or image  # noqa: E731
-    dataset = CaptionDataset(captions.records, source, preprocess, tokenizer, method, 0, lambda epoch: [stand_in])
-    with no_hang():
-        return dataset[0, index, 0], modes
-
-
-def test_an_image_of_a_folder_opens_or_is_a_bad_record(tmp_path):
-    (tmp_path / "whole.png").write_bytes(encoded()[0])
-    counts = {"opened": 0, "refused": 0}
-
-    @given(damaged(), st.sampled_from(ENDINGS))
-    def search(content, ending):
-        (tmp_path / f"image.{ending}").write_bytes(content)
-        rows = "".join(f'{{"image": "{name}", "caption": "A. B."}}\n' for name in (f"image.{ending}", "whole.png"))
-        (tmp_path / "data.jsonl").write_text(rows)
-        read, modes = sample(*open_data(tmp_path / "data.jsonl", tmp_path), index=0, stand_in=1)
-        assert modes == ["RGB"]
-        refused = read.sample_id == "whole.png"
-        assert [(bad.where, bool(bad.detail)) for bad in read.bad] == [(f"image.{ending}", True)] * refused
-        counts["refused" if refused else "opened"] += 1
-
-    fuzz(search, seconds=25)
-    print(counts)
-    assert all(counts.values())
-
-
 def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
-    """Damaged members, and a damaged tar around them."""
+    """Each image opens, or is a bad record and another one stands in for it; the tar around them is damaged too."""
+    tokenizer, method = CaptionTokenizer(tiny_tokenizer(77), 77), find_method("debias-clip")
+    counts = {"opened": 0, "refused": 0}
 
     @given(st.lists(damaged(), min_size=1, max_size=4), st.integers(0, 2), st.data())
     def search(contents, flips, data):
@@ -107,21 +82,19 @@ def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
         with no_hang():
             captions, images = open_data(tmp_path / "a.tar")
         assert captions.records[0].sample_id == "a/0" and all(record.caption for record in captions.records)
+        modes = []
+        preprocess = lambda image: modes.append(image.mode) or image  # noqa: E731
+        dataset = CaptionDataset(captions.records, images, preprocess, tokenizer, method, 0, lambda epoch: [0])
         for index, record in enumerate(captions.records):
             assert is_there(images, record.image)
-            read, _ = sample(captions, images, index, stand_in=0)
-            assert read.sample_id in (record.sample_id, "a/0") and len(read.bad) == (read.sample_id != record.sample_id)
+            with no_hang():
+                read = dataset[0, index, 0]
+            refused = read.sample_id != record.sample_id
+            assert not refused or read.sample_id == "a/0"
+            assert [(bad.where, bool(bad.detail)) for bad in read.bad] == [(record.image, True)] * refused
+            counts["refused" if refused else "opened"] += 1
+        assert set(modes) == {"RGB"}
 
-    fuzz(search, seconds=10, count=100)
-
-
-def test_every_path_in_a_folder_opens_or_is_a_bad_record(tmp_path):
-    """What is no image: loops of links, folders, names that cannot be."""
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "empty").write_bytes(b"")
-    source = ImageFolder(tmp_path)
-    for name in ("loop", "folder", "empty", "x" * 300, "a/" * 2000, "nul\0", "."):
-        with no_hang(), pytest.raises((OSError, ValueError)):
-            source.open(name)
-        assert is_there(source, name) in (True, False)
+    fuzz(search, seconds=20, count=100)
+    print(counts)
+    assert all(counts.values())

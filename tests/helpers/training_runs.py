@@ -1,14 +1,10 @@
-"""The smallest training runs, what they leave, and runs in processes of their own."""
+"""The smallest training runs, and what they leave."""
 
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import torch
-from helpers.processes import as_options, start
 from safetensors.torch import load_file
 
 from debias_diffusion.jobs import Job
@@ -74,36 +70,4 @@ def settings_of(run):
 
 
 def saved(run, name):
-    return load_file(Path(run) / name / "open_clip_model.safetensors")
-
-
-def _train(settings: TrainConfig) -> list[str]:
-    options = {name: value for name, value in vars(settings).items() if name != "betas"}
-    return ["-m", "debias_diffusion.app.cli", "train", *as_options(options)]
-
-
-def run_in_a_process(settings: TrainConfig, **environment: str) -> subprocess.Popen:
-    return start([sys.executable, *_train(settings)], **environment)
-
-
-def wait_for_step(output, step, process, patience=120):
-    started = time.monotonic()
-    file = Path(output) / "log.jsonl"
-    while time.monotonic() - started < patience and process.poll() is None:
-        if file.exists() and f'{{"step": {step},' in file.read_text():
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {process.communicate()[0][-2000:]}")
-
-
-def command_of_two_processes(settings: TrainConfig) -> list[str]:
-    # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    return [sys.executable, *launch, *_train(settings)]
-
-
-def run_in_two_processes(settings: TrainConfig) -> str:
-    process = start(command_of_two_processes(settings))
-    printed = process.communicate(timeout=300)[0]
-    assert process.returncode == 0 and "2 x cpu" in printed, printed[-3000:]
-    return printed
+    return load_file(run / name / "open_clip_model.safetensors")

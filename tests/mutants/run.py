@@ -53,14 +53,8 @@ class Tree:
         }
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", f"--basetemp={self.folder}.tmp"]
         try:
-            done = subprocess.run(
-                [*command, *shlex.split(tests)],
-                cwd=self.folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
+            tests, of_a_process = shlex.split(tests), dict(cwd=self.folder, env=environment, timeout=TIMEOUT)
+            done = subprocess.run([*command, *tests], capture_output=True, text=True, **of_a_process)
         except subprocess.TimeoutExpired:
             return "timeout"
         where = f"debias_diffusion: {self.folder / 'debias_diffusion' / '__init__.py'}"
@@ -122,21 +116,15 @@ def main() -> None:
     faults = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8"))
     if unknown := set(names) - faults.keys():
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    files = sorted(name for name in set(listed.stdout.split("\0")) if name and (ROOT / name).is_file())
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = sorted(name for name in set(listed.split("\0")) if name and (ROOT / name).is_file())
     digest = hashlib.sha256()
     for name in files:
         digest.update(f"{name}\0".encode() + hashlib.sha256((ROOT / name).read_bytes()).digest())
     WORK.mkdir(parents=True, exist_ok=True)
-    results = try_all(
-        {name: faults[name] for name in names or faults}, files, WORK / f"{digest.hexdigest()[:16]}.jsonl"
-    )
+    chosen = {name: faults[name] for name in names or faults}
+    results = try_all(chosen, files, WORK / f"{digest.hexdigest()[:16]}.jsonl")
     for name, result in results.items():
         print(f"{result['lane']:16} {name:50} {result['seen_by'] or result.get('error', '')}")
     lanes = Counter(result["lane"] for result in results.values())

@@ -26,22 +26,24 @@ from debias_diffusion.app.comfyui.write import WORKFLOW
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def test_a_written_folder_works_without_the_package(tmp_path, capsys):
-    folder, lacking = tmp_path / "long_prompt", tmp_path / "lacking"
-    for copy in (folder, lacking):
-        main(["comfyui", "--output", str(copy)])
-    assert "restart ComfyUI" in capsys.readouterr().out
-    (lacking / "chunks.py").unlink()
-    code = f"""
+AS_COMFYUI_LOADS = """
 import importlib.util, sys
 sys.modules["debias_diffusion"] = None  # as if it were not installed
-for path in {[str(folder), str(lacking)]}:
-    spec = importlib.util.spec_from_file_location(path, path + "/__init__.py")  # as ComfyUI does
+for path in sys.argv[1:]:
+    spec = importlib.util.spec_from_file_location(path, path + "/__init__.py")
     sys.modules[path] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     print(list(module.NODE_DISPLAY_NAME_MAPPINGS.values()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_a_written_folder_works_without_the_package(tmp_path, capsys):
+    folder, lacking = tmp_path / "long_prompt", tmp_path / "lacking"
+    for copy in (folder, lacking):
+        main(["comfyui", "--output", str(copy)])
+    (lacking / "chunks.py").unlink()
+    command = [sys.executable, "-c", AS_COMFYUI_LOADS, folder, lacking]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "['CLIP Text Encode (long prompt)']\n"
     assert "ImportError: the long-prompt node lacks `chunks.py`" in done.stderr
     main(["comfyui", "--output", str(lacking)])  # an earlier copy is replaced
@@ -53,33 +55,26 @@ for path in {[str(folder), str(lacking)]}:
 
 
 @pytest.fixture(scope="module")
-def comfyui():
-    with importable_comfyui():
-        yield
-
-
-@pytest.fixture(scope="module")
-def true_size(comfyui, tmp_path_factory):
+def true_size(tmp_path_factory):
     """ComfyUI's folder with the node and random models of true size, 2 GB."""
-    folder = tmp_path_factory.mktemp("comfyui")
-    path = os.pathsep.join([COMFYUI, os.environ.get("PYTHONPATH", "")])
-    maker = [sys.executable, ROOT / "tests" / "helpers" / "comfyui_models.py", folder / "models"]
-    subprocess.run(maker, env=os.environ | {"PYTHONPATH": path}, check=True)
-    main(["comfyui", "--output", str(folder / "custom_nodes" / "long_prompt")])
-    return folder
+    with importable_comfyui():
+        folder = tmp_path_factory.mktemp("comfyui")
+        path = os.pathsep.join([COMFYUI, os.environ.get("PYTHONPATH", "")])
+        maker = [sys.executable, ROOT / "tests" / "helpers" / "comfyui_models.py", folder / "models"]
+        subprocess.run(maker, env=os.environ | {"PYTHONPATH": path}, check=True)
+        main(["comfyui", "--output", str(folder / "custom_nodes" / "long_prompt")])
+        yield folder
 
 
 def test_files_of_true_size(true_size):
     from comfy import sd
 
-    files = [
-        str(true_size / "models" / "text_encoders" / f"{name}.safetensors") for name in ("debias_clip_l", "clip_g")
-    ]
-    pipe = sdxl_pipeline([load_text_encoder(file)[0] for file in files])
-    embeds, _, pooled, _ = pipe.encode_prompt(LONG.replace("(and birds)", "and (birds:1.2)"), negative_prompt="")
+    folder = true_size / "models" / "text_encoders"
+    files = [str(folder / f"{name}.safetensors") for name in ("debias_clip_l", "clip_g")]
+    pipe, prompt = sdxl_pipeline([load_text_encoder(file)[0] for file in files]), LONG.replace(")?", ":1.2)?")
+    embeds, _, pooled, _ = pipe.encode_prompt(prompt, negative_prompt="")
     pipe.text_encoder = pipe.text_encoder_2 = None
-    clip = sd.load_clip(files, clip_type=sd.CLIPType.STABLE_DIFFUSION)
-    ours = encode_long_prompt(clip, LONG.replace("(and birds)", "and (birds:1.2)"))
+    ours = encode_long_prompt(sd.load_clip(files, clip_type=sd.CLIPType.STABLE_DIFFUSION), prompt)
     assert ours[0][0].shape == (1, 152, 2048) and embeds.std() > 0.1
     assert difference(ours, embeds, pooled) < 1e-4
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
-import pytest
 from helpers.demo_clients import LONG
 from PIL import Image
 
@@ -26,85 +25,67 @@ CLIENTS = 50
 MOST_GROWTH = 100 * 2**20  # bytes, most of which the allocator takes once
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """(address, process)"""
-    folder = tmp_path_factory.mktemp("served")
-    command = [sys.executable, "-m", "debias_diffusion.app.cli", "app", "--encoders", "toy/clip"]
-    environment = os.environ | {"GRADIO_TEMP_DIR": str(folder), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    with (folder / "console.txt").open("w") as console:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=console, text=True, env=environment)
-        try:
-            line = next((line for line in process.stdout if "demo is at" in line), None)
-            assert line, (folder / "console.txt").read_text()
-            yield re.search(r"http://[^ ]+", line)[0], psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-    assert "Traceback" not in (folder / "console.txt").read_text()
-
-
 def call(http: httpx.Client, prompt: str, seed: int) -> str:
-    """Asks for one image in one step; the number of the request, "" where the queue is full."""
+    """Asks for one image in one step, until there is a place in the queue; the number of the request."""
     rest = ["", str(seed), 1, 3.0, 48, 48, 1, "Euler", False, "cut"]
-    response = http.post("gradio_api/call/generate", json={"data": [prompt, ["toy/clip"], *rest]})
-    return response.json()["event_id"] if response.is_success else ""
+    body = {"data": [prompt, ["toy/clip"], *rest]}
+    while not (answer := http.post("gradio_api/call/generate", json=body)).is_success:
+        time.sleep(0.2)
+    return answer.json()["event_id"]
 
 
-def fetch(http: httpx.Client, event: str) -> dict:
+def settings_of_answer(http: httpx.Client, event: str) -> dict:
     """The settings in the PNG that a request gave."""
-    kind, answer = None, None
-    with http.stream("GET", f"gradio_api/call/generate/{event}") as stream:
-        for line in stream.iter_lines():
-            key, _, value = line.partition(": ")
-            kind = value if key == "event" else kind
-            assert kind != "error", line
-            answer = json.loads(value) if key == "data" and kind in ("generating", "complete") else answer
-    [[image]] = answer
-    file = http.get(f"gradio_api/file={image['image']['path']}").content
-    with Image.open(io.BytesIO(file)) as opened:
+    events = http.get(f"gradio_api/call/generate/{event}").text
+    assert "event: error" not in events, events
+    [[image]] = json.loads(events.strip().rpartition("data: ")[2])
+    with Image.open(io.BytesIO(http.get(f"gradio_api/file={image['image']['path']}").content)) as opened:
         return json.loads(opened.info["settings"])
 
 
-def test_fifty_clients_get_their_own_images(server):
-    url, end = server[0], time.monotonic() + SECONDS
+def test_fifty_clients_get_their_own_images_and_memory_stands_abandoned_calls(tmp_path):
+    command = [sys.executable, "-m", "debias_diffusion.app.cli", "app", "--encoders", "toy/clip"]
+    environment = os.environ | {"GRADIO_TEMP_DIR": str(tmp_path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    console = tmp_path / "console.txt"
+    with console.open("w") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+        try:
+            while not (address := re.search(r"demo is at (http://[^ ]+)", console.read_text())):
+                assert process.poll() is None, console.read_text()
+                time.sleep(0.1)
+            check_clients(address[1])
+            check_memory(address[1], psutil.Process(process.pid))
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    assert "Traceback" not in console.read_text()
+
+
+def check_clients(url: str) -> None:
+    end = time.monotonic() + SECONDS
 
     def work(client: int) -> int:
         done = 0
         with httpx.Client(base_url=url, timeout=600) as http:
             while not done or time.monotonic() < end:
                 prompt, seed = f"A red ring. Client {client}, image {done}.", 1000 * client + done
-                settings = fetch(http, call(http, prompt, seed))
+                settings = settings_of_answer(http, call(http, prompt, seed))
                 assert (settings["prompt"], settings["seed"]) == (prompt, seed)
                 done += 1
         return done
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         done = list(pool.map(work, range(CLIENTS)))
-    print(
-        f"\n{CLIENTS} clients got {sum(done)} images of their own in {SECONDS:.0f} s, {min(done)} to {max(done)} each"
-    )
+    print(f"\n{CLIENTS} clients got {sum(done)} images in {SECONDS:.0f} s, {min(done)} to {max(done)} each")
 
 
-def test_memory_stands_calls_that_nobody_fetches(server):
-    url, process = server
+def check_memory(url: str, process: psutil.Process) -> None:
+    memory = []
     with httpx.Client(base_url=url, timeout=600) as http:
-
-        def abandon(count: int) -> None:
+        for count in (20, ABANDONED):  # the first for what is loaded and kept once
             for seed in range(count):
-                while not call(http, LONG, seed):
-                    time.sleep(0.2)
-            assert fetch(http, call_when_free(http))["seed"] == 7  # and the last of them is through
-
-        abandon(20)  # what is loaded and kept once
-        before = process.memory_info().rss
-        abandon(ABANDONED)
-        after = process.memory_info().rss
-    print(f"\n{ABANDONED} abandoned calls: memory {before / 2**20:,.0f} MB, then {after / 2**20:,.0f} MB")
-    assert after - before < MOST_GROWTH
-
-
-def call_when_free(http: httpx.Client) -> str:
-    while not (event := call(http, LONG, 7)):
-        time.sleep(0.2)
-    return event
+                call(http, LONG, seed)
+            assert settings_of_answer(http, call(http, LONG, 7))["seed"] == 7  # and the last of them is through
+            memory.append(process.memory_info().rss)
+    print(f"{ABANDONED} abandoned calls: memory {memory[0] / 2**20:,.0f} MB, then {memory[1] / 2**20:,.0f} MB")
+    assert memory[1] - memory[0] < MOST_GROWTH

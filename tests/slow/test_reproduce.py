@@ -1,70 +1,53 @@
-"""`reproduce`: every table's and claim's file from end to end on tiny data."""
-
-from pathlib import Path
+"""`reproduce`: every table's, claim's and study's file from end to end on tiny data."""
 
 import pytest
-from helpers.small_papers import PAPERS, count_compared, write_small_papers
+import yaml
+from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
 
 from debias_diffusion.app.options import ReproduceConfig
 from debias_diffusion.app.reproduce.command import RESULTS
 from debias_diffusion.app.reproduce.evidence import evidence_page
 from debias_diffusion.app.reproduce.listing import reproduce
 from debias_diffusion.app.reproduce.papers import read_tables
-from debias_diffusion.app.reproduce.units import RESULT
 from debias_diffusion.files import read_json_object
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 
 
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory):
-    return write_small_papers(tmp_path_factory.mktemp("repository") / "configs" / "papers")
-
-
-@pytest.fixture(scope="module")
-def settings(papers, tmp_path_factory):
-    output = tmp_path_factory.mktemp("papers")
-    return {"world": "toy", "papers": str(papers), "output": str(output), "device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def written(settings):
-    return reproduce(ReproduceConfig(["all"], **settings))
-
-
-def test_every_file_is_executed_from_end_to_end(written, papers, settings):
-    output = Path(settings["output"]) / "toy"
+def test_every_file_is_executed_from_end_to_end_and_the_page_has_every_claim(tmp_path):
+    papers, output = write_small_papers(tmp_path / "configs" / "papers"), tmp_path / "output" / "toy"
+    written = reproduce(ReproduceConfig(["all"], "toy", papers=str(papers), output=str(output.parent), device="cpu"))
     tables = read_tables(papers)
-    assert len(tables) > 25 and {file.name for file in written} == {f"{name}.md" for name in tables} | {
-        "claims.md",
-        "claims.json",
-    }
+    names = {f"{name}.md" for name in tables} | {"claims.md", "claims.json"}
+    assert len(tables) > 25 and {file.name for file in written} == names
     for name, table in tables.items():
         count_compared(table, read_json_object(output / f"{name}.json"))
     assert "| Shuffle |" in (output / "table-S4.md").read_text()
-
-
-def test_what_is_done_is_kept_and_shared(written, settings, capsys):
-    output = Path(settings["output"]) / "toy"
-    before = {file: file.stat().st_mtime_ns for file in output.rglob(RESULT)}
-    assert len(before) > 80
-    capsys.readouterr()
-    reproduce(ReproduceConfig(["table-S5", "table-5"], **settings))
-    assert {file: file.stat().st_mtime_ns for file in output.rglob(RESULT)} == before
-    printed = capsys.readouterr().out
-    assert "to do: 0 trainings, 0 other pieces" in printed
     trainings = list((output / "seed-0" / "training").iterdir())
-    assert all(not list(folder.glob("checkpoint-*")) and (folder / "last").is_dir() for folder in trainings)
-
-
-def test_a_page_has_every_claim_and_verdict(written, settings):
-    output = Path(settings["output"]) / "toy"
-    content = read_json_object(output / "claims.json")
-    page = (output / "claims.md").read_text()
+    assert trainings and all((folder / "last").is_dir() for folder in trainings)
+    content, page = read_json_object(output / "claims.json"), (output / "claims.md").read_text()
     assert page == evidence_page(content, RESULTS)
-    entries = [entry for group in content["claims"].values() for entry in group]
-    assert f"Of {len(entries)} claims: " in page
+    assert f"Of {sum(map(len, content['claims'].values()))} claims: " in page
     assert "Padding adds to both on long captions at one epoch" in page
+
+
+def test_a_study_trains_aligns_and_draws(tmp_path):
+    """The trained and aligned encoder differs from the trained one, and readings from each other."""
+    world = yaml.safe_load((STUDIES / "world-toy-test.yaml").read_text())
+    world |= {"pairs": 16, "steps_per_epoch": 1}
+    world["training"] |= {"batch": 8, "components": 2, "epochs": 1}
+    few = {"batch": 8, "max_steps": 1, "epochs": 1, "warmup": 0, "eval_every": 1, "precision": "fp32"}
+    world["alignment"] |= few
+    world["evaluations"]["long"] |= {"limit": 2, "steps": 1}
+    (tmp_path / "world-toy-test.yaml").write_text(yaml.safe_dump(world))
+    (tmp_path / "toy-world-long.yaml").write_text((STUDIES / "toy-world-long.yaml").read_text())
+    settings = {"world": "toy-test", "papers": str(tmp_path), "output": str(tmp_path / "output"), "device": "cpu"}
+    reproduce(ReproduceConfig(["toy-world-long"], seeds=[7], **settings))
+    rows = read_json_object(tmp_path / "output" / "toy-test" / "toy-world-long.json")["rows"]
+    second = "debias-clip-sdxl, the second in overlapping chunks"
+    different = ["clip", "clip in chunks", "clip in overlapping chunks", "long-clip", "debias-clip"]
+    different += [second, "clip in overlapping chunks, aligned", f"{second}, aligned"]
+    assert len(rows) == 11 and len({rows[name]["FID"]["ours"] for name in different}) == len(different)
 
 
 @pytest.mark.parametrize("world", ["toy", "real"])

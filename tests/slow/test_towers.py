@@ -1,14 +1,24 @@
 """Text towers in their true width, and what torch.compile makes of tiny ones."""
 
+import os
 import shutil
 from copy import deepcopy
 
 import open_clip
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
+from helpers import tiny_sdxl
+from helpers.draw import LONG
+from helpers.fix_clip_steps import N, pixels, prompted
 from helpers.same_steps import TINY, assert_same_steps
-from helpers.tiny_clip import SIGLIP_CONFIG, tiny_clip, without_weights
+from helpers.tiny_clip import SIGLIP_CONFIG, without_weights
+from helpers.tiny_sdxl import assemble
 from PIL import Image
+
+from debias_diffusion.methods.fix_clip import MaskedView
+from debias_diffusion.models.image_tower import MaskedPatches
+from debias_diffusion.pipelines import with_long_prompts
 
 
 def of_true_width(model):
@@ -30,7 +40,7 @@ def of_true_width(model):
 
 
 @pytest.mark.parametrize(
-    "model", ["ViT-B-16-quickgelu", "ViT-L-14", "ViT-H-14", "ViT-bigG-14", "ViT-B-16-SigLIP", "ViT-gopt-16-SigLIP2-256"]
+    "model", ["ViT-B-16-quickgelu", "ViT-L-14", "ViT-bigG-14", "ViT-B-16-SigLIP", "ViT-gopt-16-SigLIP2-256"]
 )
 def test_two_layers_of_true_width_give_open_clips_features_and_gradients(model):
     backbone = of_true_width(model)
@@ -55,26 +65,44 @@ def test_two_layers_of_true_width_give_open_clips_features_and_gradients(model):
     assert torch.equal(pixels, backbone.model.encode_image(backbone.preprocess(image)[None]))
 
 
+BACKEND = "inductor" if shutil.which("c++") else "aot_eager"
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_towers_give_the_same(checkpointing):
-    plain, other = tiny_clip(), tiny_clip()
+@pytest.mark.parametrize("family", TINY)
+def test_compiled_towers_give_the_same(family, checkpointing):
+    assert BACKEND == "inductor" or "CI" not in os.environ, "no C++ compiler: what torch.compile builds goes UNTESTED"
+    plain, other = TINY[family](), TINY[family]()
     if checkpointing:
         other.checkpoint_activations()
     torch.compiler.reset()
-    other.compile(backend="aot_eager")
+    other.compile(backend="aot_eager" if checkpointing else BACKEND)
     graphs = torch._dynamo.utils.counters["stats"]
     assert_same_steps(plain, other, [2], rtol=1e-4, atol=1e-4)
-    before = graphs["unique_graphs"]
-    assert before > 0
+    assert (before := graphs["unique_graphs"]) > 0
     assert_same_steps(plain, other, [3, 5, 9], rtol=1e-4, atol=1e-4)
     assert graphs["unique_graphs"] == before  # no length is compiled anew
 
 
-@pytest.mark.parametrize("family", TINY)
-def test_compiled_towers_give_the_same_through_the_compiler(family):
-    if not shutil.which("c++"):
-        pytest.skip("no C++ compiler (`c++`) on this machine: what torch.compile builds here goes UNTESTED")
-    plain, other = TINY[family](), TINY[family]()
+def test_a_compiled_image_tower_with_prompts_gives_the_same():
+    backbone, images = prompted(), pixels()
+    masked = MaskedPatches(torch.stack([MaskedView(0.5).draw(N, 0, 0, str(at)) for at in range(3)]), None)
+    expected = backbone.image.encode_with_masked(images, [0, 3], masked)
     torch.compiler.reset()
-    other.compile()
-    assert_same_steps(plain, other, [2, 5], rtol=1e-4, atol=1e-4)
+    backbone.compile(backend="aot_eager")
+    for ours, plain in zip(backbone.image.encode_with_masked(images, [0, 3], masked), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("first", [None, 1])
+def test_a_compiled_text_encoder_skips_layers(first):
+    """Whichever call compiles it."""
+    stock = assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts())
+    call = {"device": None, "num_images_per_prompt": 1, "do_classifier_free_guidance": False}
+    expected = {skip: with_long_prompts(stock).encode_prompt(LONG, **call, clip_skip=skip)[0] for skip in (None, 1)}
+    torch.compiler.reset()
+    stock.text_encoder = torch.compile(stock.text_encoder, backend="eager")
+    pipe = with_long_prompts(stock)
+    for skip in (first, None, 1, None):
+        torch.testing.assert_close(pipe.encode_prompt(LONG, **call, clip_skip=skip)[0], expected[skip])
+    assert not torch.allclose(expected[None], expected[1])
