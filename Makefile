@@ -25,7 +25,8 @@ mutants: .venv/installed  ## do the tests notice the faults of tests/mutants/fau
 
 lowest: .venv-lowest/installed  ## pipelines, loading and export with the oldest diffusers and transformers that may be installed
 	$(LOWEST)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile \
-		tests/test_long_prompt.py tests/test_interchange.py tests/slow/test_light_install.py
+		tests/test_long_prompt.py tests/test_modular.py tests/test_wrapped_pipelines.py tests/test_interchange.py \
+		tests/slow/test_light_install.py
 
 # Searches for faults with new examples each time; SECONDS for each of its searches, an hour in all.
 SECONDS ?= 200
