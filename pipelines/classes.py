@@ -81,7 +81,8 @@ def with_long_prompts(pipe: DiffusionPipeline | ModularPipeline) -> DiffusionPip
     moved. Works for every class of diffusers that encodes prompts as SDXL or Stable Diffusion 1.5 do, such as the
     refiner, PAG and adapter pipelines. LoRAs, adapters, hooks and offloading of the pipeline stay in place.
 
-    Of a modular pipeline of SDXL the text step is replaced, see `LongPromptTextEncoderStep`.
+    A modular pipeline of SDXL gives a new one of the same components, with `LongPromptTextEncoderStep` as its text
+    step; that one's options are arguments of the call.
 
     Raises:
         ValueError: the pipeline is for another kind of model, or overrides `encode_prompt`.

@@ -104,6 +104,18 @@ def test_the_scale_of_a_lora(parts):
     assert not np.array_equal(scaled, draw(pipes[1], SHORT))
 
 
+def test_a_textual_inversion_of_several_vectors():
+    parts = tiny_sdxl.sdxl_parts()
+    pipe = assemble(StableDiffusionXLPipeline, parts)
+    tiny_sdxl.add_inversions(pipe, {"<style>": 3})
+    pipes = [
+        build(blocks(), pipe.components) for blocks in (StableDiffusionXLAutoBlocks, StableDiffusionXLLongPromptBlocks)
+    ]
+    assert same(*pipes, f"<style> {SHORT}") and not np.array_equal(
+        draw(pipes[1], f"<style> {SHORT}"), draw(pipes[1], SHORT)
+    )
+
+
 @pytest.mark.parametrize(
     "guider",
     [

@@ -150,16 +150,12 @@ def test_signatures_and_components_are_those_of_diffusers(kind, stock, ours):
 # ---- what it draws
 
 SIZES = {"original_size": (512, 300), "target_size": (900, 1024), "crops_coords_top_left": (4, 200)}
-GREEN = LONG.replace("red", "green")
 RANGE = {"num_inference_steps": 4, "denoising_start": 0.3, "denoising_end": 0.8}
 UNGUIDED = {"guidance_scale": 1.0, "negative_prompt": LONG + LONG}  # which is not read
 # by name: the classes that make the call, the prompt, the call
 CALLS = {
     "short": (list(KINDS), SHORT, {}),
     "long": (list(KINDS), LONG, {}),
-    "two images": (["xl", "xl-inpaint", "sd15-img2img"], LONG, {"num_images_per_prompt": 2, "negative_prompt": "grey"}),
-    "two of a short one": (["xl-img2img", "xl-control", "sd15"], SHORT, {"num_images_per_prompt": 2}),
-    "long negative": (["xl-inpaint-9", "xl-control-img2img", "sd15"], SHORT, {"negative_prompt": GREEN}),
     "no guidance": (["xl", *CONTROLLED, "sd15-img2img"], LONG, UNGUIDED),
     "prompt_2": (XL, LONG, {"prompt_2": OTHER, "negative_prompt": "blurry", "negative_prompt_2": "d", "clip_skip": 1}),
     "sizes": (XL[1:], LONG, SIZES | {"negative_original_size": (512, 512), "negative_target_size": (1024, 1024)}),
@@ -178,13 +174,9 @@ def test_calls(kind, stock, ours, name):
     call = {"prompt": prompt, **kind.inputs, **call}
     with watched(ours) as seen:
         images = draw(ours, **call)
-    assert images.shape == (call.get("num_images_per_prompt", 1), 64, 64, 3) and images.std() > 0.01
-    assert seen[0][1] == POSITIONS[LONG if name == "long negative" else prompt]
+    assert images.shape == (1, 64, 64, 3) and images.std() > 0.01 and seen[0][1] == POSITIONS[prompt]
     assert np.array_equal(images, draw_as_diffusers(stock, ours, **call))
-    other = draw(ours, OTHER if prompt == SHORT else LONG.replace("bicycle", "tractor"), **kind.inputs)
-    assert images.shape != other.shape or not np.array_equal(images, other)  # the last words count
-    plain = draw(ours, prompt, **kind.inputs)
-    assert name in ("short", "long") or images.shape != plain.shape or not np.array_equal(images, plain)
+    assert name in ("short", "long") or not np.array_equal(images, draw(ours, prompt, **kind.inputs))
 
 
 def test_batches_of_unequal_prompts(kind, stock, ours):

@@ -5,7 +5,6 @@ import json
 import pickle
 import threading
 
-import diffusers
 import pytest
 import torch
 from diffusers import (
@@ -107,20 +106,6 @@ def test_every_call_has_the_positions_that_were_set(sdxl):
 
 
 # ---- classes that name their arguments otherwise
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("LEditsPPPipelineStableDiffusionXL", "given negative_prompt_embeds, .*editing_prompt_embed.* a wrapped base"),
-        ("SemanticStableDiffusionPipeline", "`encode_prompt` is missing. It can be given .*editing_prompt_embeddings"),
-        ("StableDiffusionLatentUpscalePipeline", "It can be given prompt_embeds, "),
-    ],
-)
-def test_a_class_that_encodes_otherwise_is_refused_with_what_works_instead(name, message):
-    cls = getattr(diffusers, name)
-    with pytest.raises(ValueError, match=message):
-        with_long_prompts(cls.__new__(cls))
 
 
 class Styled(StableDiffusionXLPipeline):

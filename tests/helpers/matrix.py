@@ -87,7 +87,7 @@ CASES = {
 # and what works instead
 REFUSED = {
     "LEditsPPPipelineStableDiffusionXL": "`editing_prompt_embeddings` of a wrapped base pipeline",
-    "SemanticStableDiffusionPipeline": "`prompt_embeds` and `editing_prompt_embeddings` of a wrapped base pipeline",
+    "SemanticStableDiffusionPipeline": "`editing_prompt_embeddings` of a wrapped base pipeline",
     "StableDiffusionLatentUpscalePipeline": "`prompt_embeds` of a wrapped base pipeline",
     "AltDiffusionPipeline": "its text encoder is no CLIP",
     "FluxPipeline": "a [248-token encoder](other-pipelines.md)",
