@@ -192,4 +192,4 @@ def test_app(tmp_path, monkeypatch):
 def test_every_page_with_python_is_followed():
     pages = {page for page, blocks in BLOCKS.items() if "python" in {block.language for block in blocks}}
     # test_processes.py trains with the file of extending.md.
-    assert pages <= CHECKS.keys() | {"other-pipelines.md", "app.md", "extending.md"}
+    assert pages <= CHECKS.keys() | {"other-pipelines.md", "app.md", "lora.md", "extending.md"}
