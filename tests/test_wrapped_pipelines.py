@@ -7,11 +7,7 @@ import threading
 
 import pytest
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-)
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.pipelines.deprecated.alt_diffusion import modeling_roberta_series
 from helpers import tiny_sdxl
 from helpers.draw import LONG, SHORT, add_lora

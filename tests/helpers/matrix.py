@@ -31,10 +31,15 @@ def adapted(parts: dict) -> dict:
     return {"adapter": T2IAdapter(3, [16, 32], 1, downscale_factor=16, adapter_type="full_adapter_xl").eval()}
 
 
+def new_unet(parts: dict, **changes) -> torch.nn.Module:
+    """One of the parts' configuration with changes, and new weights."""
+    torch.manual_seed(0)
+    return type(parts["unet"])(**{**parts["unet"].config, **changes}).eval()
+
+
 def eight_channels(parts: dict) -> dict:
     """The UNet reads another image's latents, too."""
-    torch.manual_seed(0)
-    return {"unet": type(parts["unet"])(**{**parts["unet"].config, "in_channels": 8}).eval()}
+    return {"unet": new_unet(parts, in_channels=8)}
 
 
 def moving(parts: dict) -> dict:
@@ -46,9 +51,8 @@ def moving(parts: dict) -> dict:
 
 def distilled(parts: dict) -> dict:
     """Guided by an embedding of the scale."""
-    torch.manual_seed(0)
-    unet = type(parts["unet"])(**{**parts["unet"].config, "time_cond_proj_dim": 16}).eval()
-    return {"unet": unet, "scheduler": LCMScheduler.from_config(parts["scheduler"].config)}
+    scheduler = LCMScheduler.from_config(parts["scheduler"].config)
+    return {"unet": new_unet(parts, time_cond_proj_dim=16), "scheduler": scheduler}
 
 
 class Case(NamedTuple):
