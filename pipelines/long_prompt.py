@@ -67,6 +67,10 @@ class PromptLayout(NamedTuple):
     cut_at: int | None = None
     texts: tuple[tuple[tuple[str, int], ...], ...] = ()
 
+    def settings(self) -> dict:
+        """What an image's settings say of it."""
+        return {name: value for name, value in self._asdict().items() if name != "texts"}
+
 
 Breaks = Literal["concatenate", "average"]
 
