@@ -126,9 +126,6 @@ def test_states_and_features_are_compared_with_where_they_must_stay(settings, tm
     end = 1 + len(texts[0].ids)
     error = (states[0, :end] - base_states[0, :end]).square().mean() / base_states[0, 1:end].var(0, correction=0).mean()
     assert second.state_errors(states, texts, 77)[0].item() == pytest.approx(error.item(), rel=1e-4)
-    own = prepared(settings(tmp_path / "own", encoder="original", encoder_2="original"))
-    terms = own.objective.losses(samples(own, 4))  # encoders that have not moved yet
-    assert terms["state_error"].abs().max() < 1e-9 and terms["feature_distance"].abs().max() < 1e-6
 
 
 def test_captions_are_read_whole_and_half_of_them_in_part_too(settings, tmp_path):

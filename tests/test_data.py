@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader
 
 from debias_diffusion.data import json_files
 from debias_diffusion.data.dataset import CaptionDataset, Collate
-from debias_diffusion.data.images import ImageFolder, is_there
-from debias_diffusion.data.json_files import read_jsonl, read_sharegpt4v
+from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import read_captions
 from debias_diffusion.errors import UserError
@@ -50,11 +49,9 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
     ]
     parts = [*map(json.dumps, entries), '{"image": "6.jpg", "caption": "A \n control."}', '{"caption": "\udcff"}']
     (tmp_path / "d.json").write_bytes(f"[\n{', '.join(parts)}]".encode(errors="surrogateescape"))
-    captions = read_sharegpt4v(tmp_path / "d.json")
-    assert list(captions.records) == [
-        Record("a/1.jpg", "a/1.jpg", "One. Two. Three."),
-        Record("6.jpg", "6.jpg", "A control."),
-    ]
+    captions = read_captions(tmp_path / "d.json")
+    expected = {"a/1.jpg": "One. Two. Three.", "6.jpg": "A control."}
+    assert list(captions.records) == [Record(name, name, caption) for name, caption in expected.items()]
     assert [(bad.where, bad.kind) for bad in captions.bad] == [
         ("entry 1", "empty or non-text caption"),
         ("entry 2", "empty or non-text caption"),
@@ -67,19 +64,17 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("read", "content", "message"),
+    ("name", "content", "message"),
     [
-        (read_sharegpt4v, None, "No such file"),
-        (read_sharegpt4v, b'{"a": 1}', "is not a JSON list .it begins with '{\"a\": 1}'"),
-        (read_sharegpt4v, b"[1, 2]", "has 2 entries and none is usable.*entry 0: not an object"),
-        (read_jsonl, b"{}\n\nx", "has 2 entries and none is usable.*line 1: no image path"),
+        ("d.json", b'{"a": 1}', "is not a JSON list .it begins with '{\"a\": 1}'"),
+        ("d.json", b"[1, 2]", "has 2 entries and none is usable.*entry 0: not an object"),
+        ("d.jsonl", b"{}\n\nx", "has 2 entries and none is usable.*line 1: no image path"),
     ],
 )
-def test_files_of_another_shape_are_refused(tmp_path, read, content, message):
-    if content is not None:
-        (tmp_path / "data").write_bytes(content)
+def test_files_of_another_shape_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        read(tmp_path / "data")
+        read_captions(tmp_path / name)
 
 
 def test_jsonl_is_read_and_its_bad_lines_named(tmp_path):
@@ -104,20 +99,18 @@ def test_jsonl_is_read_and_its_bad_lines_named(tmp_path):
 
 
 def test_a_line_of_pixels_is_no_picture(images):
-    for size in ((1, 200), (1, 201), (900, 3)):
-        Image.new("RGB", size).save(images.root / f"{size[0]}x{size[1]}.png")
-    assert images.open("1x200.png").size == (1, 200)
-    for name in ("1x201", "900x3"):
-        with pytest.raises(ValueError, match=f"{name.replace('x', ' x ')} pixels are no picture"):
-            images.open(f"{name}.png")
+    for size in ((1, 200), (1, 201)):
+        Image.new("RGB", size).save(images.root / f"{size[1]}.png")
+    assert images.open("200.png").size == (1, 200)
+    with pytest.raises(ValueError, match="1 x 201 pixels are no picture"):
+        images.open("201.png")
 
 
 def test_links_out_of_the_image_folder_are_followed(images, tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside") / "1.png"
     Image.new("RGB", (2, 2)).save(outside)
     (images.root / "link.png").symlink_to(outside)
-    for path in (str(outside), "link.png"):
-        assert images.open(path).size == (2, 2) and is_there(images, path)
+    assert images.open("link.png").size == images.open(str(outside)).size == (2, 2)
 
 
 def test_draws_do_not_depend_on_workers_or_order(images):
@@ -163,6 +156,3 @@ def test_nothing_but_unreadable_images_stops_with_an_explanation(images):
     data = dataset(images, count=0, extra=[f"gone{i}.png" for i in range(40)], stand_ins=lambda epoch: range(30))
     with pytest.raises(UserError, match="20 images in a row cannot be read.*--check-data"):
         data[(0, 39, 7)]
-    alone = dataset(images, count=0, extra=["gone.png"], stand_ins=None)
-    with pytest.raises(UserError, match="An image that no other may replace .--max-bad. cannot be read from"):
-        alone[(0, 0, 0)]

@@ -13,7 +13,6 @@ from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import (
     append,
-    atomic_file,
     atomic_folder,
     file_stamp,
     folder_lock,
@@ -49,16 +48,6 @@ def test_what_killed_processes_left_is_removed_by_the_next_write(tmp_path):
         file.write_text("half")
     write_json(tmp_path / "a.json", [1])
     assert sorted(os.listdir(tmp_path)) == sorted(["a.json", *(file.name for file in kept)])
-
-
-def test_a_folder_is_put_back_after_a_kill_between_the_renames(tmp_path):
-    old = of_process(unfinished(tmp_path, "best", "old"), ENDED)
-    old.mkdir()
-    (old / "file").write_text("old")
-    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "best"):
-        raise RuntimeError
-    assert (tmp_path / "best" / "file").read_text() == "old"
-    assert os.listdir(tmp_path) == ["best"]
 
 
 @pytest.fixture
@@ -118,14 +107,6 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, kind):
     assert os.listdir(mine) == ["file"] and (mine / "file").read_text() == "precious"
     with pytest.raises(UserError, match="out' is a folder, in the place of a file. Move it away"):
         write_json(out, [1])
-
-
-def test_the_longest_names_leave_room(tmp_path):
-    name = "ä" * 127
-    with atomic_file(tmp_path / name) as temporary:
-        temporary.write_text("1")
-    assert os.listdir(tmp_path) == [name]
-    assert unfinished(tmp_path, f"{name[:-1]}z", "tmp") != unfinished(tmp_path, name, "tmp")
 
 
 def test_digests_are_of_names_and_contents_but_not_of_hidden_files(tmp_path):

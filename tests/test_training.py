@@ -104,12 +104,6 @@ def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, fi
     assert prepare_backbone(load_base_model(run), run).tokenizer.context_length == 248
 
 
-def test_overrides_change_the_method(world):
-    changes = dict(padding="none", short_weight=0.7, sampling="ordered", pooling="average", label_smoothing=0.2)
-    method = config(world, "o", **changes).make_method()
-    assert {name: getattr(method, name) for name in changes} == changes and method.components == 3
-
-
 @pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])
 def test_half_precisions_train_too_and_continue_bit_identically(world, finished_run, tmp_path, precision, steps):
     settings = dict(precision=precision, max_steps=steps)
