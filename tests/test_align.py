@@ -2,22 +2,16 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
-from helpers.ranks import forked
-from helpers.tiny_sdxl import WIDTH_2, text_encoder
 from helpers.training_runs import is_the_same_run, killed_copy, log, losses
-from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
-from safetensors.torch import load_file
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from debias_diffusion.app.align import data as align_data
 from debias_diffusion.app.align.command import Alignment, align
 from debias_diffusion.app.align.data import PART, FrozenVAE, collate
 from debias_diffusion.app.generate import generate
@@ -28,7 +22,6 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import Processes
-from debias_diffusion.interchange.transformers_folder import write_text_encoder
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
@@ -133,9 +126,6 @@ def test_states_and_features_are_compared_with_where_they_must_stay(settings, tm
     end = 1 + len(texts[0].ids)
     error = (states[0, :end] - base_states[0, :end]).square().mean() / base_states[0, 1:end].var(0, correction=0).mean()
     assert second.state_errors(states, texts, 77)[0].item() == pytest.approx(error.item(), rel=1e-4)
-    own = prepared(settings(tmp_path / "own", encoder="original", encoder_2="original"))
-    terms = own.objective.losses(samples(own, 4))  # encoders that have not moved yet
-    assert terms["state_error"].abs().max() < 1e-9 and terms["feature_distance"].abs().max() < 1e-6
 
 
 def test_captions_are_read_whole_and_half_of_them_in_part_too(settings, tmp_path):
@@ -148,35 +138,27 @@ def test_captions_are_read_whole_and_half_of_them_in_part_too(settings, tmp_path
     parts = [part for part in batch.parts if part]
     assert len(parts) == pytest.approx(200 * PART, abs=30)
     assert all(1 < len(tokens.ids) <= 75 for part in parts for tokens in part)
-    assert len({tuple(part[0].ids) for part in parts}) > 0.8 * len(parts)
     one, again, other = (run.dataset[key] for key in ((0, 5, 5), (0, 5, 5), (1, 5, 5)))
     assert torch.equal(one.noise, again.noise) and (one.shares, one.parts) == (again.shares, again.parts)
     assert not torch.equal(one.noise, other.noise) and one.shares != other.shares
 
 
-def gradients_of(run, chunk=None):
-    run.config.chunk = chunk
-    report = run.backward(samples(run, 4))
-    # Without a projection nothing reads the last layer.
-    named = run.model.named_parameters()
-    gradients = {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
-    run.optimizer.clear()
-    return report, gradients
+def test_chunks_and_recomputed_activations_change_no_gradient(settings, tmp_path):
+    def gradients_of(run, chunk=None):
+        run.config.chunk = chunk
+        report = run.backward(samples(run, 4))
+        gradients = {name: parameter.grad.clone() for name, parameter in run.model.named_parameters()}
+        run.optimizer.clear()
+        return report, gradients
 
-
-@pytest.mark.parametrize("changes", [{}, {"encoder": "original", "encoder_2": None}])
-def test_chunks_and_recomputed_activations_change_no_gradient(settings, tmp_path, changes, monkeypatch):
-    run = prepared(settings(tmp_path, **changes))
+    run = prepared(settings(tmp_path))
     report, expected = gradients_of(run)
     assert report["gradient_norm"] > 0 and all(gradient.any() for gradient in expected.values())
-    again = prepared(settings(tmp_path / "again", checkpoint_activations=True, **changes))
+    again = prepared(settings(tmp_path / "again", checkpoint_activations=True))
     for other, chunk in ((run, 1), (run, 3), (again, None)):
         chunked, gradients = gradients_of(other, chunk)
         assert chunked == pytest.approx(report, rel=1e-4)
         torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-6)
-    run.objective.weights["denoising_loss"] = 0.0
-    monkeypatch.setattr(run.objective, "unet", SimpleNamespace(device=CPU))  # which is then not run
-    assert gradients_of(run)[0]["denoising_loss"] == 0
 
 
 # ---- runs
@@ -185,9 +167,7 @@ def test_chunks_and_recomputed_activations_change_no_gradient(settings, tmp_path
 def test_a_run_fits_both_encoders_and_nothing_else(finished, settings):
     config = settings(finished)
     first, second = (load_text_encoder(finished / name)[0] for name in ("encoder", "encoder_2"))
-    assert type(first).__name__ == "CLIPTextModel" and type(second).__name__ == "CLIPTextModelWithProjection"
     assert [part.config.max_position_embeddings for part in (first, second)] == [248, 248]
-    # Both towers, so that everything that takes a training run takes this one.
     tower, before = load_two_tower(str(finished)), load_two_tower(config.encoder)
     assert weights_digest(load_text_encoder(str(finished))[0]) == weights_digest(first)
     assert weights_digest(tower.model.visual) == weights_digest(before.model.visual)
@@ -208,30 +188,10 @@ def test_a_killed_run_resumes_bit_identically(finished, settings, tmp_path):
         assert weights_digest(load_text_encoder(run / name)[0]) == weights_digest(load_text_encoder(finished / name)[0])
 
 
-def test_the_terms_fall_on_pairs_held_out_as_the_plan_says(settings, tmp_path, capsys):
-    align(settings(tmp_path, encoder_2=None, max_steps=15, keep_states=5.0, learning_rate=5e-3, eval_every=15))
-    plan = capsys.readouterr().out
-    assert "20 to train on; 4 held out" in plan and "denoising 10, states 5, features 10" in plan
-    first, last = (line for line in log(tmp_path) if "pairs" in line)
-    assert last["held_out_state_error"] < 0.8 * first["held_out_state_error"]
-    assert last["held_out_denoising_loss"] < first["held_out_denoising_loss"] * 1.01
-
-
 def test_mixed_precision_gives_nearly_the_same_losses(finished, settings, tmp_path):
     align(settings(tmp_path, precision="bf16", max_steps=2))
     assert losses(tmp_path) == pytest.approx(losses(finished)[:2], rel=0.02)
     assert load_text_encoder(tmp_path / "encoder")[0].dtype == torch.float32
-
-
-def test_two_processes_give_the_same_run(settings, tmp_path):
-    # AdamW divides by the size of a gradient, so rounding of one near 0 could become a whole step. Not with this `eps`.
-    changes = dict(encoder_2=None, max_steps=2, eps=1e-2)
-    align(settings(tmp_path / "alone", **changes))
-    forked(2, lambda _: str(align(settings(tmp_path / "run", **changes))))
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-    file = "encoder/text_encoder/model.safetensors"
-    one, other = (load_file(tmp_path / run / file) for run in ("alone", "run"))
-    torch.testing.assert_close(other, one, rtol=0, atol=1e-5)
 
 
 def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
@@ -239,54 +199,24 @@ def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
     for name in ("9.png", "1.png"):  # trained on, and held out
         (images / name).write_bytes(b"no image")
     align(settings(tmp_path / "run", images=str(images), max_steps=1, max_bad=0.1))
-    named = (tmp_path / "run" / "bad-records.jsonl").read_text()
-    assert "1.png" in named and [line["pairs"] for line in log(tmp_path / "run") if "pairs" in line] == [3, 3]
-    with pytest.raises(UserError, match="--max-bad allows"):
-        align(settings(tmp_path / "strict", images=str(images), max_bad=0.0))
+    assert "1.png" in (tmp_path / "run" / "bad-records.jsonl").read_text()
+    assert [line["pairs"] for line in log(tmp_path / "run") if "pairs" in line] == [3, 3]
 
 
-def test_latents_are_computed_of_what_the_steps_read_alone(settings, tmp_path, monkeypatch):
-    run = prepared(settings(tmp_path, max_steps=2, max_bad=0.2, latent_cache=str(tmp_path / "latents")))
-    first, second = ({index for _, index, _ in batch} for batch in run.batches.iterate())
-    assert (len(run.records), len({run.records[index].image for index in first | second})) == (20, 8)
-    (file,) = (tmp_path / "latents").rglob("*.safetensors")
-    assert load_file(file)["features"].shape == (8 + 4, 4 * 8 * 8)  # and the held-out ones
-    # What would replace an unreadable image is one of them too, and of the other step.
-    assert set(run.dataset.stand_ins(0)[: len(first)].tolist()) == second and 0 not in first
-    monkeypatch.setattr(align_data.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
-    with pytest.raises(UserError, match="latents of 20 images take 0.0 GB in .*Give another --latent-cache"):
-        prepared(settings(tmp_path, latent_cache=str(tmp_path / "full")))
+def test_an_encoder_of_another_width_is_refused(settings, tmp_path):
+    with pytest.raises(UserError, match="'toy/clip' has width 128; the UNet of .* reads 32 of its first encoder"):
+        align(settings(tmp_path / "run", encoder="toy/clip"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"encoder": "toy/clip"}, "'toy/clip' has width 128; the UNet of .* reads 32 of its first encoder"),
-        ({"encoder_2": "bare"}, "'bare' has no projection; the UNet of .* reads a projection to"),
-        ({"base": "no/such/base/here"}, "is not there"),
-        ({"latent_cache": "file/a"}, r"cache of latents '.*' cannot be made \(Not a dir.*\). Give another"),
-    ],
-)
-def test_mistakes_are_explained(settings, tmp_path, changes, message, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    write_text_encoder(text_encoder(WIDTH_2), tiny_tokenizer(77), tmp_path / "bare")
-    with pytest.raises(UserError, match=message):
-        align(settings(tmp_path / "run", **changes))
-
-
-def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, settings, tmp_path):
-    """In evaluations and in `generate`: as a pipeline with both renders."""
+def test_its_folder_stands_for_both_encoders_in_evaluations_and_in_generate(finished, settings, tmp_path):
     prompt, base = "A red cat sits on a wide green sofa. " * 12, settings(finished).base
 
-    def rendered(encoder, **changes):
-        values = {"base": base, "output": str(tmp_path / "out"), "data": "", "steps": 2} | changes
-        config = GenerationConfig([str(encoder)], **values)
+    def rendered(encoder):
+        config = GenerationConfig([str(encoder)], base=base, output=str(tmp_path / "out"), data="", steps=2)
         images, _ = render_all(config, Processes("cpu"), [image_task(config, "0", prompt, 0)])
         return np.asarray(Image.open(next(iter(images.values())).files[0]))
 
     pipe = load_pipeline(base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
-    assert weights_digest(pipe.unet) == weights_digest(load_pipeline(base, None, CPU).unet)
     image = np.asarray(render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0])
     assert np.array_equal(image, rendered(finished))
     generate(GenerateConfig(prompt, base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))
@@ -295,5 +225,3 @@ def test_its_folder_stands_for_all_encoders_that_it_fitted(finished, settings, t
     assert json.loads(png.text["settings"])["encoder_2"] == str(finished / "encoder_2")
     # The first one alone has the checkpoint's second encoder.
     assert not np.array_equal(image, rendered(finished / "encoder"))
-    with pytest.raises(UserError, match="The encoder_2 is another one"):
-        rendered(finished / "encoder", encoder_2="stretch")

@@ -1,5 +1,4 @@
 import json
-import pickle
 
 import pytest
 import torch
@@ -9,10 +8,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from debias_diffusion.data import json_files
-from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.dataset import CaptionDataset, Collate
-from debias_diffusion.data.images import ImageFolder, is_there
-from debias_diffusion.data.json_files import read_jsonl, read_sharegpt4v
+from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import read_captions
 from debias_diffusion.errors import UserError
@@ -52,11 +49,9 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
     ]
     parts = [*map(json.dumps, entries), '{"image": "6.jpg", "caption": "A \n control."}', '{"caption": "\udcff"}']
     (tmp_path / "d.json").write_bytes(f"[\n{', '.join(parts)}]".encode(errors="surrogateescape"))
-    captions = read_sharegpt4v(tmp_path / "d.json")
-    assert list(captions.records) == [
-        Record("a/1.jpg", "a/1.jpg", "One. Two. Three."),
-        Record("6.jpg", "6.jpg", "A control."),
-    ]
+    captions = read_captions(tmp_path / "d.json")
+    expected = {"a/1.jpg": "One. Two. Three.", "6.jpg": "A control."}
+    assert list(captions.records) == [Record(name, name, caption) for name, caption in expected.items()]
     assert [(bad.where, bad.kind) for bad in captions.bad] == [
         ("entry 1", "empty or non-text caption"),
         ("entry 2", "empty or non-text caption"),
@@ -69,71 +64,53 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("read", "content", "message"),
+    ("name", "content", "message"),
     [
-        (read_sharegpt4v, None, "No such file"),
-        (read_sharegpt4v, b'{"a": 1}', "is not a JSON list .it begins with '{\"a\": 1}'"),
-        (read_sharegpt4v, b"[]", "has 0 entries and none is usable"),
-        (read_sharegpt4v, b"[1, 2]", "has 2 entries and none is usable.*entry 0: not an object"),
-        (read_jsonl, None, "No such file.*It must have the shape .* in each line"),
-        (read_jsonl, b"{}\n\nx", "has 2 entries and none is usable.*line 1: no image path"),
+        ("d.json", b'{"a": 1}', "is not a JSON list .it begins with '{\"a\": 1}'"),
+        ("d.json", b"[1, 2]", "has 2 entries and none is usable.*entry 0: not an object"),
+        ("d.jsonl", b"{}\n\nx", "has 2 entries and none is usable.*line 1: no image path"),
     ],
 )
-def test_files_of_another_shape_are_refused(tmp_path, read, content, message):
-    if content is not None:
-        (tmp_path / "data").write_bytes(content)
+def test_files_of_another_shape_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        read(tmp_path / "data")
-    with pytest.raises(UserError, match="Is a directory"):
-        read_sharegpt4v(tmp_path)
+        read_captions(tmp_path / name)
 
 
-@pytest.mark.parametrize("in_memory", [1 << 20, -1])
-def test_jsonl_is_read_and_its_bad_lines_named(tmp_path, monkeypatch, in_memory):
-    monkeypatch.setattr(json_files, "_IN_MEMORY", in_memory)
+def test_jsonl_is_read_and_its_bad_lines_named(tmp_path):
     lines = [
         b"\xef\xbb\xbf" + json.dumps({"image": "1.jpg", "caption": "One.\n Two."}).encode(),
         b"",
         json.dumps(entry("2.jpg", "Größe – 大きい."), ensure_ascii=False).encode(),
         b'{"image": "3.jpg", "caption": "cut off',
-        b" \t",
         b"[" * 100_000,
-        b"7" * 5000,
         b'{"image": "4.jpg", "text": "?"}',
         b'{"image": "\\ud800.jpg", "caption": "?"}',
-        json.dumps({"image": "5.jpg", "caption": None, **entry("6.jpg", "Six.")}).encode(),
         b'{"image": "7.jpg", "caption": "\xff"}',
         b'{"image": "8.jpg", "caption": "Last."}',
     ]
     (tmp_path / "d.jsonl").write_bytes(b"\r\n".join(lines))
     captions = read_captions(tmp_path / "d.jsonl")
-    expected = {"1.jpg": "One. Two.", "2.jpg": "Größe – 大きい.", "6.jpg": "Six.", "8.jpg": "Last."}
+    expected = {"1.jpg": "One. Two.", "2.jpg": "Größe – 大きい.", "8.jpg": "Last."}
     assert list(captions.records) == [Record(name, name, caption) for name, caption in expected.items()]
     broken = "bad line of JSON"
-    faults = {4: broken, 6: broken, 7: broken, 8: "no caption", 9: "no image path", 11: broken}
+    faults = {4: broken, 5: broken, 6: "no caption", 7: "no image path", 8: broken}
     assert [(bad.where, bad.kind) for bad in captions.bad] == [(f"line {n}", kind) for n, kind in faults.items()]
-    assert "cut off" in captions.bad[0].detail
 
 
 def test_a_line_of_pixels_is_no_picture(images):
-    for size in ((1, 200), (1, 201), (900, 3)):
-        Image.new("RGB", size).save(images.root / f"{size[0]}x{size[1]}.png")
-    assert images.open("1x200.png").size == (1, 200)
-    for name in ("1x201", "900x3"):
-        with pytest.raises(ValueError, match=f"{name.replace('x', ' x ')} pixels are no picture"):
-            images.open(f"{name}.png")
+    for size in ((1, 200), (1, 201)):
+        Image.new("RGB", size).save(images.root / f"{size[1]}.png")
+    assert images.open("200.png").size == (1, 200)
+    with pytest.raises(ValueError, match="1 x 201 pixels are no picture"):
+        images.open("201.png")
 
 
-def test_what_data_say_cannot_move_the_cursor():
-    assert printable("a\x1b[2Jb\nc\u202eé猫") == "a\ufffd[2Jb\ufffdc\ufffdé猫"
-
-
-def test_links_out_of_the_image_folder_and_absolute_paths_are_followed(images, tmp_path_factory):
+def test_links_out_of_the_image_folder_are_followed(images, tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside") / "1.png"
     Image.new("RGB", (2, 2)).save(outside)
     (images.root / "link.png").symlink_to(outside)
-    for path in (str(outside), "link.png"):
-        assert images.open(path).size == (2, 2) and is_there(images, path) and images.stamp(path)
+    assert images.open("link.png").size == images.open(str(outside)).size == (2, 2)
 
 
 def test_draws_do_not_depend_on_workers_or_order(images):
@@ -161,17 +138,13 @@ def test_a_batch_holds_the_long_captions_then_the_short_ones(images):
     assert torch.equal(batch.images[0], as_tensor(images.open("1.png")))
 
 
-def stand_ins(epoch):
-    return [6, 4, 5]
-
-
 def test_unreadable_images_are_replaced_the_same_way_each_time_and_named(images):
     (images.root / "text.png").write_text("not an image")
     (images.root / "cut.png").write_bytes((images.root / "5.png").read_bytes()[:40])
-    data = dataset(images, extra=["gone.png", "text.png", "cut.png", "a\0b.png"], stand_ins=stand_ins)
-    expected = {6: ["gone.png", "4.png"], 7: ["4.png"], 8: ["5.png"], 9: ["gone.png", "4.png"]}  # 6 is bad itself
+    data = dataset(images, extra=["gone.png", "text.png", "cut.png"], stand_ins=lambda epoch: [6, 4, 5])
+    expected = {6: ["gone.png", "4.png"], 7: ["4.png"], 8: ["5.png"]}  # 6 is bad itself
     for place, index in enumerate(expected):
-        sample, again = (copy[(0, index, place)] for copy in (data, pickle.loads(pickle.dumps(data))))
+        sample, again = (data[(0, index, place)] for _ in range(2))
         assert sample.bad[0].where == data.records[index].image
         assert sample.bad[0].kind == ("missing image" if index == 6 else "unreadable image")
         assert [*(bad.where for bad in sample.bad[1:]), sample.sample_id] == expected[index]
@@ -183,6 +156,3 @@ def test_nothing_but_unreadable_images_stops_with_an_explanation(images):
     data = dataset(images, count=0, extra=[f"gone{i}.png" for i in range(40)], stand_ins=lambda epoch: range(30))
     with pytest.raises(UserError, match="20 images in a row cannot be read.*--check-data"):
         data[(0, 39, 7)]
-    alone = dataset(images, count=0, extra=["gone.png"], stand_ins=None)
-    with pytest.raises(UserError, match="An image that no other may replace .--max-bad. cannot be read from"):
-        alone[(0, 0, 0)]

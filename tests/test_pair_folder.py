@@ -24,10 +24,6 @@ def put(folder: Path, *names: str, caption="A cat. A dog."):
             Image.new("RGB", (8, 8), (sum(map(ord, name)) % 256, 0, 0)).save(path)
 
 
-def images_of(folder):
-    return [record.image for record in open_data(folder)[0].records]
-
-
 def test_pairs_are_read_from_all_folders_in_the_order_of_their_names(tmp_path):
     names = ["10.png", "2.jpg", "b/1.webp", "a/c/x.y.JPEG", "a-b/1.PNG", "ä/猫.jpg"]
     for name in names:
@@ -45,23 +41,18 @@ def test_pairs_are_read_from_all_folders_in_the_order_of_their_names(tmp_path):
 
 
 def test_hidden_files_and_others_are_passed_over(tmp_path):
-    put(tmp_path, "1.jpg", "1.txt")
-    put(tmp_path, "._1.jpg", ".hidden/2.jpg", ".cache/3.txt", ".tar.jpg")
-    for name in ("1.npz", "README", "metadata.json", "1.txt.bak", "jpg", "x.jpg~", ".x.tar"):
+    put(tmp_path, "1.jpg", "1.txt", "._1.jpg", ".hidden/2.jpg", ".cache/3.txt")
+    for name in ("1.npz", "README", "1.txt.bak", "x.jpg~", ".x.tar"):
         (tmp_path / name).write_text("?")
     (tmp_path / "folder.jpg").mkdir()
-    (tmp_path / "folder.txt" / "txt").mkdir(parents=True)
     (tmp_path / "itself").symlink_to(tmp_path)
     (tmp_path / "dangling.jpg").symlink_to(tmp_path / "nowhere")
-    assert images_of(tmp_path) == ["1.jpg"]
-    (tmp_path / "s.tar").write_bytes(bytes(1024))  # makes it a folder of shards
-    with pytest.raises(UserError, match="has 1 shards, and they are empty"):
-        open_data(tmp_path)
+    assert [record.image for record in open_data(tmp_path)[0].records] == ["1.jpg"]
 
 
 def test_what_has_no_partner_or_cannot_be_read_is_left_out_and_named(tmp_path):
-    put(tmp_path, "1.jpg", "1.txt", "a/2.png", "a/2.txt", "b/3.jpg", "c/3.TXT", "d/3.jpg", "d/3.jpeg", "d/3.txt")
-    put(tmp_path, "e/3.jpg", "e/3.txt", "e/3.TXT", "x.jpg", "X.txt", "4.png", "5.png", "6.png")
+    put(tmp_path, "1.jpg", "1.txt", "a/2.png", "a/2.txt", "b/3.jpg", "d/3.jpg", "d/3.jpeg", "d/3.txt")
+    put(tmp_path, "x.jpg", "X.txt", "4.png", "5.png", "6.png")
     (tmp_path / "4.txt").write_text(" \n")
     (tmp_path / "5.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "6.txt").write_text("A" * (1 << 20) + ".")
@@ -73,47 +64,22 @@ def test_what_has_no_partner_or_cannot_be_read_is_left_out_and_named(tmp_path):
         "6.png": "absurdly large caption",
         "X.txt": "no image",
         "b/3.jpg": "no caption",
-        "c/3.TXT": "no image",
         "d/3.jpeg": "same name",
-        "e/3.jpg": "same name",
         "x.jpg": "no caption",
     }
-    assert "has none (.jpg, .jpeg, .png, .webp)" in next(bad.detail for bad in captions.bad if bad.where == "c/3.TXT")
 
 
-def test_a_name_that_is_no_text_is_left_out(tmp_path):
-    put(tmp_path, "1.jpg", "1.txt")
-    try:
-        for ending in (b"jpg", b"txt"):
-            Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff." + ending)).write_text("?")
-    except OSError:
-        pytest.skip("this file system has no such names")
-    captions = open_data(tmp_path)[0]
-    assert [record.image for record in captions.records] == ["1.jpg"]
-    assert [str(bad) for bad in captions.bad] == [r"\xff.jpg: bad file name (\xff.jpg is not UTF-8)"]
-    assert len(data_digest(tmp_path, captions)) == 64
-
-
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        ([], r"0 images and 0 captions \(.txt\), and "),
-        (["1.jpg", "a/2.jpg"], "2 images and 0 captions .* such as '1.jpg', and "),
-        (["a/2.txt"], "0 images and 1 captions .* such as 'a/2.txt', and "),
-    ],
-)
-def test_folders_without_pairs_are_refused_with_every_layout(tmp_path, names, found):
-    put(tmp_path, *names)
+def test_a_folder_without_pairs_is_refused_with_every_layout(tmp_path):
+    put(tmp_path, "1.jpg", "a/2.jpg")
     layouts = r"no \*.tar. Give a folder of image and caption files .*WebDataset shards .*JSON or JSONL file"
-    with pytest.raises(UserError, match=found + layouts):
+    with pytest.raises(UserError, match="2 images and 0 captions .* such as '1.jpg', and " + layouts):
         open_data(tmp_path)
 
 
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
     put(tmp_path, "1.jpg", "1.txt", "a/2.jpg", "a/2.txt")
-    scandir = os.scandir
 
-    def locked(path):  # a mode of 0 does not keep root out
+    def locked(path, scandir=os.scandir):  # a mode of 0 does not keep root out
         if os.fspath(path).endswith("/a"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scandir(path)

@@ -15,11 +15,10 @@ from helpers.ranks import forked
 from helpers.tiny_data import entry, tar
 from PIL import Image
 
-from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.images import is_there
-from debias_diffusion.data.shards import ShardImages, read_shards, verify_shards
+from debias_diffusion.data.shards import read_shards, verify_shards
 from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.errors import UserError
 
@@ -135,35 +134,29 @@ def test_unusable_pairs_are_left_out_counted_and_named(folder, tmp_path, capsys)
     kinds = sorted(json.loads(line)["kind"] for line in (shards / "bad-records.jsonl").read_text().splitlines())
     assert kinds == ["absurdly large image", "missing image", "unreadable image"]
     assert "Wrote 4 of 7 pairs" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"holds none of the images, .*Give the folder"):
-        written((folder[0], str(shards)), tmp_path / "none")
-    assert not (tmp_path / "none").exists()
 
 
-def test_the_command_writes_shards_of_a_folder_and_of_shards(folder, tmp_path, capsys):
-    output, again = str(tmp_path / "shards"), str(tmp_path / "again")
-    main(["shards", "--data", folder[0], "--images", folder[1], "--output", output, "--per-shard", "4", "--workers=0"])
-    out = capsys.readouterr().out
-    assert "Wrote 7 of 7 pairs" in out and "2 shards" in out and f"train --data {output}" in out
-    main(["shards", "--data", output, "--output", again, "--per-shard", "2", "--size", "16", "--workers=0"])
-    assert pairs_of(open_data(again)[0]) == pairs_of(open_data(output)[0])
+def test_shards_are_written_of_shards(folder, tmp_path, capsys):
+    there, _ = written(folder, tmp_path / "shards", per_shard=4)
+    assert "Wrote 7 of 7 pairs" in capsys.readouterr().out
+    here, images = written((str(tmp_path / "shards"), None), tmp_path / "again", per_shard=2, size=16)
+    assert pairs_of(here) == pairs_of(there)
+    assert min(images.open(here.records[0].image).size) == 16
 
 
 # ---- reading
 
 
 def test_shards_from_elsewhere_are_read(tmp_path):
-    described = {"id": "x"} | entry("coco/1.jpg", "From\na talk.")
     first = [
         *pair("a/b.c/0001", 1),
         ("./0002.png", encoded(picture(2, (10, 20)), "PNG")),
         ("./0002.json", json.dumps({"id": 7, "caption": "Two."}).encode()),
         ("0003.JPG", encoded(picture(3))),
-        ("0003.json", json.dumps(described).encode()),
+        ("0003.json", json.dumps({"id": "x"} | entry("coco/1.jpg", "From\na talk.")).encode()),
         ("0004.webp", encoded(picture(4), "WEBP")),
         ("0004.txt", "Vier – 四.".encode()),
         ("0004.json", json.dumps({"caption": None, "id": "four", "width": 3}).encode()),
-        ("0004.cls", b"3"),
         ("0005.small.png", encoded(picture(5, (5, 5)), "PNG")),
         ("0005.jpg", encoded(picture(5, (9, 9)))),
         ("0005.txt", b"Five."),
@@ -190,14 +183,11 @@ def test_shards_from_elsewhere_are_read(tmp_path):
 
 LACKING = {
     "a": ({"jpg": encoded(picture(0))}, "no caption"),
-    "b": ({"txt": b"B."}, "no image"),
     "c": ({"jpg": b"", "json": b"{"}, "bad caption file"),
     "d": ({"jpg": b"", "txt": b"D.", "png": b""}, "several images"),
     "e": ({"jpg": b"", "txt": b" \n"}, "empty or non-text caption"),
     "f": ({"jpg": b"", "txt": b"\xff"}, "bad caption file"),
     "g": ({"jpg": b"", "txt": b"x" * 2_000_000}, "absurdly large caption"),
-    "h": ({"jpg": b"", "json": b"[" * 100_000}, "bad caption file"),
-    "i": ({"jpg": b"", "txt": b"K.", "json": b"[]"}, "bad caption file"),
 }
 
 
@@ -226,7 +216,7 @@ def test_members_that_lead_elsewhere_are_named_and_not_used(tmp_path):
     assert kinds == ["unsafe member name"] * 8 + ["member that is no file"] * 3 + ["no image"] * 3
     assert repr(secret.as_posix())[1:-1] in captions.bad[2].detail
     assert all(text.isprintable() for bad in captions.bad for text in (bad.where, bad.detail))
-    for name in ("../secret.jpg", f"{secret}", "/s.tar/a@0+9", "nowhere.tar/a@0+9", "s.tar/a@-1+9"):
+    for name in ("../secret.jpg", f"{secret}", "/s.tar/a@0+9", "s.tar/a@-1+9"):
         assert not is_there(images, name)
         with pytest.raises((OSError, ValueError)):
             images.open(name)
@@ -247,53 +237,26 @@ def test_whole_samples_of_a_cut_shard_are_used(folder, tmp_path):
         left = sum(end <= cut for end in ends)
         assert captions.records == whole.records[: 4 + left], cut
         assert faults_of(captions) == ([] if cut >= closing else [(path.name, "broken shard")])
-        for bad in captions.bad:
-            assert f"{3 - left} of 3 samples are missing" in bad.detail and "byte" in bad.detail
+        assert cut >= closing or f"{3 - left} of 3 samples are missing" in captions.bad[0].detail
 
-
-def test_a_caption_before_half_an_image_is_not_used(tmp_path):
-    path = tar(tmp_path / "s.tar", [*pair("a"), *pair("b")[::-1]])
+    path = tar(tmp_path / "s.tar", [*pair("a"), *pair("b")[::-1]])  # captions before their images
     os.truncate(path, members_of(path)[-1].offset_data + 99)
     captions, _ = read_shards(path)
     assert ids_of(captions) == ["s/a"] and "ends inside 'b.jpg'" in captions.bad[0].detail
 
 
-def test_a_damaged_header_ends_a_shard(tmp_path):
-    path = tar(tmp_path / "s.tar", [*pair("a"), *pair("x" * 120), *pair("c")])
-    whole, damaged = path.read_bytes(), members_of(path)[2].offset
-    path.write_bytes(whole[:damaged] + b"damage" + whole[damaged + 6 :])
-    captions, _ = read_shards(path)
-    assert ids_of(captions) == ["s/a"] and faults_of(captions) == [("s.tar", "broken shard")]
-    assert f"byte {damaged} of {len(whole)}" in captions.bad[0].detail
-
-
-def with_header(path, index, kind, size, unpacked=0):
-    """Gives a tar's member another type and size; `unpacked` is the size that a sparse one would have unpacked."""
-    content, header = bytearray(path.read_bytes()), members_of(path)[index].offset
-    block = content[header : header + 512]
-    block[124:136] = b"\xff" * 8 + (size & 0xFFFFFFFF).to_bytes(4, "big") if size < 0 else b"%011o\0" % size
-    block[156:157] = kind
-    block[483:495] = b"%011o\0" % unpacked if kind == tarfile.GNUTYPE_SPARSE else bytes(12)
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    path.write_bytes(content[:header] + block + content[header + 512 :])
-    return path
-
-
-# (index of the member, its type, size, samples that are left, a kind of bad record)
-HEADERS = [
-    (2, tarfile.REGTYPE, -1, ["s/a"], "broken shard"),
-    (3, tarfile.REGTYPE, -2048, ["s/a"], "broken shard"),
-    (2, tarfile.GNUTYPE_SPARSE, -2048, ["s/a"], "broken shard"),
-    (2, tarfile.GNUTYPE_SPARSE, 512, ["s/a", "s/c"], "member that is no file"),
-]
-
-
-@pytest.mark.parametrize(("index", "kind", "size", "left", "bad"), HEADERS)
-def test_negative_sizes_and_sparse_members_are_named(tmp_path, index, kind, size, left, bad):
-    members = [*pair("a"), ("b.jpg", b"1" * 512), ("b.txt", b"B."), *pair("c")]
-    path = with_header(tar(tmp_path / "s.tar", members), index, kind, size, unpacked=10**9)
-    captions, _ = read_shards(path)
+@pytest.mark.parametrize(
+    ("kind", "size", "left", "bad"),
+    [
+        (tarfile.REGTYPE, -2048, ["s/a"], "broken shard"),
+        (tarfile.GNUTYPE_SPARSE, -2048, ["s/a"], "broken shard"),
+        (tarfile.GNUTYPE_SPARSE, 0, ["s/a", "s/c"], "member that is no file"),
+    ],
+)
+def test_negative_sizes_and_sparse_members_are_named(tmp_path, kind, size, left, bad):
+    member = tarfile.TarInfo("b.jpg")
+    member.type, member.size = kind, size
+    captions, _ = read_shards(tar(tmp_path / "s.tar", [*pair("a"), member, ("b.txt", b"B."), *pair("c")]))
     assert ids_of(captions) == left and bad in [fault.kind for fault in captions.bad]
 
 
@@ -318,16 +281,14 @@ def test_processes_threads_and_copies_read_the_same_images(tmp_path, monkeypatch
     expected = [images.open(record.image).tobytes() for record in captions.records]
     assert 0 < len(os.listdir("/dev/fd")) - before <= 128 and len(set(expected)) == 10
 
-    def read(rank):  # from the files that the first process has open
-        return [images.open(record.image).tobytes() for record in captions.records]
+    def read(reader, times=1):  # from the files that the first process or thread has open
+        with ThreadPoolExecutor(8) as threads:
+            opened = list(threads.map(reader.open, [record.image for record in captions.records] * times))
+        return [image.tobytes() for image in opened]
 
-    assert forked(2, read, group=False) == [expected, expected]
+    assert forked(2, lambda _: read(images), group=False) == [expected, expected]
     monkeypatch.setattr("debias_diffusion.data.shards._OPENED", 1)  # each thread closes what the others read from
-    copy = pickle.loads(pickle.dumps(images))
-    assert isinstance(copy, ShardImages) and copy.root == images.root
-    with ThreadPoolExecutor(8) as threads:
-        opened = threads.map(copy.open, [record.image for record in captions.records] * 3)
-        assert [image.tobytes() for image in opened] == expected * 3
+    assert read(pickle.loads(pickle.dumps(images)), times=3) == expected * 3
 
 
 def test_verifying_finds_one_flipped_byte_and_a_lost_shard(folder, tmp_path):
@@ -343,27 +304,19 @@ def test_verifying_finds_one_flipped_byte_and_a_lost_shard(folder, tmp_path):
     assert images.stamp(image) != stamp != images.stamp(captions.records[4].image)
     assert (bad.where, bad.kind) == ("shard-000001.tar", "changed shard")
     assert verify_shards(path) == [bad] and verify_shards(path.with_name("shard-000000.tar")) == []
-    assert open_data(str(path.with_name("shard-000000.tar")))[0].bad == []
     path.unlink()
     for faults in (verify_shards(shards), open_data(str(shards))[0].bad):
         assert [(bad.where, bad.kind, bad.detail) for bad in faults] == [(path.name, "missing shard", "3 samples")]
-    (shards / "job.json").unlink()
-    assert verify_shards(shards) == []
 
 
 def test_what_cannot_be_opened_is_refused_with_what_to_do(folder, tmp_path):
     tar(tmp_path / "s.tar", pair("a"))
-    tar(tmp_path / "empty.tar", [])
     (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 99)
     for data, images, message in (
         (tmp_path / "s.tar", folder[1], "hold their images, but images is.*Leave images out"),
-        (folder[1], folder[1], "hold their images, but images is.*Leave images out"),
-        ("toy/test", folder[1], "'toy/test' hold their images.*Leave images out"),
         (folder[0], None, "images is not given. Give the folder"),
         (tmp_path / "nowhere.tar", None, "are not there. Give a JSON or JSONL file; WebDataset shards"),
-        (tmp_path / "empty.tar", None, "they are empty"),
         (tmp_path / "bad.tar", None, "no usable sample. The first fault: bad.tar: broken shard"),
-        (folder[0], str(tmp_path / "nowhere"), "Image folder .* is not there"),
     ):
         with pytest.raises(UserError, match=message):
             open_data(str(data), images)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +36,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import recall_at_k
 from debias_diffusion.training import loop, stop
-from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.setup import held_out_count, load_base_model, load_base_tokenizer, prepare_backbone
-from debias_diffusion.training.step import backward
 
 
 def world_with(world, folder, **changes):
@@ -94,32 +91,17 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
 
 
-def test_the_greatest_seed_and_a_single_pair_are_trained_on(world, tmp_path):
-    settings = dict(seed=2**32 - 1, batch=1, components=0, validation=0, max_steps=2)
-    train(config(world_with(world, tmp_path, count=1), tmp_path / "run", **settings))
-    assert len(losses(tmp_path / "run")) == 2
-
-
 def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, finished_run, tmp_path, capsys):
     train(config(world, tmp_path / "run", pooling="average", keep_positions=0, max_steps=1))
     out = capsys.readouterr().out
-    pairs = "18 to train on; 6 held out"
-    parts = ("context length 308", "debias-clip", "average pooling", pairs, "1 of 8 pairs", "GB a process")
-    assert [part for part in (*parts, "time    about") if part not in out] == []
+    for part in ("context length 308", "average pooling", "18 to train on; 6 held out", "1 of 8 pairs"):
+        assert part in out
     last = load_backbone(str(tmp_path / "run" / "last"))
     assert (last.context_length, last.kept_positions, last.pooling) == (308, 0, "average")
     # A model that is stretched already is trained as it is, and captions are counted for the length that is trained.
-    stretched = str(finished_run / "last")
-    for model, settings, length in ((world[0], {}, 248), (world[0], {"keep_positions": 0}, 308), (stretched, {}, 248)):
-        run = config((model, *world[1:]), tmp_path, **settings)
-        trained = prepare_backbone(load_base_model(run), run).tokenizer.context_length
-        assert load_base_tokenizer(run).context_length == trained == length
-
-
-def test_overrides_change_the_method(world):
-    changes = dict(padding="none", short_weight=0.7, sampling="ordered", pooling="average", label_smoothing=0.2)
-    method = config(world, "o", **changes).make_method()
-    assert {name: getattr(method, name) for name in changes} == changes and method.components == 3
+    run = config((str(finished_run / "last"), *world[1:]), tmp_path)
+    assert load_base_tokenizer(run).context_length == 248
+    assert prepare_backbone(load_base_model(run), run).tokenizer.context_length == 248
 
 
 @pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])
@@ -150,7 +132,6 @@ def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
     assert line["logit_scale"] == pytest.approx(base.logit_scale.exp().item(), rel=1e-3)
     assert line["logit_bias"] == pytest.approx(base.logit_bias.item(), rel=1e-3)
     assert last.logit_bias.item() != base.logit_bias.item()
-    assert open_clip.create_model(f"local-dir:{tmp_path / 'run' / 'last'}").context_length == 196
     with pytest.raises(UserError, match=r"label_smoothing is 0.1, but the sigmoid loss"):
         train(config(world, tmp_path / "other", label_smoothing=0.1))
 
@@ -221,39 +202,19 @@ def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(wor
     assert set((tmp_path / "cache").rglob("*.safetensors")) == written != set()
 
 
-def test_sigterm_while_image_features_are_computed_stops_the_run(world, tmp_path, monkeypatch, capsys):
-    encode, encoded = FrozenTower.encode, []
-
-    def encode_and_signal(tower, pixels):
-        encoded.append(len(pixels))
-        os.kill(os.getpid(), signal.SIGTERM)
-        return encode(tower, pixels)
-
-    monkeypatch.setattr(FrozenTower, "encode", encode_and_signal)
-    assert train(config(world, tmp_path / "run", freeze_image_tower=True)) is None and encoded == [8]
-    assert "Stopped while image features were computed" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("apart", [0, 3])  # seconds, of two requests
-def test_a_second_ctrl_c_stops_at_once_but_not_one_that_a_launcher_forwards(world, tmp_path, monkeypatch, apart):
-    steps = []
-
+def test_a_second_ctrl_c_stops_at_once(world, tmp_path, monkeypatch):
     def interrupted(*arguments):
-        steps.append(0)
-        for now in (100, 100 + apart):
+        for now in (100, 103):  # seconds: a launcher forwards the first one sooner
             monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda now=now: now))
             os.kill(os.getpid(), signal.SIGINT)
-        return backward(*arguments)
 
     monkeypatch.setattr(loop, "backward", interrupted)
-    with pytest.raises(KeyboardInterrupt) if apart else nullcontext():
-        assert train(config(world, tmp_path)) is None
-    assert len(steps) == 1
-    checkpoints = [path.name for path in tmp_path.glob("checkpoint*")]
-    assert checkpoints == ([] if apart else ["checkpoint-00000001"])
+    with pytest.raises(KeyboardInterrupt):
+        train(config(world, tmp_path))
+    assert not list(tmp_path.glob("checkpoint*"))
 
 
-def test_tensorboard_has_what_the_log_has_and_a_missing_tracker_is_named(world, tmp_path, monkeypatch):
+def test_tensorboard_has_what_the_log_has(world, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(config(world, tmp_path, trackers=["tensorboard"]))
@@ -261,9 +222,6 @@ def test_tensorboard_has_what_the_log_has_and_a_missing_tracker_is_named(world, 
     logged = {line["step"]: line["loss"] for line in log(tmp_path) if "loss" in line}
     assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(logged)
     assert [event.step for event in events.Scalars("t2i_r1")] == [0, 3, 6, 7]
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="'wandb' is not installed. `pip install wandb`"):
-        train(config(world, tmp_path, trackers=["wandb"]))
 
 
 # ---- data
@@ -287,35 +245,23 @@ def test_every_pair_and_stand_in_of_an_epoch_survive_workers_and_restarts(world,
     assert sorted((again / "bad-records.jsonl").read_text().splitlines()) == sorted([*named, '{"where": "1'])
 
 
-def test_captions_that_cannot_be_used_are_named_once_and_too_many_stop_the_run(world, tmp_path):
-    settings = config(world_with(world, tmp_path, captions={9: " "}), tmp_path / "run", max_steps=1, max_bad=0)
-    with pytest.raises(UserError, match="1 of 24 records cannot be used"):
-        train(settings)
-    assert [line["where"] for line in lines_of(tmp_path / "run" / "bad-records.jsonl")] == ["entry 9"]
-    for _ in range(2):
-        train(replace(settings, max_bad=0.01, output=str(tmp_path / "allowed")))
-    assert len(lines_of(tmp_path / "allowed" / "bad-records.jsonl")) == 1
-
-
 def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys):
-    settings = config(world_with(world, tmp_path), tmp_path / "run", check_data=True, max_bad=0)
-    assert train(settings) is None and not (tmp_path / "run").exists()
-    assert "24 of 24 pairs can be used" in capsys.readouterr().out
+    world, shards = world_with(world, tmp_path, captions={9: " "}), tmp_path / "shards"
+    settings = config(world, tmp_path / "run", check_data=True, max_bad=0)
     Path(settings.images, "7.png").write_text("not an image")
-    with pytest.raises(UserError, match=r"1 of 24 records cannot be used.*--max-bad"):
+    with pytest.raises(UserError, match=r"2 of 24 records cannot be used.*--max-bad"):
         train(settings)
     assert "7.png: unreadable image" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "run").glob("*.jsonl")] == ["bad-records.jsonl"]
+    assert train(replace(settings, output=str(tmp_path / "allowed"), max_bad=0.1)) is None
+    assert "22 of 24 pairs can be used" in capsys.readouterr().out
 
-
-def test_check_data_compares_shards_with_their_checksums(world, tmp_path, capsys):
-    shards = tmp_path / "shards"
-    write_shards(ShardsConfig(data=world[1], images=world[2], output=str(shards), size=32, per_shard=12))
-    content = bytearray((shards / "shard-000001.tar").read_bytes())
+    write_shards(ShardsConfig(data=world[1], images=world[2], output=str(shards), size=32, max_bad=0.5))
+    content = bytearray((shards / "shard-000000.tar").read_bytes())
     content[600] ^= 1  # within the first image: a byte that decoding may well not notice
-    (shards / "shard-000001.tar").write_bytes(content)
-    train(config((world[0], str(shards), None), tmp_path / "run", check_data=True, max_bad=0.5))
-    assert "shard-000001.tar: changed shard" in capsys.readouterr().out
+    (shards / "shard-000000.tar").write_bytes(content)
+    train(config((world[0], str(shards), None), tmp_path / "shared", check_data=True, max_bad=0.5))
+    assert "shard-000000.tar: changed shard" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -323,10 +269,8 @@ def test_check_data_compares_shards_with_their_checksums(world, tmp_path, capsys
     [
         ({"keep_best": 11}, "24 usable pairs less 17 held out leave 7.*--keep-best"),
         ({"components": 8}, "components is 8, but must be at least 1 and less than 7"),
-        ({"model": "ViT-B-16"}, "is an open_clip model without weights.*--pretrained WEIGHTS.*laion2b.*none"),
         ({"model": "toy/long-clip"}, "'toy/long-clip' is not in open_clip's layout, so it cannot be trained"),
         ({"keep_positions": 76}, "keep_positions is 76, but must be at most 75"),
-        ({"images": "/nowhere"}, "Image folder '/nowhere' is not there"),
         ({"images": str(Path(__file__).parent)}, "holds none of the images, for example '6.png'"),
     ],
 )
@@ -343,21 +287,13 @@ def test_random_weights_are_asked_for_and_batch_normalisation_is_refused(world, 
             replace(settings, pretrained=None)
         with pytest.raises(UserError, match="batch normalisation"):
             train(replace(settings, model="ResNet"))
-        train(replace(settings, check_data=True))  # of which only captions' lengths are counted
         assert train(settings) == tmp_path / "run" / "last"
 
 
-@pytest.mark.parametrize(("records", "held_out"), [(1_200_000, 1000), (9_999, 999), (24, 2), (5, 0)])
-def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_path, records, held_out):
-    assert held_out_count(config(world, tmp_path, validation="auto"), records) == held_out
-    assert held_out_count(config(world, tmp_path, validation=1000), records) == 1000
-
-
-def test_too_small_a_disk_is_noticed_before_the_run(world, small_disk):
-    with pytest.raises(UserError, match=r"needs about 0\.[1-9] GB on the disk .* and 0.0 GB are free"):
-        train(config(world, small_disk / "run", keep=200))
-    # Nothing was begun there, so that other settings may try.
-    train(config(world, small_disk / "run", seed=1, max_steps=1, keep=1))
+def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_path):
+    settings = config(world, tmp_path, validation="auto")
+    assert [held_out_count(settings, records) for records in (1_200_000, 9_999, 5)] == [1000, 999, 0]
+    assert held_out_count(replace(settings, validation=1000), 24) == 1000
 
 
 # ---- runs that continue from what was changed, damaged or left unfinished since they stopped
@@ -390,13 +326,6 @@ def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(world, tmp_path):
     assert len(kinds) == 6 and (kinds["10.png"], kinds["35.png"]) == ("unreadable image", "missing image")
 
 
-def test_a_workers_error_is_reported_without_its_traceback(world, tmp_path):
-    world = world_with(world, tmp_path, count=40, broken=range(6, 40))
-    with pytest.raises(UserError) as raised:
-        train(config(world, tmp_path / "run", workers=1, max_bad=0.2))
-    assert "Traceback" not in str(raised.value) and "cannot be read from" in str(raised.value)
-
-
 def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finished_run, tmp_path):
     run = killed_copy(finished_run, tmp_path / "run")
     lines = (run / "log.jsonl").read_bytes().splitlines(keepends=True)
@@ -406,10 +335,3 @@ def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finis
     train(config(world, run))
     is_the_same_run(run, finished_run)
     assert (run / "not-finite.jsonl").read_bytes() == b""
-
-
-@pytest.mark.parametrize("name", ["log.jsonl", "not-finite.jsonl", "job.json", "items.jsonl"])
-def test_a_pipe_in_the_place_of_a_file_ends_a_run_at_once(world, tmp_path, name):
-    os.mkfifo(tmp_path / name)
-    with pytest.raises((UserError, OSError), match="not a regular file|no regular file"):
-        train(config(world, tmp_path))

@@ -29,11 +29,11 @@ def tar(path: Path, members: Iterable[tuple[str, bytes] | tarfile.TarInfo]) -> P
     """A tar of (name, content), or of members without content."""
     with tarfile.open(path, "w") as file:
         for member in members:
-            content = b""
+            content = None
             if not isinstance(member, tarfile.TarInfo):
-                content, member = member[1], tarfile.TarInfo(member[0])
-                member.size = len(content)
-            file.addfile(member, io.BytesIO(content))
+                content, member = io.BytesIO(member[1]), tarfile.TarInfo(member[0])
+                member.size = len(content.getbuffer())
+            file.addfile(member, content)
     return path
 
 
