@@ -7,9 +7,9 @@ import huggingface_hub
 import open_clip
 import pytest
 import torch
-from helpers.text_encoders import CAPTIONS, SMALL, Expected, long_clip_state, text_backbone
+from helpers.text_encoders import BIGG, CAPTIONS, SMALL, Expected, long_clip_state, text_backbone
 from huggingface_hub import ModelCard
-from transformers import CLIPModel, CLIPTextModel, CLIPTokenizer
+from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app import export as export_module
@@ -18,6 +18,7 @@ from debias_diffusion.app.export import export
 from debias_diffusion.app.model_card import code, model_card
 from debias_diffusion.app.options import ComfyUIConfig, ExportConfig
 from debias_diffusion.app.written_folder import MARK
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
@@ -64,6 +65,12 @@ def test_a_run_leaves_in_every_format(tmp_path, run):
     torch.testing.assert_close(model.encode_text(tokens.padded()), trained.encode_text(tokens), rtol=0, atol=1e-5)
     theirs = CLIPModel.from_pretrained(tmp_path / "clip").eval().get_image_features(pixels).pooler_output
     torch.testing.assert_close(theirs, trained.encode_image(pixels), rtol=0, atol=1e-5)
+
+
+def test_bigg_keeps_its_projection(tmp_path):
+    text_backbone(BIGG, 128, quick_gelu=False).save(tmp_path / "run")
+    export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "run")))
+    assert type(load_text_encoder(tmp_path / "folder")[0]) is CLIPTextModelWithProjection
 
 
 def test_a_text_encoder_alone_goes_from_format_to_format(tmp_path, longclip, capsys):
@@ -187,6 +194,19 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
     for content in ("{", '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
         refused(tmp_path, "is no result of `debias-diffusion evaluate retrieval`")
+
+
+def test_scores_of_pictures_name_what_drew_them(tmp_path, run):
+    encoder = {"scores": {"dino_score": {"value": 0.25, "low": 0.125, "high": 0.5}}, "cut_at": None, "prompts_cut": 0}
+    settings = {"encoders": ["separate:/private/enc"], "base": "stabilityai/x", "data": "/private/data.json", "seed": 3}
+    report = {"evaluation": "generation", "images": 7, "ceilings": [], "compared": [], "notes": ["biased upwards"]}
+    report |= {"settings": settings, "encoders": {"enc": encoder | {"seconds": 2.0}}}
+    report["digests"] = {"encoders": {"enc": EncoderSpec.parse(run).digest}}
+    (tmp_path / "generation.json").write_text(json.dumps(report))
+    export(ExportConfig(str(tmp_path / "x"), run, scores=str(tmp_path)))
+    card = card_of(tmp_path / "x")
+    assert "| 7 images, with 95% intervals | enc |" in card and "0.25" in card and "/private" not in card
+    assert "evaluate generation --encoders separate:enc --data data.json --base stabilityai/x --seed 3" in card
 
 
 def test_the_card_tells_the_base_model_only_where_it_is_known(tmp_path):
