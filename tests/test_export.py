@@ -68,9 +68,12 @@ def test_a_run_leaves_in_every_format(tmp_path, run):
 
 
 def test_bigg_keeps_its_projection(tmp_path):
-    text_backbone(BIGG, 128, quick_gelu=False).save(tmp_path / "run")
+    (backbone := text_backbone(BIGG, 128, quick_gelu=False)).save(tmp_path / "run")
     export(ExportConfig(str(tmp_path / "folder"), str(tmp_path / "run")))
-    assert type(load_text_encoder(tmp_path / "folder")[0]) is CLIPTextModelWithProjection
+    for name in ("run", "folder"):
+        encoder, tokenizer = load_text_encoder(tmp_path / name)
+        assert type(encoder) is CLIPTextModelWithProjection
+        Expected(backbone).check(encoder, tokenizer)
 
 
 def test_a_text_encoder_alone_goes_from_format_to_format(tmp_path, longclip, capsys):
