@@ -1,4 +1,3 @@
-import json
 import pickle
 
 import open_clip
@@ -14,52 +13,39 @@ from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.tokens import clip_tokenizer
 
 
-def test_stretching_leaves_short_captions_as_they_were():
-    backbone = tiny_clip()
-    before = backbone.encode_text(backbone.tokenize(["a cat on a mat"]))
-    backbone.stretch()
-    assert backbone.context_length == 248 and backbone.tokenizer.context_length == 248
-    assert torch.equal(backbone.encode_text(backbone.tokenize(["a cat on a mat"])), before)
-
-
 @pytest.mark.parametrize("quick_gelu", [False, True])
 def test_a_saved_folder_loads_in_open_clip_and_here(tmp_path, quick_gelu):
     backbone = tiny_clip(quick_gelu=quick_gelu)
+    before = backbone.encode_text(backbone.tokenize(["a cat on a mat"]))
     backbone.stretch()
+    assert backbone.context_length == backbone.tokenizer.context_length == 248
+    assert torch.equal(backbone.encode_text(backbone.tokenize(["a cat on a mat"])), before)
     backbone.save(tmp_path)
-    tokens = backbone.tokenize(["a caption of a few words. " * 20])
-    expected = backbone.encode_text(tokens)
-    again = load_backbone(str(tmp_path))
+    tokens, images = backbone.tokenize(["a caption of a few words. " * 20]), torch.randn(2, 3, 32, 32)
+    expected, again = backbone.encode_text(tokens), load_backbone(str(tmp_path))
     assert torch.equal(again.encode_text(tokens), expected)
     assert (again.context_length, again.kept_positions, again.random_weights) == (248, 20, False)
     theirs = open_clip.create_model(f"local-dir:{tmp_path}")
     torch.testing.assert_close(theirs.encode_text(tokens.padded()), expected, rtol=0, atol=1e-5)
-    images = torch.randn(2, 3, 32, 32)
     assert torch.equal(theirs.encode_image(images), backbone.encode_image(images))
 
 
 def test_average_pooling_is_saved_and_heeded_when_loaded(tmp_path):
     backbone = tiny_clip()
     backbone.pooling = "average"
-    backbone.stretch()
     backbone.save(tmp_path)
     tokens = backbone.tokenize(["a cat on a mat", "dogs"])
     again = load_backbone(str(tmp_path))
-    assert (again.pooling, again.kept_positions) == ("average", 20)
-    assert torch.equal(again.encode_text(tokens), backbone.encode_text(tokens))
-    to_transformers(again)
+    assert again.pooling == "average" and torch.equal(again.encode_text(tokens), backbone.encode_text(tokens))
     with pytest.raises(UserError, match="average pooling"):
         to_transformers(again, projection=True)
     again.pooling = "eot"
     again.save(tmp_path / "eot")
     assert load_backbone(str(tmp_path / "eot")).pooling == "eot"
     assert not torch.allclose(again.encode_text(tokens), backbone.encode_text(tokens))
-    with pytest.raises(UserError, match="pooling must be one of eot, average, got 'mean'"):
-        backbone.pooling = "mean"
-    assert "debias_diffusion" not in tiny_clip().config
 
 
-@pytest.mark.parametrize(("mode", "size"), [("RGB", (61, 40)), ("L", (32, 32)), ("RGBA", (5, 200)), ("P", (61, 40))])
+@pytest.mark.parametrize(("mode", "size"), [("RGB", (61, 40)), ("L", (32, 32)), ("RGBA", (5, 200))])
 def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit(mode, size):
     backbone = tiny_clip().eval()
     generator = torch.Generator().manual_seed(0)
@@ -75,13 +61,12 @@ def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit(mode, size)
 def test_random_weights_come_from_the_seed(tmp_path):
     models = []
     with registered(tmp_path / "configs", tiny=CONFIG):
-        for _ in range(2):
-            torch.manual_seed(3)
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
             models.append(load_backbone("tiny"))
-        other = load_backbone("tiny")
     assert models[0].random_weights
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-    assert not torch.equal(other.model.visual.conv1.weight, models[1].model.visual.conv1.weight)
+    assert not torch.equal(models[2].model.visual.conv1.weight, models[1].model.visual.conv1.weight)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +74,7 @@ def test_random_weights_come_from_the_seed(tmp_path):
     [
         ("ViT-B16", None, r"Unknown model 'ViT-B16'. Did you mean ViT-B-16"),
         ("coca_ViT-B-32", None, "cannot be used.*multimodal_cfg"),
-        ("roberta-ViT-B-32", None, "cannot be used.*hf_model_name"),
         ("ViT-L-14-CLIPA", None, "cannot be used.*no_causal_mask.*pool_type: last"),
-        ("ViT-B-16-SigLIP2", "wbeli", "No weights 'wbeli' for 'ViT-B-16-SigLIP2'. Did you mean webli"),
         ("hf-hub:tests/no-such-repository", None, "could not be fetched.*Check the name and the network"),
         ("ViT-B-16", "openai", "trained with QuickGELU, which 'ViT-B-16' lacks. Use --model ViT-B-16-quickgelu"),
         ("ViT-B-16-quickgelu", "laion2b_s34b_b88k", "No weights|Use --model ViT-B-16"),
@@ -153,24 +136,21 @@ def test_a_long_clip_checkpoint_for_another_model_is_refused(tmp_path):
         for length, shapes in ((77, r"\[77, 32\]"), (308, r"\[308, 32\]")):
             message = rf"tables of positions .*{shapes}.* both must be \[248, 32\]"
             refused(long_clip_state(length)[0], "tiny-quickgelu", message)
-        del state["transformer.resblocks.1.ln_1.weight"]
-        refused(state, "tiny-quickgelu", "could not be loaded: .*transformer.resblocks.1.ln_1.weight")
 
 
 def test_positions_of_another_length_are_never_interpolated(tmp_path):
     backbone = tiny_clip()
     backbone.stretch()
     backbone.save(tmp_path / "trained")
-    file, siglip = tmp_path / "weights.pt", tmp_path / "siglip"
+    file = tmp_path / "weights.pt"
     torch.save({"state_dict": {f"module.{n}": t for n, t in backbone.model.state_dict().items()}}, file)
     with registered(tmp_path / "configs", tiny=CONFIG):
         for weights in (file, tmp_path / "trained" / "open_clip_model.safetensors"):
             with pytest.raises(UserError, match="holds 248 text positions, 'tiny' has 77; they are not interpolated"):
                 load_backbone("tiny", str(weights))
-    tiny_siglip().save(siglip)
-    config = json.loads((siglip / "open_clip_config.json").read_text())
-    config["model_cfg"]["text_cfg"]["context_length"] = 196
-    (siglip / "open_clip_config.json").write_text(json.dumps(config))
+    tiny_siglip().save(siglip := tmp_path / "siglip")
+    config = (siglip / "open_clip_config.json").read_text()
+    (siglip / "open_clip_config.json").write_text(config.replace('"context_length": 64', '"context_length": 196'))
     with pytest.raises(UserError, match="holds 64 text positions, .* has 196"):
         load_backbone(str(siglip))
 
@@ -183,30 +163,24 @@ def test_files_that_are_broken_cut_short_or_hold_no_weights_are_refused(tmp_path
     with registered(tmp_path / "configs", tiny=CONFIG):
         load_backbone("tiny", str(file))
         for content in (b"", b"not weights", b"PK\x03\x04 cut short", whole[: len(whole) // 2], hostile):
-            for name in ("weights.pt", "weights.safetensors", "weights.npz"):
+            for name in ("weights.pt", "weights.safetensors"):
                 (tmp_path / name).write_bytes(content)
                 with pytest.raises(UserError, match=r"'tiny' .* could not be loaded"):
                     load_backbone("tiny", str(tmp_path / name))
         assert not code_ran.exists()
-        for nothing in ({"state_dict": {}}, [1, 2], {"epoch": 3}, torch.zeros(3)):
-            torch.save(nothing, file)
-            with pytest.raises(UserError, match="holds no state dict of weights"):
-                load_backbone("tiny", str(file))
+        torch.save({"epoch": 3}, file)
+        with pytest.raises(UserError, match="holds no state dict of weights"):
+            load_backbone("tiny", str(file))
 
 
 def test_a_folder_without_weights_or_with_a_broken_configuration_is_refused(tmp_path):
     folder, weights = save_tiny_clip(tmp_path), tmp_path / "open_clip_model.safetensors"
     with pytest.raises(UserError, match="brings its own weights"):
         load_backbone(folder, "openai")
-    weights.write_bytes(b"not weights")
-    with pytest.raises(UserError, match="could not be loaded"):
-        load_backbone(folder)
     weights.unlink()
     with pytest.raises(UserError, match="holds no weights"):
         load_backbone(folder)
-    for broken in ("", "{", "[]", '{"model_cfg": 3}', '{"model_cfg": {"text_cfg": {}, "vision_cfg": 1}}', "\x00"):
+    for broken in ("{", "[]", '{"model_cfg": {"text_cfg": {}, "vision_cfg": 1}}'):
         (tmp_path / "open_clip_config.json").write_text(broken)
-        with pytest.raises(
-            UserError, match="is not an open_clip configuration|cannot be read as JSON|holds a list, not a dict"
-        ):
+        with pytest.raises(UserError, match="is not an open_clip config|cannot be read as JSON|holds a list, not a d"):
             load_backbone(folder)

@@ -68,8 +68,8 @@ def test_features_equal_those_of_transformers(backbone, folder):
     expected = theirs.get_text_features(**rows).pooler_output
     assert (expected[0] - expected[1]).abs().max() > 0.01
     close(backbone.encode_text(backbone.tokenize(CAPTIONS)), expected)
-    alone = torch.cat([backbone.encode_text(backbone.tokenize([caption])) for caption in CAPTIONS])
-    close(alone, expected)  # pads are not seen
+    for number, caption in enumerate(CAPTIONS):  # pads are not seen
+        close(backbone.encode_text(backbone.tokenize([caption]))[0], expected[number])
     assert backbone.logit_scale == theirs.logit_scale
 
 
@@ -81,8 +81,6 @@ def test_captions_are_cleaned_and_cut_and_images_squashed_as_the_authors_do(back
     assert len(ids[0]) == CONTEXT_LENGTH == 52 and ids[0][-1] == tokenizer.sep_token_id
     assert ids[1] == tokenizer('"cat"')["input_ids"]
     assert ids[2].count(tokenizer.sep_token_id) == 1  # a literal special token is text
-    assert backbone.tokenizer.count("一" * 100) == 102
-
     assert backbone.config["preprocess_cfg"]["resize_mode"] == "squash"
     image = Image.new("RGB", (64, 32), "white")
     image.paste("black", (0, 0, 32, 32))  # the left half, which a crop of the middle would make a quarter
@@ -116,23 +114,16 @@ def test_it_is_neither_trained_nor_exported(folder, backbone, tmp_path):
         backbone.save(tmp_path / "saved")
     with pytest.raises(UserError, match="The text tower of a Chinese-CLIP has no causal mask"):
         export_clip_model(backbone, tmp_path / "exported")
-    with pytest.raises(UserError, match="only encodes captions as they are"):
-        backbone.text.encode(backbone.tokenize(CAPTIONS), [-1])
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_must_be_complete_and_buffers_of_older_versions_are_ignored(folder, backbone, tmp_path):
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    weights = load_file(copy / "model.safetensors")
-    older = weights | {f"{tower}_model.embeddings.position_ids": torch.arange(80)[None] for tower in ("text", "vision")}
-    save_file(older | {"text_model.pooler.dense.weight": torch.zeros(32, 32)}, copy / "model.safetensors")
-    with torch.no_grad():
-        tokens = backbone.tokenize(CAPTIONS)
-        assert torch.equal(load_two_tower(copy).encode_text(tokens), backbone.encode_text(tokens))
-    name = "text_model.encoder.layer.1.output.dense.weight"
-    lacking = {key: weight for key, weight in weights.items() if key != name}
-    broken = weights | {name: torch.full_like(weights[name], torch.nan)}
-    for changed, message in ((lacking, f"lack 1 tensors of the model, such as {name}"), (broken, "there are 2048 NaN")):
-        save_file(changed, copy / "model.safetensors")
-        with pytest.raises(UserError, match=message):
-            load_two_tower(copy)
+    weights, tokens = load_file(copy / "model.safetensors"), backbone.tokenize(CAPTIONS)
+    older = {f"{tower}_model.embeddings.position_ids": torch.arange(80)[None] for tower in ("text", "vision")}
+    save_file(weights | older | {"text_model.pooler.dense.weight": torch.zeros(32, 32)}, copy / "model.safetensors")
+    assert torch.equal(load_two_tower(copy).encode_text(tokens), backbone.encode_text(tokens))
+    weights.pop(name := "text_model.encoder.layer.1.output.dense.weight")
+    save_file(weights, copy / "model.safetensors")
+    with pytest.raises(UserError, match=f"lack 1 tensors of the model, such as {name}"):
+        load_two_tower(copy)

@@ -2,6 +2,7 @@ import contextlib
 
 import pytest
 import torch
+from helpers.literal import literal_text
 from helpers.same_steps import TINY, assert_same_steps, gradients
 from helpers.text_batches import BEGINNINGS, MANY, batch_of, text_tower
 from helpers.text_encoders import open_clip_states
@@ -24,31 +25,11 @@ def pooled(backbone, pooling):
         backbone.pooling = "eot"
 
 
-def literal_features(backbone, tokens):
-    """open_clip's own forward on literal rows; for average pooling the mean slot by slot."""
-    rows = tokens.padded()
-    if backbone.pooling == "eot":
-        return backbone.model.encode_text(rows)
-    tower = getattr(backbone.model, "text", backbone.model)
-    states = tower.transformer(tower.token_embedding(rows) + tower.positional_embedding, attn_mask=tower.attn_mask)
-    means = []
-    for caption, row_states in enumerate(tower.ln_final(states)):
-        start = int(tokens.n_prefix[caption])
-        counted = [0] if tokens.shared_sot else []
-        counted += range(start, start + int(tokens.lengths[caption]))
-        means.append(sum(row_states[slot] for slot in counted) / len(counted))
-    return backbone.text.project(torch.stack(means))
-
-
 def assert_same_values_and_gradients(backbone, tokens, direction):
-    fast = backbone.encode_text(tokens)
-    fast_gradients = gradients(backbone, (fast * direction).sum())
-    plain = literal_features(backbone, tokens)
-    plain_gradients = gradients(backbone, (plain * direction).sum())
+    fast, plain = backbone.encode_text(tokens), literal_text(backbone, tokens)
     torch.testing.assert_close(fast, plain, rtol=0, atol=1e-9)
-    assert fast_gradients.keys() == plain_gradients.keys()
-    for name, gradient in plain_gradients.items():
-        torch.testing.assert_close(fast_gradients[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
+    fast_gradients, plain_gradients = (gradients(backbone, (side * direction).sum()) for side in (fast, plain))
+    torch.testing.assert_close(fast_gradients, plain_gradients, rtol=1e-9, atol=1e-9)
 
 
 @given(
@@ -61,14 +42,11 @@ def assert_same_values_and_gradients(backbone, tokens, direction):
 @example([(5, 0.01), (3, 0.0), (9, 1.0)], "pads, text", "average", 0)
 @example(MANY, "SOT, pads, text", "average", 0)
 @example(MANY, "pads, SOT, text", "eot", 0)
-@example(MANY, "pads, text", "eot", 0)
 @settings(max_examples=10)
 def test_text_tower_equals_the_padded_rows_in_value_and_gradient(captions, beginning, pooling, seed):
     backbone = text_tower()
     tokens = batch_of(captions, beginning, seed)
-    assert backbone.context_length == 149
-    generator = torch.Generator().manual_seed(seed)
-    direction = torch.randn(len(captions), 24, generator=generator, dtype=torch.float64)
+    direction = torch.randn(len(captions), 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with pooled(backbone, pooling):
         assert_same_values_and_gradients(backbone, tokens, direction)
 
@@ -101,8 +79,7 @@ def test_states_of_eot_after_each_block_equal_the_padded_rows(beginning, pooling
         features, states = backbone.text.encode(tokens, blocks=[-1, 0, 2])
         assert torch.equal(features, backbone.encode_text(tokens))
     torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
-    for name, gradient in gradients(backbone, states.square().sum()).items():
-        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-9, atol=1e-9, msg=name)
+    torch.testing.assert_close(gradients(backbone, states.square().sum()), expected_gradients, rtol=1e-9, atol=1e-9)
     assert backbone.text.encode(tokens)[1].shape == (len(MANY), 0, 32)
     with pytest.raises(UserError, match="no block 3. Give numbers from 0 to 2"):
         backbone.text.encode(tokens, blocks=[3])
@@ -119,11 +96,10 @@ def test_penultimate_states_equal_those_of_the_exported_encoder(pad):
     assert rows[0, -1] == pad
     expected = encoder(rows, output_hidden_states=True).hidden_states[-2]
     states = backbone.text.penultimate_states(tokens, pad)
-    assert states.shape == (3, 149, 32)
     torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
-    table = "embeddings.position_embedding.weight"
     expected.square().sum().backward()
-    theirs = next(parameter.grad for name, parameter in encoder.named_parameters() if name.endswith(table))
+    weights = {name.removeprefix("text_model."): weight for name, weight in encoder.named_parameters()}
+    theirs = weights["embeddings.position_embedding.weight"].grad
     ours = gradients(backbone, states.square().sum())["positional_embedding"]
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
@@ -138,17 +114,13 @@ def test_pads_before_a_text_stay_in_the_penultimate_states():
     torch.testing.assert_close(states, open_clip_states(backbone.model, tokens.padded())[0][-2], rtol=0, atol=1e-12)
 
 
-def test_nothing_that_is_not_needed_is_computed():
-    backbone = text_tower()
-    seen = []
-    hooks = [
-        block.mlp.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape))
-        for block in backbone.model.transformer.resblocks
-    ]
+def test_nothing_that_is_not_needed_is_computed(monkeypatch):
+    backbone, seen = text_tower(), []
+    for block in backbone.model.transformer.resblocks:
+        forward = block.mlp.forward
+        monkeypatch.setattr(block.mlp, "forward", lambda x, run=forward: seen.append(x.shape) or run(x))
     ids = backbone.tokenizer.text_ids(["a cat", "a dog on a mat", "birds"])
     backbone.encode_text(backbone.tokenizer.batch(ids, [10, 0, 4]))
-    for hook in hooks:
-        hook.remove()
     # SOT and the longest prefix once, then each caption's text and EOT; of the last block EOT alone
     tokens = 11 + sum(len(row) + 1 for row in ids)
     assert seen == [(tokens, 32), (tokens, 32), (3, 32)]
@@ -158,15 +130,15 @@ def test_nothing_that_is_not_needed_is_computed():
 def test_activations_that_are_computed_again_give_the_same_gradients(family):
     plain, other = (TINY[family]().double() for _ in range(2))
     image_block = {"clip": "visual.transformer.resblocks.0", "siglip": "visual.trunk.blocks.0"}[family]
-    calls = [0, 0]
-    for index, block in enumerate((other.text.tower.transformer.resblocks[0], other.model.get_submodule(image_block))):
-        block.mlp.register_forward_pre_hook(lambda *_, index=index: calls.__setitem__(index, calls[index] + 1))
+    calls = []
+    for block in (other.text.tower.transformer.resblocks[0], other.model.get_submodule(image_block)):
+        block.mlp.register_forward_pre_hook(lambda module, _: calls.append(module))
     other.checkpoint_activations()
     for pooling in POOLINGS:
-        calls[:] = [0, 0]
+        calls.clear()
         with pooled(plain, pooling), pooled(other, pooling):
             assert_same_steps(plain, other, [2], rtol=1e-9, atol=1e-9)
-        assert calls == [2, 2]  # in the forward pass, and again in the backward pass
+        assert len(calls) == 2 * len(set(calls)) == 4  # in the forward pass, and again in the backward pass
     with torch.no_grad():
         other.encode_text(other.tokenize(["a cat"]))
-    assert calls == [3, 2]
+    assert len(calls) == 5
