@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,6 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
-from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.retrieval import DIRECTIONS
 from debias_diffusion.eval.robustness import (
@@ -31,50 +29,27 @@ from debias_diffusion.eval.robustness import (
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 
-PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+# By edit, the sentences that are left of captions of one to five; 0 is the padding.
+EDITED = {
+    "keep": "1 12 123 1234 12345",
+    "move2": "1 21 213 2134 21345",
+    "move4": "1 21 321 4231 42315",
+    "remove": "1 2 23 234 2345",
+    "first2": "1 12 12 12 12",
+    "swap2": "1 21 21 21 21",
+    "first": "1 1 1 1 1",
+    "padding1": "01 012 012 012 012",
+    "padding5": "000001 0000012 0000012 0000012 0000012",
+}
 
 
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        ("keep", ["1", "12", "123", "1234", "12345"]),
-        ("move2", ["1", "21", "213", "2134", "21345"]),
-        ("move4", ["1", "21", "321", "4231", "42315"]),
-        ("remove", ["1", "2", "23", "234", "2345"]),
-        ("first2", ["1", "12", "12", "12", "12"]),
-        ("swap2", ["1", "21", "21", "21", "21"]),
-        ("first", ["1", "1", "1", "1", "1"]),
-        ("padding1", ["01", "012", "012", "012", "012"]),
-        ("padding5", ["000001", "0000012", "0000012", "0000012", "0000012"]),
-    ],
-)
-def test_edits_of_one_to_five_sentences(edit, expected):
-    sentences = [
-        "A cat sits here.",
-        "Its fur is red!",
-        "Is it asleep?",
-        "The wall is 2.5 m high.",
-        "No one else is there",
-    ]
-
-    def named(digits):
-        return " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
-
-    for length, digits in enumerate(expected, 1):
-        assert edit_caption(" ".join(sentences[:length]), edit) == named(digits)
-
-
-def test_real_captions_change_under_every_edit():
-    assert {name for name, edit in EDITS.items() if edit.base == "keep"} == {
-        "keep",
-        "move2",
-        "move4",
-        "remove",
-        "shuffle",
-    }
-    for record in read_sharegpt4v(PHOTOGRAPHS).records:
-        assert edit_caption(record.caption, "keep") == record.caption
-        assert len({edit_caption(record.caption, edit) for edit in EDITS}) == len(EDITS)
+@pytest.mark.parametrize("edit", EDITED)
+def test_edits_of_one_to_five_sentences(edit):
+    assert EDITS[edit].base == ("keep" if edit in ("keep", "move2", "move4", "remove") else "first2")
+    sentences = ["A cat sits here.", "Its fur is red!", "Is it asleep?", "The wall is 2.5 m high.", "No one is there"]
+    for length, digits in enumerate(EDITED[edit].split(), 1):
+        expected = " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
+        assert edit_caption(" ".join(sentences[:length]), edit) == expected
 
 
 def test_orders_are_decided_by_seed_and_caption_alone_and_are_all_alike_likely():
@@ -178,13 +153,3 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
         lost = [means[label][EDITS[edit].base][way] - means[label][edit][way] for label in (second, first)]
         expected = {"a": second, "b": first} | paired_difference(*lost, GROUPS[way])
         assert {key: line[key] for key in expected} == pytest.approx(expected)
-
-
-def test_without_hits_no_share_is_told(several, tmp_path):
-    data, images = make_tiny_data(tmp_path, 1)
-    Path(data).write_text(json.dumps(json.loads(Path(data).read_text()) * 3))  # of equal pairs none is first
-    report = evaluate_robustness(RobustnessConfig(several.config.encoders, str(tmp_path), data, images))
-    for numbers in report["encoders"].values():
-        assert numbers["kept_without_summary_percent"]["text_to_image"] == {"share": None, "low": None, "high": None}
-        assert numbers["in_words"].endswith("so it has nothing to lose.")
-    assert not any("share" in line["score"] for line in report["compared"]) and report["compared"]
