@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.text_encoders import Runs
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import photographs_and_others, save_dino, save_inception
 from PIL import Image
@@ -37,43 +38,26 @@ def test_square_is_centred(tmp_path):
     assert square.size == (16, 16) and square.getcolors() == [(256, (0, 0, 255))]
 
 
-class Payload:
-    """Pickles to code that makes a file."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
 def test_weights_with_code_are_refused_before_it_runs(dino, tmp_path):
     marker = tmp_path / "executed"
-    torch.save({"Conv2d_1a_3x3.conv.weight": Payload(marker)}, tmp_path / "zip.pth")
-    (tmp_path / "plain.pth").write_bytes(pickle.dumps(Payload(marker)))
-    for name in ("zip.pth", "plain.pth"):
-        with pytest.raises(UserError, match=rf"{name}.*cannot be used"):
-            InceptionFeatures(tmp_path / name, CPU)
+    torch.save({"Conv2d_1a_3x3.conv.weight": Runs(marker)}, tmp_path / "zip.pth")
+    (tmp_path / "plain.pth").write_bytes(pickle.dumps(Runs(marker)))
     shutil.copy(Path(dino, "config.json"), tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Payload(marker)}))
-    with pytest.raises(UserError, match="could not be loaded"):
-        ClsFeatures(tmp_path, CPU)
-    assert not marker.exists()
-    torch.load(tmp_path / "zip.pth", weights_only=False)  # the payload is live: read without care it runs
-    assert marker.exists()
-
-
-def test_missing_or_wrong_weights_say_which_to_get(dino, tmp_path):
-    torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
-    shutil.copy(Path(dino, "config.json"), tmp_path)
-    torch.save({}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Runs(marker)}))
     for network, name, message in (
-        (InceptionFeatures, "other.pth", r"cannot be used.*torch-fidelity"),
+        (InceptionFeatures, "zip.pth", "zip.pth.*cannot be used"),
+        (InceptionFeatures, "plain.pth", "plain.pth.*cannot be used.*torch-fidelity"),
+        (ClsFeatures, "", "could not be loaded"),
         (partial(ClsFeatures, option="dinov2"), "nothing", "Give dinov2 a folder.*facebook/dinov2-small"),
-        (ClsFeatures, "", r"it lacks \d+ of the model's weights"),
     ):
         with pytest.raises(UserError, match=message):
             network(tmp_path / name, CPU)
+    assert not marker.exists()
+    torch.load(tmp_path / "zip.pth", weights_only=False)  # the payload is live: read without care it runs
+    assert marker.exists()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"it lacks \d+ of the model's weights"):
+        ClsFeatures(tmp_path, CPU)
 
 
 def test_inception_from_the_cache(tmp_path, monkeypatch, images):
