@@ -4,12 +4,12 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
-from PIL import Image
 
 from debias_diffusion.attention import PositionMeans, eot_attention
 from debias_diffusion.encoders import EncoderSpec
@@ -19,8 +19,6 @@ from debias_diffusion.eval.attention import (
     evaluate_attention,
     load_reader,
     look_at_captions,
-    plot,
-    plot_prompt,
     split_words,
 )
 from debias_diffusion.eval.intervals import mean_interval
@@ -68,7 +66,7 @@ def by_hand(backbone, caption):
     return sum(scores) / len(scores), sum(weights) / len(weights), hidden
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", [1, 2])
 def test_attention_and_its_means_are_the_equations(backbone, batch_size):
     means, expected = PositionMeans(77), [by_hand(backbone, caption) for caption in CAPTIONS]
     for start in range(0, len(CAPTIONS), batch_size):
@@ -79,9 +77,7 @@ def test_attention_and_its_means_are_the_equations(backbone, batch_size):
         assert torch.equal(hidden.after_softmax, attention.after_softmax)
         for index, (before, after, of_hidden) in enumerate(expected[start : start + batch_size]):
             end = len(before)
-            assert (
-                attention.ends[index] == end and before.max() - before.min() > 0.1
-            )  # there is something to tell apart
+            assert attention.ends[index] == end and before.max() - before.min() > 0.1  # not all alike
             got = [attention.before_softmax, attention.after_softmax, hidden.before_softmax]
             for values, by_equation in zip(got, (before, after, of_hidden), strict=True):
                 torch.testing.assert_close(values[index, :end], by_equation, rtol=0, atol=1e-9)
@@ -166,19 +162,12 @@ def evaluated(encoders, tmp_path_factory):
     return config, evaluate_attention(config)
 
 
-def attention_of(report):
-    return {label: found["attention"] for label, found in report["encoders"].items()}
-
-
 def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
     config, report = evaluated
-    with open(f"{config.output}/attention.json") as file:
-        assert report == json.load(file)
-    for name in ("attention.png", "attention_prompt.png"):
-        with Image.open(f"{config.output}/{name}") as image:
-            assert image.format == "PNG" and len(image.convert("RGB").getcolors(1 << 24)) > 10
+    assert report == json.loads(Path(config.output, "attention.json").read_text())
+    assert all(Path(config.output, name).is_file() for name in ("attention.png", "attention_prompt.png"))
     assert report["captions"] == len(CAPTIONS) and report["left_out"] == report["compared"] == []
-    looked = attention_of(report)
+    looked = {label: found["attention"] for label, found in report["encoders"].items()}
     assert [found["keep"]["window"] for found in looked.values()] == [77, 248]
     assert [found["keep"]["cut_captions"] for found in looked.values()] == [1, 0]
     for edit in ("keep", "move4"):
@@ -210,21 +199,16 @@ def test_bands_are_of_all_text_in_them_and_draw_whole_images(long_backbone, enco
 
 
 def test_the_encoder_and_how_it_reads_decide_what_is_found_again(encoders):
-    short, long = (load_reader(EncoderSpec.parse(name), torch.device("cpu")) for name in encoders)
-    again = load_reader(EncoderSpec.parse(encoders[0]), torch.device("cpu"))
-    assert short.depends(["a cat"]) == again.depends(["a cat"])
-    markers = short.tokenizer.markers
-    other_pad = CaptionTokenizer(short.tokenizer.tokenizer, 77, replace(markers, pad=7))
-    known = [
-        short.depends(["a cat"]),
-        short.depends(["a dog"]),
-        long.depends(["a cat"]),
-        replace(short, tokenizer=CaptionTokenizer(byte_tokenizer(77), 77, markers)).depends(["a cat"]),
-        replace(short, tokenizer=other_pad).depends(["a cat"]),
-        replace(short, scale="hidden").depends(["a cat"]),
-    ]
+    def reader(number):
+        return load_reader(EncoderSpec.parse(encoders[number]), torch.device("cpu"))
+
+    short, long, markers = reader(0), reader(1), reader(0).tokenizer.markers
+    assert short.depends(["a cat"]) == reader(0).depends(["a cat"])
+    known = [short.depends(["a dog"]), long.depends(["a cat"])]
+    for tokenizer, ends in ((byte_tokenizer(77), markers), (short.tokenizer.tokenizer, replace(markers, pad=7))):
+        known.append(replace(short, tokenizer=CaptionTokenizer(tokenizer, 77, ends)).depends(["a cat"]))
     long.encoder.config.hidden_act = "quick_gelu"
-    known.append(long.depends(["a cat"]))
+    known += [long.depends(["a cat"]), replace(short, scale="hidden").depends(["a cat"]), short.depends(["a cat"])]
     assert all(one != two for one, two in itertools.combinations(known, 2))
     assert str(encoders[1]) not in json.dumps(known)  # wherever it lies
 
@@ -235,24 +219,6 @@ def test_captions_are_read_to_a_limit_without_their_images(tmp_path):
     for limit, count in (("auto", 1000), (None, 1001), (2, 2)):
         pairs = read_source(replace(config, limit=limit), only_captions=True)
         assert pairs.captions == [f"cat {number}" for number in range(count)] and len(pairs.bad) == 2
-    with pytest.raises(UserError, match="2 of 1003 records"):
-        read_source(replace(config, max_bad=0.001), only_captions=True)
-
-
-def test_the_plot_draws_each_encoder_by_token_position(evaluated):
-    found = attention_of(evaluated[1])
-    figure = plot(found, len(CAPTIONS))
-    panels = itertools.product(QUANTITIES, ("keep", "move4"))
-    for axes, (quantity, edit) in zip(figure.axes, panels, strict=True):
-        for index, numbers in enumerate(found.values()):
-            drawn = {}  # of each encoder a line for many captions and one for few
-            for line in axes.lines[2 * index : 2 * index + 2]:
-                drawn |= dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
-            scale = 100 if quantity == "after_softmax" else 1
-            expected = [scale * value for value in numbers[edit][quantity]["positions"]]
-            assert drawn == pytest.approx(dict(enumerate(expected, 1)))
-    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend == ["short (77 positions)", "long (248 positions)"]
 
 
 def test_a_prompt_word_by_word(evaluated, long_backbone):
@@ -270,17 +236,3 @@ def test_a_prompt_word_by_word(evaluated, long_backbone):
     assert found["eot"]["before_softmax"] == pytest.approx(attention.before_softmax[0, -1].item(), abs=1e-5)
     ids = byte_tokenizer(77)("a red cat", add_special_tokens=False)["input_ids"]
     assert split_words(byte_tokenizer(77), ids[:-1]) == [("a", 1), ("red", 3), ("ca", 2)]  # cut at the context length
-    with pytest.raises(UserError, match="holds no words"):
-        evaluate_attention(replace(evaluated[0], prompt="  \n"))
-
-
-def test_the_words_are_shaded_by_their_share():
-    shares = {"$\\frac$": 0.4, "two": 0.1, "three": 0.0}  # a dollar sign begins no formula: this one is broken
-    words = [{"word": word, "after_softmax": share} for word, share in shares.items()]
-    ends = {name: {"after_softmax": 0.25} for name in ("sot", "eot")}
-    figure = plot_prompt({"mine": {"window": 77, "tokens": 99, "words": words * 20, **ends}})
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    texts = [text.get_text() for text in axes.texts]
-    assert "mine: the first 77 of 99 tokens; SOT 25.0%, EOT 25.0%" in texts and texts.count("$\\frac$") == 20
-    assert [bar.get_facecolor()[3] for bar in axes.patches[-3:]] == pytest.approx([1.0, 0.5, 0.0])

@@ -80,47 +80,35 @@ def test_average_precision_is_of_each_class_s_hard_images():
 
 def test_the_multi_object_file(tmp_path):
     a = f"{PLACE}/a.jpg"
-    broken = [["a", "b"], "x", [a, "one", a, "two"], [a, " ", "b.jpg", "c"], 3]
-    data = read_cola(write(tmp_path / "multi.json", [*ITEMS, *broken, ["https://x.org/", "a", "b.jpg", "c"]]))
-    assert data.part == MULTI and data.images == [f"{name}.jpg" for name in ("red", "green", "blue", "white", "black")]
+    broken = [["a", "b"], [a, "one", a, "two"], [a, " ", "b.jpg", "c"], ["https://x.org/", "a", "b.jpg", "c"]]
+    data = read_cola(write(tmp_path / "multi.json", [*ITEMS, *broken]))
+    assert data.part == MULTI and data.images == [f"{name}.jpg" for name in COLOURS]
     assert data.texts[:2] == ["a red square left", "a green square"] and data.image_of == [0, 1, 2, 0, 3, 4]
-    kinds = ["not an item", "not an item", "one image twice", "empty or non-text caption", "not an item", "no image"]
+    kinds = ["not an item", "one image twice", "empty or non-text caption", "no image"]
     assert [bad.kind for bad in data.bad] == kinds
-    assert [bad.where for bad in data.bad] == [f"multi.json, entry {3 + number}" for number in range(6)]
+    assert data.bad[0].where == "multi.json, entry 3"
 
 
-@pytest.mark.parametrize("as_list", [False, True])
-def test_a_single_object_file_by_keys_and_as_a_list(as_list, tmp_path):
+def test_a_single_object_file_by_keys_and_as_a_list(tmp_path):
     paco = ENTRIES[0][:1] + ENTRIES[0][2:]  # without the annotation
     broken = [["a.jpg", {}, [1, 0], [1, 1, 1]], ["a.jpg", {}, [1, 0, 0], [1, 2, 1]], [1, {}, [], []], "x"]
     entries = [*ENTRIES, paco, *broken]
-    content = [CLASSES, entries] if as_list else {"labels": CLASSES, "data": entries}
-    data = read_cola(write(tmp_path / "single.json", content))
-    assert (data.part, data.texts) == (SINGLE, CLASSES)
-    assert data.images == ["red.jpg", "blue.jpg", "green.jpg", "white.jpg", "red.jpg"]
-    assert data.present.tolist() == [[value == 1 for value in entry[-2]] for entry in entries[:5]]
-    assert data.hard.tolist() == [[value == 1 for value in entry[-1]] for entry in entries[:5]]
-    assert [bad.kind for bad in data.bad] == ["bad label", "bad hard list", "not an entry", "not an entry"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"images": []}, "none of Cola's files"),
-        ({"labels": ["a", 1], "data": []}, "none of Cola's files"),
-        ([["a"]], "no record that can be used. The first: x.json, entry 0: not an item"),
-    ],
-)
-def test_other_files_are_refused(content, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        read_cola(write(tmp_path / "x.json", content))
+    for content in ([CLASSES, entries], {"labels": CLASSES, "data": entries}):
+        data = read_cola(write(tmp_path / "single.json", content))
+        assert (data.part, data.texts) == (SINGLE, CLASSES)
+        assert data.images == ["red.jpg", "blue.jpg", "green.jpg", "white.jpg", "red.jpg"]
+        assert data.present.tolist() == [[value == 1 for value in entry[-2]] for entry in entries[:5]]
+        assert data.hard.tolist() == [[value == 1 for value in entry[-1]] for entry in entries[:5]]
+        assert [bad.kind for bad in data.bad] == ["bad label", "bad hard list", "not an entry", "not an entry"]
+    with pytest.raises(UserError, match="none of Cola's files"):
+        read_cola(write(tmp_path / "x.json", {"images": []}))
 
 
 # ---- evaluated
 
 
 @pytest.fixture
-def config(tmp_path) -> ColaConfig:
+def config(tmp_path, coarse_results) -> ColaConfig:
     """Two encoders on three items of five images."""
     (tmp_path / "images").mkdir()
     for colour in COLOURS:
@@ -130,32 +118,29 @@ def config(tmp_path) -> ColaConfig:
     return ColaConfig(encoders=clips, data=data, images=str(tmp_path / "images"), output=str(tmp_path / "out"))
 
 
-def test_items_are_evaluated_without_those_of_unreadable_images(config, tmp_path, capsys):
+def test_items_are_evaluated_without_those_of_unreadable_images(config, tmp_path):
     report = evaluate_cola(config)
     assert (report["part"], report["measure"], report["items"], report["images"]) == (MULTI, "accuracy", 3, 5)
-    for numbers in report["encoders"].values():
+    first, second = report["encoders"].values()
+    for numbers in (first, second):
         assert set(numbers["scores_percent"]) <= {0.0, 100.0} and len(numbers["scores_percent"]) == 3
         assert numbers["score_percent"] == pytest.approx(sum(numbers["scores_percent"]) / 3)
-        low, high = numbers["interval_percent"]
-        assert low <= numbers["score_percent"] <= high
-    assert "Cola, multi-object, percent of 3 items" in capsys.readouterr().out
     (line,) = report["compared"]
-    first, second = report["encoders"].values()
     assert line["difference"] == pytest.approx(second["score_percent"] - first["score_percent"])
     (tmp_path / "images" / "white.jpg").unlink()
     report = evaluate_cola(config)
     assert (report["items"], report["images"]) == (2, 4)
     assert [bad["kind"] for bad in report["left_out"]] == ["missing image"]
     (tmp_path / "images" / "red.jpg").unlink()
-    for max_bad, message in ((config.max_bad, r"2 of 5 records.*--max-bad"), (1, "leaves nothing to score")):
-        with pytest.raises(UserError, match=message):
-            evaluate_cola(replace(config, max_bad=max_bad))
+    with pytest.raises(UserError, match="leaves nothing to score"):
+        evaluate_cola(replace(config, max_bad=1))
 
 
 def test_classes_are_evaluated_without_those_that_no_hard_image_shows(config, tmp_path):
     data = write(tmp_path / "single.json", {"labels": CLASSES, "data": ENTRIES})
     report = evaluate_cola(replace(config, encoders=config.encoders[:1], data=data))
     (numbers,) = report["encoders"].values()
+    scores = numbers["scores_percent"]
     assert (report["part"], report["measure"], report["classes"]) == (SINGLE, "mAP", 2)
-    assert set(numbers["scores_percent"]) == {"red square", "blue square"}
-    assert numbers["score_percent"] == pytest.approx(sum(numbers["scores_percent"].values()) / 2)
+    assert set(scores) == {"red square", "blue square"}
+    assert numbers["score_percent"] == pytest.approx(sum(scores.values()) / 2)

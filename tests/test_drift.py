@@ -11,7 +11,7 @@ from helpers.tiny_data import caption, make_tiny_data
 from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images.drift import PADS, DriftConfig, Moments, Reader, evaluate_drift, measure_drift, tables
+from debias_diffusion.eval.images.drift import DriftConfig, Moments, Reader, evaluate_drift, measure_drift
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 
@@ -100,27 +100,16 @@ def config(folders, output, **changes) -> DriftConfig:
     return DriftConfig(**settings | changes)
 
 
-def test_the_command_ranks_encoders(folders, tmp_path, capsys):
+def test_the_command_ranks_encoders(folders, tmp_path, coarse_results):
     report = evaluate_drift(config(folders, tmp_path))
-    shown = capsys.readouterr().out
     near, far = (numbers["state_error"]["text"] for numbers in report["encoders"].values())
     assert far["value"] == pytest.approx(16 * near["value"], rel=1e-3) and near["low"] <= near["value"] <= near["high"]
     (line,) = report["compared"]
     assert (line["a"], line["b"], line["difference"] > 0, line["p"] < 0.01) == ("far", "near", True, True)
-    assert "far - near, state error of text" in shown and f"{PADS} pads" in shown
     assert json.loads((tmp_path / "drift.json").read_text()) == report and report["captions"] == 12
-    assert (tmp_path / "drift.png").stat().st_size > 5000
-    report = evaluate_drift(config(folders, tmp_path, limit=1))  # of one caption nothing is certain
-    (line,) = report["compared"]
-    unknown = [line, *(error for numbers in report["encoders"].values() for error in numbers["state_error"].values())]
-    assert all(numbers["low"] is numbers["high"] is None for numbers in unknown) and line["p"] is None
-    assert line["difference"] > 0 and not any(" to " in str(table) for table in tables(report))
 
 
 def test_states_that_cannot_be_compared_are_refused(folders, tmp_path, base):
-    for width in (64, 128):
-        write_text_encoder(tiny_sdxl.text_encoder(width=width), base.tokenizer, tmp_path / f"{width}")
+    write_text_encoder(tiny_sdxl.text_encoder(width=64), base.tokenizer, tmp_path / "64")
     with pytest.raises(UserError, match="64 channels and those of the base .* 32. Give the base"):
         evaluate_drift(config(folders, tmp_path / "out", encoders=[str(tmp_path / "64")]))
-    with pytest.raises(UserError, match="cut captions into different tokens"):
-        evaluate_drift(config(folders, tmp_path / "out", base="toy/clip", encoders=[str(tmp_path / "128")]))

@@ -15,7 +15,7 @@ from debias_diffusion.data.toy_scenes import read_toy_scenes, toy_scene
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import generation
-from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation, figures, tables
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation, tables
 from debias_diffusion.eval.images.networks import ClsFeatures
 from debias_diffusion.eval.images.objects import SCORES, compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.images.rendered import folder_names
@@ -67,7 +67,7 @@ def test_a_whole_evaluation_scores_the_images_it_leaves(finished, dino):
     for label, numbers in report["encoders"].items():
         folder = Path(config.output, "images", folder_names([label])[label])
         assert sorted(path.name for path in folder.glob("*.png")) == names
-        assert {"fid_own", "kid_own"} <= set(numbers["scores"])
+        assert {"fid_own", "kid_own", "clip_score"} <= set(numbers["scores"])
         scores[label] = np.mean(cosines(network([folder / name for name in names], 3), network(references, 3)))
         number = numbers["scores"]["dino_score"]
         assert number["value"] == pytest.approx(scores[label]) and number["low"] <= number["value"] <= number["high"]
@@ -75,8 +75,6 @@ def test_a_whole_evaluation_scores_the_images_it_leaves(finished, dino):
     (difference,) = [line["difference"] for line in report["compared"] if line["score"] == "dino_score"]
     assert difference == pytest.approx(scores[long] - scores[CUT]) and difference != 0
     assert all(Image.open(Path(config.output, f"{name}.png")).height > 200 for name in ("generation", "examples"))
-    first = str(tables(report)[0])
-    assert all(title in first for title in ("3 images, with 95% intervals", "DINO score (", "CLIPScore (toy/clip)"))
 
 
 @pytest.mark.usefixtures("blank_figures")
@@ -101,12 +99,11 @@ def test_an_interrupted_evaluation_continues_and_does_nothing_again(finished, tm
         assert (numbers["scores"], numbers["pictures"]) == (expected["scores"], expected["pictures"])
     assert resumed["compared"] == whole["compared"]
     assert {path: path.stat().st_mtime_ns for path in written} == written
-    # An image that somebody has changed is made and scored again; nothing else is.
-    scored, score = [], ImageScores.__call__
-    monkeypatch.setattr(ImageScores, "__call__", lambda *given: scored.append(given) or score(*given))
+    # An image that somebody has changed is made again, and nothing is scored again.
+    monkeypatch.setattr(ImageScores, "__call__", lambda *_: pytest.fail("scored again"))
     image = tmp_path / "images" / folder_names([CUT])[CUT] / "000002.png"
     image.write_bytes(image.with_name("000001.png").read_bytes())
-    assert evaluate_generation(config)["compared"] == whole["compared"] and not scored
+    assert evaluate_generation(config)["compared"] == whole["compared"]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +111,11 @@ def test_an_interrupted_evaluation_continues_and_does_nothing_again(finished, tm
     [
         ({"dino": None}, "None of inception_weights, .*is given.*--dino facebook/dino-vits16"),
         ({"encoders": ["separate:toy/debias-clip"]}, "has width"),
-        ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"images": "."}, "0 of 4 pairs"),
         ({"limit": 2, "own_features": "toy/features"}, "1 of 2 pairs.*at least 2"),
         ({"own_features": "no/such/folder"}, "no/such/folder.*Give own_features a folder"),
-        ({"inception_weights": "x.pth"}, "x.pth"),
         ({"data": "toy/test"}, "hold their images"),
+        ({"max_bad": 0}, r"1 of 4 records cannot be used.*no-such\.png"),
     ],
 )
 def test_unusable_settings_are_refused_before_anything_is_rendered(tmp_path, settings, monkeypatch, change, message):
@@ -130,13 +126,10 @@ def test_unusable_settings_are_refused_before_anything_is_rendered(tmp_path, set
 
 
 @pytest.mark.usefixtures("blank_figures")
-def test_unreadable_references_stop_it_unless_they_are_few(tmp_path, settings, monkeypatch):
-    with pytest.raises(UserError, match=r"1 of 4 records cannot be used.*no-such\.png"):
-        evaluate_generation(settings(tmp_path, max_bad=0))
+def test_generators_and_networks_are_never_in_memory_together(tmp_path, settings, monkeypatch):
     watched = Watched(monkeypatch, ClsFeatures)
-    assert evaluate_generation(settings(tmp_path))["images"] == 3
-    # Never in memory together; the network is tried before hours of generating.
-    assert (watched.generators, watched.networks) == (1, 2)
+    evaluate_generation(settings(tmp_path))
+    assert (watched.generators, watched.networks) == (1, 2)  # the network is tried before hours of generating
 
 
 # ---- the toy world
@@ -149,7 +142,7 @@ def evaluated(output, data, limit, steps):
 
 
 def test_the_toy_world_has_scores_of_objects(tmp_path):
-    _, toy, scenes = evaluated(tmp_path, "toy/test", 6, 2)
+    _, toy, scenes = evaluated(tmp_path, "toy/test", 4, 2)
     seen, mentions = [], [caption.first_mentions() for _, caption in scenes]
     for label, numbers in toy["encoders"].items():
         files = sorted((tmp_path / "images" / folder_names(list(toy["encoders"]))[label]).glob("*.png"))
@@ -158,25 +151,14 @@ def test_the_toy_world_has_scores_of_objects(tmp_path):
     compared = {line["score"]: line["difference"] for line in toy["compared"]}
     expected = compare_objects(*reversed(seen), mentions)
     assert compared == {score: line["difference"] for score, line in expected.items()} and set(compared) == set(SCORES)
-    shown, by_sentence, compared = map(str, tables(toy))
+    shown, _, compared = map(str, tables(toy))
     for title in SCORES.values():
         assert title in shown and f"toy/debias-clip - toy/clip, cut at 77 tokens, {title}" in compared
-    for numbers in toy["encoders"].values():
-        line = numbers["scores"]["objects_right_by_sentence"][-1]
-        values = [part and part["value"] for part in (line, line["precision"], line["f1"])]
-        assert " / ".join("-" if value is None else f"{value:.1f}" for value in values) in by_sentence
-    assert len(figures(toy)["generation.png"].axes) == len(SCORES) + 2  # and two by sentence
-    # Toy images are shown with their pixels.
-    figure = generation.plot_examples(["Two $ and $ a <b>."], [Image.open(files[0])], {"a": [files[1]]})
-    figure.savefig(tmp_path / "x.png")
-    drawn = [image for axes in figure.axes for image in axes.images]
-    assert [image.get_interpolation() for image in drawn] == ["nearest"] * 2
-    assert [image.get_array().shape for image in drawn] == [(48, 48, 3)] * 2
 
 
 @pytest.mark.usefixtures("blank_figures")
 def test_captions_that_refer_back_are_scored_by_how_objects_are_mentioned(tmp_path):
-    config, report, scenes = evaluated(tmp_path, "toy/referring-test", 4, 1)
+    config, report, scenes = evaluated(tmp_path, "toy/referring-test", 3, 1)
     every, *ceilings = report["ceilings"]
     assert (every["told"], every["objects"]) == ("all objects", sum(len(scene.things) for scene, _ in scenes))
     assert every["truncated"] < every["whole"] == 100
@@ -184,9 +166,6 @@ def test_captions_that_refer_back_are_scored_by_how_objects_are_mentioned(tmp_pa
     for numbers in report["encoders"].values():
         lines = numbers["scores"]["objects_right_by_telling"]
         assert [(line["told"], line["objects"]) for line in lines] == [(c["told"], c["objects"]) for c in ceilings]
-    by_kind, compared = map(str, tables(report)[2:])
-    assert "symbolic reader, cut at 77 tokens" in by_kind and f"{every['in_chunks']:.1f}" in by_kind
-    assert "toy/debias-clip - toy/clip, cut at 77 tokens, objects right, by reference across a cut, %" in compared
     # Text before the prompt moves the cuts.
     prefixed = generation._Generation(replace(config, prefix="a photo of many things, " * 6), None)
     moved = generation.ceilings(prefixed.readings([caption for _, caption in scenes]))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_clip import tiny_clip, tiny_siglip
+from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 
@@ -15,7 +15,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.options import RetrievalConfig
-from debias_diffusion.eval.session import Pairs, TwoTower, how_used
+from debias_diffusion.eval.session import Pairs, TwoTower
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.retrieval import encode_images
 
@@ -49,14 +49,10 @@ def draw(folder, index, seed=0):
     Image.fromarray(pixels).save(folder / f"{index}.png")
 
 
-def session_of(folder, images=ImageFolder):
+def session_of(folder):
     options = {"data": "toy/test", "batch_size": 3, "max_bad": 1, "device": "cpu"}
-    data = Pairs(RECORDS, images(folder), [], [], [], "")
+    data = Pairs(RECORDS, ImageFolder(folder), [], [], [], "")
     return ImageSession("retrieval", RetrievalConfig(["toy/clip"], str(folder.parent), **options), data)
-
-
-def encode(folder, encoder):
-    return session_of(folder).encode(encoder)
 
 
 def kept(folder):
@@ -73,11 +69,11 @@ def test_pieces_equal_what_is_encoded_at_once_and_are_kept(folder, encoder):
     session.encode(encoder)
     assert session.left_out == bad  # named once
     before = kept(folder)
-    assert torch.equal(encode(folder, encoder)[0], first) and kept(folder) == before
+    assert torch.equal(session_of(folder).encode(encoder)[0], first) and kept(folder) == before
     removed, cut, _ = before
     removed.unlink()
     cut.write_bytes(cut.read_bytes()[:-1])
-    assert torch.equal(encode(folder, encoder)[0], first) and kept(folder).keys() == before.keys()
+    assert torch.equal(session_of(folder).encode(encoder)[0], first) and kept(folder).keys() == before.keys()
 
 
 def test_encoders_see_the_same_images(folder, encoder):
@@ -89,47 +85,20 @@ def test_encoders_see_the_same_images(folder, encoder):
         session.encode(two_tower(1))
 
 
-def test_another_tokenizer_is_told_from_the_first(encoder):
+def test_other_weights_tokenizers_or_images_are_other_pieces(folder, encoder):
+    first, _ = session_of(folder).encode(encoder)
+    assert not torch.equal(session_of(folder).encode(two_tower(1))[0], first) and len(kept(folder)) == 6
+    other = tiny_clip(0)
+    other.config = other.config | {"preprocess_cfg": {"mean": [0.1, 0.1, 0.1]}}
+    session_of(folder).encode(replace(encoder, backbone=other.eval()))
+    assert len(kept(folder)) == 9
+    draw(folder, 1, seed=77)
+    changed, _ = session_of(folder).encode(encoder)
+    assert (changed == first).all(dim=1).tolist() == [True, False, True, True, True]
+    draw(folder, 2)  # an image that was unreadable is read once it is mended
+    assert 2 in session_of(folder).encode(encoder)[1]
     encoder.backbone.encode_text(encoder.backbone.tokenize(["A cat.", "A dog and a cat."]))
     assert replace(encoder, backbone=tiny_clip(0).eval()).depends == encoder.depends  # a call changes nothing
     tokenizer = tiny_tokenizer(77)
     tokenizer.backend_tokenizer.normalizer = None  # the same vocabulary, and an A is no a
     assert replace(encoder, backbone=tiny_clip(0, tokenizer=tokenizer).eval()).depends != encoder.depends
-    assert how_used(tiny_siglip())["tokenizer"] != encoder.depends["tokenizer"]
-
-
-def test_other_weights_configuration_or_images_are_other_pieces(folder, encoder):
-    first, _ = encode(folder, encoder)
-    assert not torch.equal(encode(folder, two_tower(1))[0], first) and len(kept(folder)) == 6
-    other = tiny_clip(0)
-    other.config = other.config | {"preprocess_cfg": {"mean": [0.1, 0.1, 0.1]}}
-    encode(folder, replace(encoder, backbone=other.eval()))
-    assert len(kept(folder)) == 9
-    draw(folder, 1, seed=77)
-    changed, _ = encode(folder, encoder)
-    assert (changed == first).all(dim=1).tolist() == [True, False, True, True, True]
-    draw(folder, 2)  # an image that was unreadable is read once it is mended
-    assert 2 in encode(folder, encoder)[1]
-
-
-class OnceUnreadable(ImageFolder):
-    """A folder of which one image fails the first time, as on a network disk."""
-
-    failed = False
-
-    def open(self, image):
-        if image == "1.png" and not self.failed:
-            self.failed = True
-            raise OSError("connection lost")
-        return super().open(image)
-
-
-def test_an_image_that_fails_once_is_named_and_none_at_all_refused(folder, encoder):
-    session = session_of(folder, OnceUnreadable)
-    assert session.encode(encoder)[1] == [0, 3, 8, 9]
-    assert [bad.where for bad in session.left_out[:2]] == ["1.png", "2.png"]
-    assert "could not be read when it was encoded" in session.left_out[0].detail
-    for path in folder.iterdir():
-        path.unlink()
-    with pytest.raises(UserError, match="None of the 10 images can be read"):
-        encode(folder, encoder)

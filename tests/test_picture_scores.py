@@ -29,7 +29,6 @@ from debias_diffusion.eval.images.scores import (
     halves,
     kid,
     precision_and_recall,
-    score_titles,
     standard_error,
 )
 
@@ -43,19 +42,14 @@ def features(count, width, seed=0):
 # ---- scores
 
 
-def textbook_fid(a, b):
-    """|mu_a - mu_b|^2 + Tr(S_a + S_b - 2 (S_a S_b)^(1/2))"""
-    a, b = a.numpy(), b.numpy()
-    cov_a, cov_b = np.cov(a, rowvar=False), np.cov(b, rowvar=False)
-    root = scipy.linalg.sqrtm(cov_a @ cov_b).real
-    return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(cov_a + cov_b - 2 * root))
-
-
 @pytest.mark.parametrize("count", [50, 4])  # more than features, and fewer
 @pytest.mark.parametrize("distance", [fid, fast_fid])
 def test_fid_is_the_textbook_formula(distance, count):
+    """|mu_a - mu_b|^2 + Tr(S_a + S_b - 2 (S_a S_b)^(1/2))"""
     a, b = features(count, 6), features(40, 6, seed=1) @ features(6, 6, seed=2) + 1
-    expected = textbook_fid(a, b)
+    covariances = [np.cov(rows.numpy(), rowvar=False) for rows in (a, b)]
+    root = scipy.linalg.sqrtm(covariances[0] @ covariances[1]).real
+    expected = (a.mean(0) - b.mean(0)).square().sum().item() + np.trace(sum(covariances) - 2 * root)
     assert distance(a, b) == pytest.approx(expected, rel=1e-5) and expected > 1
     assert distance(b, a.flip(0)) == pytest.approx(expected, rel=1e-5)
     assert distance(a, a.flip(0)) == pytest.approx(0, abs=1e-4)
@@ -133,14 +127,12 @@ def test_scores_are_those_of_torch_fidelity(images, tmp_path):
 # ---- how sure
 
 
-@pytest.mark.parametrize("count", [40, 41])
-def test_the_standard_error_of_a_mean_is_the_textbook_one(count):
-    values = features(count, 1)[:, 0].numpy()
-    all_halves = list(halves(count))
+def test_the_standard_error_of_a_mean_is_the_textbook_one():
+    values = features(41, 1)[:, 0].numpy()
+    all_halves = list(halves(41))
     assert len({tuple(half) for half in all_halves}) == len(all_halves) == HALVES
-    assert all(len(set(half)) == count // 2 for half in all_halves)
-    expected = values.std(ddof=1) / np.sqrt(count)
-    assert standard_error([values[half].mean() for half in all_halves], count) == pytest.approx(expected, rel=0.15)
+    expected = values.std(ddof=1) / np.sqrt(41)
+    assert standard_error([values[half].mean() for half in all_halves], 41) == pytest.approx(expected, rel=0.15)
 
 
 def numbers_of(seed, shift):
@@ -151,39 +143,25 @@ def numbers_of(seed, shift):
     return ImageNumbers({"fid_own": {"value": fast_fid(generated, references)}}, {"fid_own": of_halves}, {}, 60)
 
 
-def test_the_error_of_fid_is_its_spread_and_only_a_worse_encoder_is_told_apart():
-    sets = [[numbers_of(seed, shift) for seed in range(24)] for shift in (0.5, -0.5, 1.0)]
-    spread = np.std([one.numbers["fid_own"]["value"] for one in sets[0]], ddof=1)
-    errors = [standard_error(one.halves["fid_own"], 60) for one in sets[0]]
-    assert 0.7 < np.mean(errors) / spread < 1.5
-    # Opposite faults of one size: the images differ, their FID does not.
-    same, worse = ([compare(a, b)["fid_own"] for a, b in zip(sets[n], sets[0], strict=True)] for n in (1, 2))
-    ps = [line["p"] for line in same]
-    assert np.mean(np.array(ps) < 0.05) < 0.2 and min(ps) < 0.7
-    assert all(line["p"] < 1e-3 and line["low"] > 0 for line in worse)
+def test_the_error_of_fid_is_its_spread():
+    drawn = [numbers_of(seed, 0.5) for seed in range(24)]
+    spread = np.std([one.numbers["fid_own"]["value"] for one in drawn], ddof=1)
+    assert 0.7 < np.mean([standard_error(one.halves["fid_own"], 60) for one in drawn]) / spread < 1.5
 
 
-def test_a_comparison_with_itself_both_ways_and_its_p():
+def test_a_comparison_is_over_the_same_halves_both_ways():
     a, b, c = (numbers_of(0, shift) for shift in (0.5, 0.6, -0.5))
     assert compare(a, a)["fid_own"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
     there, back = compare(a, b)["fid_own"], compare(b, a)["fid_own"]
     assert there["difference"] == -back["difference"] < 0 and there["p"] == back["p"] < 1
     assert (there["low"], there["high"]) == pytest.approx((-back["high"], -back["low"]))
-    # over the same halves, so that what is common to a and b does not blur it
+    # so that what is common to a and b does not blur it
     alone = [standard_error(one.halves["fid_own"], 60) for one in (a, b)]
     assert (there["high"] - there["low"]) / 2 / 1.96 < 0.5 * min(alone)
     line = compare(a, c)["fid_own"]
     error = (line["high"] - line["difference"]) / scipy.stats.norm.ppf(0.975)
-    assert 0.01 < line["p"] < 0.99
     assert line["p"] == pytest.approx(2 * scipy.stats.norm.sf(abs(line["difference"]) / error), rel=1e-4)
-    with pytest.raises(ValueError, match="same captions and scores"):
-        compare(a, ImageNumbers(a.numbers, a.halves, {}, 61))
-
-
-@pytest.mark.parametrize(("score", "low", "high"), [("recall", 0, 1), ("fid", 0, 2.46), ("kid", -1.46, 2.46)])
-def test_no_interval_goes_beyond_what_the_score_can_be(score, low, high):
-    number = picture_scores._interval(0.5, 1.0, f"{score}_own")
-    assert (number["low"], number["high"]) == pytest.approx((low, high), abs=0.01)
+    assert 0.01 < line["p"] < 0.99
 
 
 # ---- networks and scores together
@@ -228,7 +206,6 @@ def test_all_scores_of_images(networks, images, result):
     assert by_image["clip_score"] == pytest.approx(clip_scores(shown, clip.of_texts(CAPTIONS, 9)), abs=1e-3)
     second = clip_scores(shown[[2]], clip.of_texts(["They are white."], 1))
     assert by_image["clip_score_2"][1:3] == [None, pytest.approx(second[0], abs=1e-3)]
-    assert np.ptp(by_image["clip_score_1"]) > 0.1
     third = [value for value in by_image["clip_score_3"] if value is not None]
     assert len(third) == result.numbers["clip_score_3"]["pictures"] == 2 and values["clip_score_3"] == np.mean(third)
     assert result.numbers["clip_score_4"]["low"] is None  # of one image
@@ -237,44 +214,30 @@ def test_all_scores_of_images(networks, images, result):
     assert result.notes == ["1 of 9 captions exceed CLIPScore's context length of 77 tokens and were cut."]
 
 
-@pytest.mark.parametrize(
-    ("option", "file", "change"),
-    [
-        ("clip_score", "open_clip_config.json", {"quick_gelu": True}),
-        ("dino", "config.json", {"hidden_act": "relu"}),
-    ],
-)
-def test_results_depend_on_weights_and_how_they_are_used(networks, scores, option, file, change, tmp_path):
-    folder = shutil.copytree(networks[option], tmp_path / option)
-    config = json.loads((folder / file).read_text())
-    config.get("model_cfg", config).update(change)
-    (folder / file).write_text(json.dumps(config))
-    other = ImageScores(networks | {option: str(folder)}, 4, CPU)
+def test_results_depend_on_how_the_weights_are_used(networks, scores, tmp_path):
+    folder = shutil.copytree(networks["dino"], tmp_path / "dino")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    other = ImageScores(networks | {"dino": str(folder)}, 4, CPU)
     assert other.digests == scores.digests and other.depends != scores.depends
     assert ImageScores(networks, 4, CPU).depends == scores.depends
-    notes = " ".join(scores.notes)
-    assert "FID with Inception was skipped" in notes and "compare with nothing published" in notes
 
 
 def test_numbers_go_through_json_and_are_compared(scores, result, images):
     again = ImageNumbers(**json.loads(json.dumps(asdict(result))))
-    # in place of a generated image its reference is the best there is
-    best = scores(images[1], scores.of_references(images[1], CAPTIONS))
-    assert best.numbers["fid_own"]["value"] == pytest.approx(0, abs=1e-3 * result.numbers["fid_own"]["value"])
-    assert best.numbers["dino_score"]["value"] == pytest.approx(1)
+    best = scores(images[1], scores.of_references(images[1], CAPTIONS))  # the references in place of generated images
     compared = compare(again, best)
     assert again == result and list(compared) == list(result.numbers)
-    assert compared["fid_own"]["difference"] > 0 > compared["dino_score"]["high"] and compared["dino_score"]["p"] < 0.05
+    assert compared["fid_own"]["difference"] > 0 > compared["dino_score"]["high"]
     thirds = ([value for value in one.pictures["clip_score_3"] if value is not None] for one in (result, best))
     assert compared["clip_score_3"]["difference"] == pytest.approx(np.subtract(*thirds).mean())
 
 
-def test_few_images(networks, images):
+def test_few_images_have_fewer_scores_and_no_intervals(networks, images):
     scores = ImageScores({"own_features": networks["own_features"]}, 4, CPU)
 
-    def of(count, references=None):
-        rows = scores.of_references(images[1][: references or count], CAPTIONS[: references or count])
-        return scores(images[0][:count], rows)
+    def of(count):
+        return scores(images[0][:count], scores.of_references(images[1][:count], CAPTIONS[:count]))
 
     four = of(4)
     assert list(four.numbers) == ["fid_own", "kid_own", "precision_own", "recall_own"]
@@ -283,11 +246,3 @@ def test_few_images(networks, images):
     assert compare(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
     with pytest.raises(UserError, match="at least 2 images on each side, got 1 generated.*own_features to null"):
         of(1)
-    with pytest.raises(ValueError, match="3 images and 4 reference images"):
-        of(3, 4)
-
-
-def test_titles_name_the_networks():
-    titles = score_titles({"own_features": "toy/features", "clip_score": "toy/clip"})
-    names = {"fid_own": "FID (toy/features)", "clip_score": "CLIPScore (toy/clip)", "fid_2048": "FID (2048)"}
-    assert titles.items() >= (names | {"fid_64": "FID (64)", "kid_2048": "KID"}).items()

@@ -1,7 +1,6 @@
 """Recall at k against brute force and closed forms, and a retrieval evaluation on real photographs."""
 
 import html
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import skimage
 import torch
 from helpers.literal import literal_ranks
 from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
-from helpers.tiny_data import make_tiny_data
+from helpers.tiny_data import entry, make_tiny_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -22,9 +21,9 @@ from PIL import Image
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import image_features, retrieval
-from debias_diffusion.eval.report import Table, cell
-from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, figures
+from debias_diffusion.eval import retrieval
+from debias_diffusion.eval.report import cell
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.retrieval_examples import disagreements
 from debias_diffusion.files import path_digest
 from debias_diffusion.models.loading import load_backbone
@@ -95,15 +94,10 @@ def test_memory_is_of_a_block_and_not_of_the_whole_matrix(monkeypatch):
     ("features", "settings", "message"),
     [
         ([torch.ones(3, 2), torch.ones(2, 2)], {}, r"\(3, 2\).*\(2, 2\)"),
-        ([torch.ones(0, 2)] * 2, {}, "N >= 1"),
         ([torch.full((2, 2), torch.nan), torch.eye(2)], {}, "NaN"),
-        ([torch.eye(2), torch.ones(3, 2)], {"image_of": [0, 1, 3]}, "from 0 to 1, and each image at least once"),
         ([torch.eye(2), torch.ones(3, 2)], {"image_of": [0, 0, 0]}, "from 0 to 1, and each image at least once"),
         ([torch.eye(2)] * 2, {"candidates": {"text_to_image": [[0, 1]]}}, "2 lists, one a query, .* 0 to 1; got 1"),
-        ([torch.eye(2)] * 2, {"candidates": {"text_to_image": [[0, 1], [1, 2]]}}, "must be 2 lists"),
         ([torch.eye(2)] * 2, {"candidates": {"image_to_text": [[0], []]}}, "of query 1 lack its partner"),
-        ([torch.eye(2)] * 2, {"candidates": {"image_to_text": [[0], [1, 1]]}}, "repeat a row"),
-        ([torch.eye(2)] * 2, {"candidates": {"images": [[0], [1]]}}, "Name only text_to_image and image_to_text"),
     ],
 )
 def test_features_that_cannot_be_ranked_are_refused(features, settings, message):
@@ -149,34 +143,22 @@ def test_the_report_holds_numbers_and_left_out_pairs(tiny_clip, tmp_path, capsys
     assert report["images"] == report["captions"] == 5
     assert [bad["kind"] for bad in report["left_out"]] == ["no caption", "missing image"]
     assert report["digests"]["data"] == path_digest(data) and report["settings"]["limit"] == 6
-    assert {"torch", "transformers", "diffusers", "open_clip_torch", "debias-diffusion"} <= set(report["versions"])
     printed = capsys.readouterr().out
     assert sum("no-such.png" in line for line in printed.splitlines()) == 1 and "text to image" in printed
     files = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("items-")}
     assert files == {"retrieval.json", "retrieval.png", "cache", "job.json"}
     first, second = report["encoders"]
     assert second == r"$\x$" and list(report["digests"]["encoders"]) == [first, second]
+    recalls = []
     for name, numbers in zip((tiny_clip, another), report["encoders"].values(), strict=True):
         backbone, records = load_backbone(name).eval(), read_sharegpt4v(PHOTOGRAPHS).records[:5]
-        recalls = recall_at_k(*one_by_one(backbone, records, ImageFolder(skimage.data_dir)))
-        assert numbers["recall_percent"] == recalls
+        recalls.append(recall_at_k(*one_by_one(backbone, records, ImageFolder(skimage.data_dir))))
+        assert numbers["recall_percent"] == recalls[-1]
         lengths = [backbone.tokenizer.count(record.caption) for record in records]
         assert numbers["captions_longer_than_context"] == sum(length > 77 for length in lengths) > 0
-        for direction, k in itertools.product(recalls, ("R@1", "R@5")):
-            low, high = numbers["interval_percent"][direction][k]
-            assert 0 <= low <= recalls[direction][k] <= high <= 100
-    recalls = [numbers["recall_percent"] for numbers in report["encoders"].values()]
-    compared = [(line["a"], line["b"], line["difference"]) for line in report["compared"]]
-    assert compared == [
-        (second, first, pytest.approx(recalls[1][direction]["R@1"] - recalls[0][direction]["R@1"]))
-        for direction in retrieval.DIRECTIONS
-    ]
-    (figure,) = figures(report).values()
-    for axes, direction in zip(figure.axes, retrieval.DIRECTIONS, strict=True):
-        expected = [value for of_encoder in recalls for value in of_encoder[direction].values()]
-        assert [bar.get_height() for bar in axes.patches] == expected
-    with Image.open(tmp_path / "out" / "retrieval.png") as image:
-        assert image.format == "PNG" and image.width > image.height > 200
+    for line, direction in zip(report["compared"], retrieval.DIRECTIONS, strict=True):
+        difference = recalls[1][direction]["R@1"] - recalls[0][direction]["R@1"]
+        assert (line["a"], line["b"], line["difference"]) == (second, first, pytest.approx(difference))
 
 
 def test_mean_r_is_the_mean_of_three_recalls_with_an_interval_over_images():
@@ -219,14 +201,6 @@ def test_ranks_are_of_the_images_that_were_read(three):
         assert evaluate_retrieval(three)["images"] == count
 
 
-def test_a_piece_without_any_readable_image_is_no_end(three, monkeypatch):
-    monkeypatch.setattr(image_features, "PIECE", 2)
-    for index in (2, 3):
-        Path(three.images, f"{index}.png").unlink()
-    report = evaluate_retrieval(replace(three, limit=5))
-    assert report["images"] == 3 and len(report["left_out"]) == 2
-
-
 @pytest.mark.usefixtures("blank_figures")
 def test_a_data_file_with_too_many_bad_records_is_refused(three, tmp_path):
     entries = json.loads(Path(three.data).read_text())[:3]
@@ -243,60 +217,41 @@ def test_a_data_file_with_too_many_bad_records_is_refused(three, tmp_path):
 HELD_OUT = 6  # as in `helpers.training_runs.config`
 
 
-def evaluate_run(encoders, world, tmp_path, **settings):
-    _, data, images = world
-    config = {"output": str(tmp_path / "scores"), "data": data, "images": images} | settings
-    return evaluate_retrieval(RetrievalConfig([str(name) for name in encoders], **config))
-
-
 @pytest.mark.usefixtures("blank_figures")
-def test_pairs_that_were_trained_on_are_counted_or_left_out(finished_run, world, tmp_path, capsys):
-    report = evaluate_run([finished_run, world[0]], world, tmp_path)
-    pairs = len(json.loads(Path(world[1]).read_text()))
+def test_pairs_that_were_trained_on_are_counted_or_left_out(finished_run, world, tmp_path):
+    base, data, images = world
+    run, model, pairs = str(finished_run), str(finished_run / "last"), len(json.loads(Path(data).read_text()))
+
+    def evaluated(*encoders, data=data, **settings):
+        return evaluate_retrieval(RetrievalConfig(list(encoders), str(tmp_path / "out"), data, images, **settings))
+
+    report = evaluated(run, base)
     assert list(report["trained_on"].values()) == [pairs - HELD_OUT] and report["images"] == pairs
-    (label,) = report["trained_on"]
-    note = f"{label} was trained on {pairs - HELD_OUT} of these {pairs} pairs. --held-out evaluates on the others."
-    assert report["notes"] == [note] and f"Note: {note}" in capsys.readouterr().out
+    assert f"was trained on {pairs - HELD_OUT} of these {pairs} pairs. --held-out evaluates" in report["notes"][0]
     # The folder of the run's model is the same model, and the first pairs are the held-out ones.
-    of_model = evaluate_run([Path(finished_run) / "last"], world, tmp_path, limit=HELD_OUT + 1)
-    assert list(of_model["trained_on"].values()) == [1]
-    held_out = evaluate_run([world[0], finished_run], world, tmp_path, held_out=True)
+    assert list(evaluated(model, limit=HELD_OUT + 1)["trained_on"].values()) == [1]
+    held_out = evaluated(base, run, held_out=True)
     assert held_out["images"] == HELD_OUT and list(held_out["trained_on"].values()) == [0] and held_out["notes"] == []
     other = tmp_path / "data.json"  # of other data nothing is said
-    other.write_text(Path(world[1]).read_text() + "\n")
-    report = evaluate_run([finished_run], world, tmp_path, data=str(other))
+    other.write_text(Path(data).read_text() + "\n")
+    report = evaluated(run, data=str(other))
     assert report["trained_on"] == {} and report["notes"] == []
     with pytest.raises(UserError, match="None of the encoders was trained on the data .* Leave out --held-out"):
-        evaluate_run([finished_run], world, tmp_path, held_out=True, data=str(other))
+        evaluated(run, data=str(other), held_out=True)
 
 
-# ---- settings, tables
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"images": "nowhere"}, "nowhere"),
-        ({"images": "."}, "None of the 3 images"),
-        ({"device": "cuda:99"}, "cuda:99"),
-        ({"encoders": ["ViT-B-32"]}, "ViT-B-32:WEIGHTS"),
-        ({"output": "file/deeper"}, "cannot be made: .*file' is a file"),
-    ],
-)
-def test_unusable_settings_are_refused(three, tmp_path, monkeypatch, change, message):
-    monkeypatch.chdir(tmp_path)
+def test_unusable_folders_are_refused(three, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match=message):
-        evaluate_retrieval(replace(three, **change))
+    for change, message in (
+        ({"images": str(tmp_path)}, "None of the 3 images"),
+        ({"output": str(tmp_path / "file" / "deeper")}, "cannot be made: .*file' is a file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate_retrieval(replace(three, **change))
     assert not (tmp_path / "out" / "retrieval.json").exists()
 
 
-def test_a_table_in_markdown_holds_its_cells_and_as_text_is_aligned():
-    table = Table(["a|b", "n"], [["<b>_x_", 1.5], ["c", None], ["d", 3]])
-    assert table.markdown().split("\n") == [
-        r"| a\|b | n |", "| --- | --: |", r"| \<b\>\_x\_ | 1.50 |", "| c | - |", "| d | 3 |",
-    ]  # fmt: skip
-    assert str(Table(["", "R@1"], [["a", 5.0], ["bc", None]])).split("\n") == ["     R@1", "a   5.00", "bc     -"]
+def test_a_cell_of_a_table_tells_how_sure_it_is():
     cells = [cell(1.5), cell(1.5, 1, 2, "+.2f"), cell(1.5, None, None), cell(None)]
     assert cells == ["1.5", "+1.50 (+1.00 to +2.00)", "1.5 (no interval: too few)", None]
 
@@ -324,8 +279,7 @@ def test_the_page_shows_the_captions_and_both_images_escaped(tmp_path):
     captions = [f"{HOSTILE} {caption}" for caption in captions]
     for name in names:
         Image.fromarray(random.integers(0, 256, (40, 400, 3), dtype=np.uint8)).save(tmp_path / "images" / name)
-    pairs = zip(names, captions, strict=True)
-    entries = [{"image": name, "conversations": [{}, {"value": caption}]} for name, caption in pairs]
+    entries = [entry(name, caption) for name, caption in zip(names, captions, strict=True)]
     (tmp_path / "data.json").write_text(json.dumps(entries))
     tokenizer = byte_tokenizer(77)
     encoders = [save_tiny_clip(tmp_path / name, seed=seed, tokenizer=tokenizer) for seed, name in enumerate("ab")]
@@ -338,17 +292,14 @@ def test_the_page_shows_the_captions_and_both_images_escaped(tmp_path):
         features = one_by_one(load_backbone(name).eval(), read_sharegpt4v(data).records, ImageFolder(images))
         of_images, of_texts = (torch.nn.functional.normalize(part, dim=1) for part in features)
         first.append((of_texts @ of_images.T).argmax(dim=1).tolist())
-    sections = page.split("<h2>")[1:]
+    sections, shown = page.split("<h2>")[1:], 0
     titles = ["a is right, b is wrong", "b is right, a is wrong"]
-    assert [section[: section.index("</h2>")] for section in sections] == titles
-    shown = 0
-    for section, (right, wrong) in zip(sections, (first, first[::-1]), strict=True):
+    for section, title, (right, wrong) in zip(sections, titles, (first, first[::-1]), strict=True):
         expected = [index for index in range(COUNT) if right[index] == index != wrong[index]]
-        assert f"<p>{len(expected)} of {COUNT} captions" in section
+        assert section.startswith(f"{title}</h2>") and f"<p>{len(expected)} of {COUNT} captions" in section
         for article, index in zip(section.split("<article>")[1:], expected, strict=True):
             assert html.unescape(re.search("<p>(.*?)</p>", article)[1]) == captions[index]
             drawn = [html.unescape(name) for name in re.findall(r"<br>(.*?)</figcaption>", article)]
             assert drawn == [names[index], names[wrong[index]]]
-            assert article.count('src="data:image/jpeg;base64,') == 2
             shown += 1
     assert shown > 0

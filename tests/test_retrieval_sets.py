@@ -81,17 +81,13 @@ LAYOUTS = {
     ),
     "dci": (
         {
-            "annotations/113029-data.json": dci_entry("sa_38.jpg", "A balcony", "It has  a rail.\nIt is grey."),
-            "annotations/113106-data.json": dci_entry("sa_18.jpg", "A pump.", "It is red."),
-            "annotations/113159-data.json": dci_entry("sa_73.jpg", "A cat!", ""),
+            "annotations/1-data.json": dci_entry("sa_38.jpg", "A balcony", "It has  a\nrail."),
+            "annotations/2-data.json": dci_entry("sa_18.jpg", "A pump.", "It is red."),
+            "annotations/3-data.json": dci_entry("sa_73.jpg", "A cat!", ""),
             "annotations/9-data.json": dci_entry("x.jpg", "In no split.", ""),
-            "splits.json": {"train": ["113029-data.json"], "valid": ["113106-data.json"], "test": ["113159-data.json"]},
+            "splits.json": {"train": ["1-data.json"], "valid": ["2-data.json"], "test": ["3-data.json"]},
         },
-        {
-            "sa_38.jpg": ["A balcony. It has a rail. It is grey."],
-            "sa_18.jpg": ["A pump. It is red."],
-            "sa_73.jpg": ["A cat!"],
-        },
+        {"sa_38.jpg": ["A balcony. It has a rail."], "sa_18.jpg": ["A pump. It is red."], "sa_73.jpg": ["A cat!"]},
         "photos",
     ),
     "long-dci": (
@@ -106,23 +102,16 @@ LAYOUTS = {
                 docci_row("test", 0) | {"description": "Again."},
             )
         },
-        {
-            "test_00000.jpg": ["A view of test_00000. A leaf.", "Again."],
-            "test_00001.jpg": ["A view of test_00001. A leaf."],
-        },
+        {f"test_{n:05}.jpg": [f"A view of test_{n:05}. A leaf.", *["Again."][n:]] for n in range(2)},
         "images",
     ),
     "iiw": (
         {
-            "IIW-400/data.jsonl": jsonl({"IIW": "A globe.", "IIW-P5B": "No.", "image/key": "aar_test_04600"}),
+            "IIW-400/data.jsonl": jsonl({"IIW": "A globe.", "IIW-P5B": "No.", "image/key": "aar_46"}),
             "DCI_Test/data.jsonl": jsonl({"IIW": "A rail.", "ex_id": "1-data.json", "image": "sa_15.jpg"}),
-            "DOCCI_Test/data.jsonl": jsonl({"DOCCI": "No.", "IIW": "Towels.", "image": "test_00731"}),
+            "DOCCI_Test/data.jsonl": jsonl({"DOCCI": "No.", "IIW": "Towels.", "image": "test_731"}),
         },
-        {
-            "images_aar/aar_test_04600.jpg": ["A globe."],
-            "photos/sa_15.jpg": ["A rail."],
-            "images/test_00731.jpg": ["Towels."],
-        },
+        {"images_aar/aar_46.jpg": ["A globe."], "photos/sa_15.jpg": ["A rail."], "images/test_731.jpg": ["Towels."]},
         ".",
     ),
     "sharegpt4v-1k": (
@@ -203,39 +192,19 @@ def test_images_lie_beside_their_folder_or_behind_links(tmp_path):
     assert len([read.source.open(image) for image in read.images]) == 3
 
 
-def test_other_names_of_files_and_absent_splits_are_taken(tmp_path):
-    expected = lay("flickr30k-cna-test", tmp_path)
-    (tmp_path / "test" / "flickr30k_cn_test.txt").rename(tmp_path / "test" / "flickr30k_cna_test.txt")
-    assert read_retrieval_set("flickr30k-cna-test", tmp_path).images == list(expected)
-    lay("coco-cn-test", tmp_path)
-    shutil.rmtree(tmp_path / "val2014")  # which the test split names no image of
-    assert len(read_retrieval_set("coco-cn-test", tmp_path).images) == 2
-
-
 # (benchmark, file or folder, None: removed, else (old, new) or all of its text, message)
 FAULTS = [
     ("urban1k", "image/2.jpg", None, r"1 of the 3 images.*'2.jpg', of caption/2.txt"),
-    ("urban1k", "caption/2.txt", None, r"caption/2.txt.*no caption for the image '2.jpg'"),
-    ("urban1k", "caption/1.txt", " \nNot read.", r"caption/1.txt.*no caption"),
     ("urban1k", "caption", None, r"no 'caption'.*huggingface.co/datasets/BeichenZhang"),
-    ("dci", "annotations/113106-data.json", None, r"names .*113106-data.json"),
+    ("dci", "annotations/2-data.json", None, r"names .*2-data.json"),
     ("dci", "splits.json", "[1", r"splits.json' cannot be read as JSON"),
-    ("dci", "splits.json", "{}", "no entry that can be read"),
     ("long-dci", "dci_long.csv", ("Plain.", ""), r"dci_long.csv, image sa_3.jpg.*no caption"),
-    ("long-dci", "dci_long.csv", ("filepath", "file"), r"dci_long.csv, image None .*names no image"),
-    ("docci", "images/test_00001.jpg", None, r"'test_00001.jpg', of docci_desc.*line 4"),
     ("iiw", "DCI_Test/data.jsonl", ('"IIW"', '"no"'), r"DCI_Test/.*line 1.*no caption"),
-    ("sharegpt4v-1k", SHAREGPT4V_FILE, "{}", "holds a dict, not a list"),
-    ("coco", "annotations/captions_val2017.json", '{"images": []}', "'annotations'"),
-    ("coco-all", "train2017/000000000009.jpg", None, "1 of the 4 images.*'train2017/000000000009.jpg'"),
     ("coco-cn-all", "val2014", None, "2 of the 5 images.*'val2014/COCO_val2014_0+42.jpg'"),
     ("coco-cn-test", COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n", "coco-cn_test.txt, line 2 .*no caption"),
-    ("flickr30k", "flickr30k-images/10002456.jpg", None, "10002456.jpg', of res.*line 6"),
     ("flickr30k-test", "dataset_flickr30k.json", ('"images"', '"x"'), "named 'images'"),
     ("flickr30k-cna-test", "test/flickr30k_cn_test.txt", None, "neither 'test/flickr30k_cna_test.txt' nor"),
-    ("recos-v1", "recos_v1.json", ('"2.jpg"', "2"), "recos_v1.json, entry 1 .*names no image"),
     ("recos-v1", "recos_v1.json", '[{"img": "1.jpg", "text": "A."}, {"id": 1}]', "with the keys id, img, text"),
-    ("recos-v1", "recos_v1.json", '{"count": [{"image": "1.jpg"}]}', "is a dict of .*the keys count"),
 ]
 
 
@@ -256,7 +225,6 @@ CUT = "not a line of image#number, tab, caption"
 LEFT_OUT = [
     ("docci", "docci_descriptions.jsonlines", b"{broken\n[1]\n\n", [(6, "bad JSON"), (7, "not an object")]),
     ("flickr30k", "results_20130124.token", b"Man of 9.jpg\n10002456.jpg#5\t \n", [(11, CUT), (6, "empty caption")]),
-    ("coco-cn-test", COCO_CN_FILE, "没有图像\n".encode(), [(8, "not a line of COCO image#number, tab, caption")]),
     ("flickr30k-cna-val", "val/flickr30k_cna_val.txt", b"\xff\xfe\tcat\n", [(11, CUT.replace("#number", ""))]),
 ]
 
@@ -284,23 +252,24 @@ def test_benchmarks_are_found_below_a_folder_and_misspelt_ones_named(tmp_path):
 # ---- evaluated
 
 
-def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, capsys):
+def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, coarse_results):
     names, data = ["coco-five", "urban1k"], tmp_path / "data"
     for name in names:
         lay(name, data / name)
     write(data / "coco-five" / "val2017" / "000000397133.jpg", "no image")
-    there = {"root": str(data), "output": str(tmp_path / "out")}
     clip = save_tiny_clip(tmp_path / "clip")
-    reports = evaluate_retrieval(RetrievalConfig([clip], dataset=names, **there))
-    assert list(reports) == names and "coco-five, text to image" in capsys.readouterr().out
-    assert [(report["images"], report["captions"]) for report in reports.values()] == [(1, 5), (3, 3)]
+
+    def evaluated(*benchmarks):
+        return evaluate_retrieval(RetrievalConfig([clip], str(tmp_path), dataset=list(benchmarks), root=str(data)))
+
+    reports = evaluated(*names)
+    assert {name: (report["images"], report["captions"]) for name, report in reports.items()} == {
+        "coco-five": (1, 5),
+        "urban1k": (3, 3),
+    }
     assert [bad["kind"] for bad in reports["coco-five"]["left_out"]] == ["unreadable image"]
     for name, report in reports.items():
         assert report["digests"]["data"] == read_retrieval_set(name, data / name).digest()
-        assert json.loads((tmp_path / "out" / name / "retrieval.json").read_text()) == report
-    for dataset, message in (
-        (["urban1k", "docci"], r"docci is in none of .*data/docci'.*docci_descriptions"),
-        (["urban1k", "urban1k"], "Name no benchmark twice"),
-    ):
-        with pytest.raises(UserError, match=message):
-            evaluate_retrieval(RetrievalConfig([clip], dataset=dataset, **there))
+        assert json.loads((tmp_path / name / "retrieval.json").read_text()) == report
+    with pytest.raises(UserError, match=r"docci is in none of .*data/docci'.*docci_descriptions"):
+        evaluated("urban1k", "docci")

@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import random
 from collections import Counter
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +13,6 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
-from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.retrieval import DIRECTIONS
 from debias_diffusion.eval.robustness import (
@@ -27,65 +23,39 @@ from debias_diffusion.eval.robustness import (
     RobustnessConfig,
     edit_caption,
     evaluate_robustness,
-    figures,
-    hits_by_edit,
     share,
     shuffled,
-    tables,
 )
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 
-PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
+# By edit, the sentences that are left of captions of one to five; 0 is the padding.
+EDITED = {
+    "keep": "1 12 123 1234 12345",
+    "move2": "1 21 213 2134 21345",
+    "move4": "1 21 321 4231 42315",
+    "remove": "1 2 23 234 2345",
+    "first2": "1 12 12 12 12",
+    "swap2": "1 21 21 21 21",
+    "first": "1 1 1 1 1",
+    "padding1": "01 012 012 012 012",
+    "padding5": "000001 0000012 0000012 0000012 0000012",
+}
 
 
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        ("keep", ["1", "12", "123", "1234", "12345"]),
-        ("move2", ["1", "21", "213", "2134", "21345"]),
-        ("move4", ["1", "21", "321", "4231", "42315"]),
-        ("remove", ["1", "2", "23", "234", "2345"]),
-        ("first2", ["1", "12", "12", "12", "12"]),
-        ("swap2", ["1", "21", "21", "21", "21"]),
-        ("first", ["1", "1", "1", "1", "1"]),
-        ("padding1", ["01", "012", "012", "012", "012"]),
-        ("padding5", ["000001", "0000012", "0000012", "0000012", "0000012"]),
-    ],
-)
-def test_edits_of_one_to_five_sentences(edit, expected):
-    sentences = [
-        "A cat sits here.",
-        "Its fur is red!",
-        "Is it asleep?",
-        "The wall is 2.5 m high.",
-        "No one else is there",
-    ]
-
-    def named(digits):
-        return " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
-
-    for length, digits in enumerate(expected, 1):
-        assert edit_caption(" ".join(sentences[:length]), edit) == named(digits)
-
-
-def test_all_edits_of_the_paper_are_there():
-    whole, opening = ["move2", "move4", "remove", "shuffle"], ["swap2", "first", *(f"padding{n}" for n in range(1, 6))]
-    assert list(EDITS) == ["keep", *whole, "first2", *opening]
-    bases = dict.fromkeys(("keep", *whole), "keep") | dict.fromkeys(("first2", *opening), "first2")
-    assert {name: edit.base for name, edit in EDITS.items()} == bases and list(LOSING) == [*whole, *opening]
-    for record in read_sharegpt4v(PHOTOGRAPHS).records:  # real captions change under every edit
-        assert edit_caption(record.caption, "keep") == record.caption
-        assert len({edit_caption(record.caption, edit) for edit in EDITS}) == len(EDITS)
+@pytest.mark.parametrize("edit", EDITED)
+def test_edits_of_one_to_five_sentences(edit):
+    assert EDITS[edit].base == ("keep" if edit in ("keep", "move2", "move4", "remove") else "first2")
+    sentences = ["A cat sits here.", "Its fur is red!", "Is it asleep?", "The wall is 2.5 m high.", "No one is there"]
+    for length, digits in enumerate(EDITED[edit].split(), 1):
+        expected = " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
+        assert edit_caption(" ".join(sentences[:length]), edit) == expected
 
 
 def test_orders_are_decided_by_seed_and_caption_alone_and_are_all_alike_likely():
     long = [f"Sentence {number}." for number in range(9)]
-    random.seed(1)
-    first = [shuffled(seed, long) for seed in range(SHUFFLES)]
-    random.seed(2)
-    assert first == [shuffled(seed, long) for seed in range(SHUFFLES)]
-    assert len({tuple(order) for order in first}) == SHUFFLES == len(EDITS["shuffle"].variants) > 1
+    first, again = ([shuffled(seed, long) for seed in range(SHUFFLES)] for _ in range(2))
+    assert first == again and len({tuple(order) for order in first}) == SHUFFLES > 1
     orders = Counter()
     for number in range(3000):
         sentences = [f"This is {number}.", "It is b.", "It is c."]
@@ -107,7 +77,7 @@ def test_share_in_closed_form():
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory):
+def several(tmp_path_factory, coarse_results):
     """Two encoders on six images of three captions each, one of which cannot be opened; in Flickr30k's layout."""
     root = tmp_path_factory.mktemp("several")
     make_tiny_data(root, 6)
@@ -152,7 +122,6 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
     assert (report["images"], report["captions"], report["one_sentence_captions"]) == (5, 15, 1)
     assert "1 of 15 captions have a single sentence" in report["notes"][0]
     assert [bad["kind"] for bad in report["left_out"]] == ["unreadable image"]
-    alone = hits_by_edit(replace(config, output=str(several.root / "alone")), ("remove", "keep"))
     for name, (label, numbers) in zip(config.encoders, report["encoders"].items(), strict=True):
         hits, cosines = by_hand(name, several)
         found = {
@@ -171,16 +140,10 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
             assert numbers["shuffles"]["deviation_points"][way] == pytest.approx(np.std(each, ddof=1))
             kept = share(found["remove"][way], found["keep"][way], GROUPS[way]).numbers()
             assert numbers["kept_without_summary_percent"][way] == kept
-            for edit in ("remove", "keep"):
-                assert alone[label].of(edit, way).tolist() == found[edit][way].tolist()
         for edit, values in cosines.items():
             mean = np.mean(values, axis=0)
             assert numbers["similarity"][edit]["mean"] == pytest.approx(mean.mean(), abs=1e-6)
             assert numbers["similarity"][edit]["interval"] == pytest.approx(mean_interval(mean, IMAGE_OF), abs=1e-6)
-        # a symbol a byte without spaces: the tokenizer has no merges
-        texts = [split_sentences(text)[:2] for texts in several.captions.values() for text in texts]
-        lengths = [len("".join(sentences).replace(" ", "")) for sentences in texts]
-        assert numbers["first_two_sentences_tokens"] == pytest.approx(np.mean(lengths))
         means[label] = found
     assert len({values.mean() for found in means.values() for its in found.values() for values in its.values()}) > 4
     first, second = means
@@ -190,41 +153,3 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
         lost = [means[label][EDITS[edit].base][way] - means[label][edit][way] for label in (second, first)]
         expected = {"a": second, "b": first} | paired_difference(*lost, GROUPS[way])
         assert {key: line[key] for key in expected} == pytest.approx(expected)
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_shares_of_too_few_hits_are_not_told(several, tmp_path):
-    data, images = make_tiny_data(tmp_path, 1)
-    Path(data).write_text(json.dumps(json.loads(Path(data).read_text()) * 3))  # of equal pairs none is first
-    report = evaluate_robustness(RobustnessConfig(several.config.encoders, str(tmp_path), data, images))
-    for numbers in report["encoders"].values():
-        assert numbers["kept_without_summary_percent"]["text_to_image"] == {"share": None, "low": None, "high": None}
-        assert numbers["in_words"].endswith("so it has nothing to lose.")
-    assert not any("share" in line["score"] for line in report["compared"]) and report["compared"]
-    for numbers in several.report["encoders"].values():  # of five images with models that know nothing
-        kept = numbers["kept_without_summary_percent"]["text_to_image"]
-        wide = kept["low"] is None or kept["high"] - kept["low"] > 100
-        assert ("finds too few images first to say" in numbers["in_words"]) == (wide and kept["share"] is not None)
-    kept["share"], kept["low"], kept["high"] = 50.0, 0.0, 101.0
-    assert tables(several.report)[0].rows[-1][1] == "too low to say"
-
-
-def test_the_figure_draws_the_numbers(several):
-    (figure,) = figures(several.report).values()
-    encoders = several.report["encoders"].values()
-    whole, opening = ["keep", "move2", "move4", "remove", "shuffle"], ["first2", "swap2", "first"]
-    padded = ["first2", *(f"padding{count}" for count in range(1, 6))]
-    for row, way in enumerate(DIRECTIONS):
-        *bars, behind, kept = figure.axes[4 * row : 4 * row + 4]
-        drawn = [
-            [[bar.get_height() for bar in group] for group in axes.containers if hasattr(group, "patches")]
-            for axes in bars
-        ]
-        drawn.append([list(errorbar.lines[0].get_ydata()) for errorbar in behind.containers])
-        assert drawn == [
-            [[numbers["recall_at_1_percent"][edit][way] for edit in edits] for numbers in encoders]
-            for edits in (whole, opening, padded)
-        ]
-        shares = [numbers["kept_without_summary_percent"][way]["share"] for numbers in encoders]
-        assert [bar.get_height() for bar in kept.patches] == [one for one in shares if one is not None]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == list(several.report["encoders"])

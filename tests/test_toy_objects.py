@@ -19,7 +19,6 @@ STAR, RING = Thing("star", "red", "small", "top"), Thing("ring", "blue", "large"
 SQUARE = Thing("square", "green", "large", "centre")
 ASKED, NOTHING = Scene("grey", (STAR, RING, SQUARE)), Scene("grey", ())
 MENTIONS = {"top": 1, "left": LATE, "centre": LATE}
-EQUAL = {"difference": 0, "low": 0, "high": 0, "p": 1}
 
 
 def compared(shown, asked):
@@ -102,8 +101,6 @@ def test_scores_are_brute_force_counts(given):
     values = {name: number["value"] for name, number in numbers.items() if isinstance(number, dict)}
     expected = shares([(sentence is not None, right) for sentence, right in places])
     assert tuple(map(values.get, ("objects_right", "objects_precision", "objects_f1"))) == expected
-    empty = [right is not None for sentence, right in places if sentence is None]
-    assert values.get("empty_filled") == (pytest.approx(100 * np.mean(empty)) if empty else None)
     lines = {line["sentence"] - 1: line for line in numbers["objects_right_by_sentence"]}
     assert lines.keys() == {number for of_image in mentions for number in of_image.values()}
     for number, line in lines.items():
@@ -129,8 +126,6 @@ def test_objects_of_an_image_succeed_together():
         assert numbers[name]["high"] - numbers[name]["value"] == pytest.approx(half, rel=0.15)
     expected = paired_difference(every, [100 * seen.background for seen in b])  # as if each image had one object
     assert compare_objects(a, b, mentions)["objects_right"] == pytest.approx(expected)
-    with pytest.raises(ValueError, match="with the same objects"):
-        compare_objects(a, [replace(b[0], correct={"top": True}), *b[1:]], mentions)
     line = compare_objects(*([compared([each], [ASKED])[0]] for each in (ASKED, NOTHING)), [MENTIONS])["objects_right"]
     assert line == {"difference": 100, "low": None, "high": None, "p": None}  # of one image nothing more is known
 
@@ -138,13 +133,9 @@ def test_objects_of_an_image_succeed_together():
 def test_an_encoder_that_invents_more_loses_precision_and_no_recall():
     """Of two encoders that render the same objects right, b fills one more place in most images."""
     rng = random.Random(2)
-    scenes = [Scene("grey", (STAR, RING))] * 40
+    scenes = [Scene("grey", (STAR, RING))] * 20
     a = [Scene("grey", (STAR, RING)[: rng.randint(1, 2)]) for _ in scenes]
     b = [replace(each, things=(*each.things, *((SQUARE,) if rng.random() < 0.7 else ()))) for each in a]
-    mentions, seen = [{"top": 1, "left": 2}] * len(scenes), [compared(shown, scenes) for shown in (a, b)]
-    lines, values = compare_objects(*seen, mentions), [objects_numbers(each, mentions) for each in seen]
-    for score in ("objects_precision", "objects_f1", "empty_filled"):
-        line, difference = lines[score], values[0][score]["value"] - values[1][score]["value"]
-        assert line["difference"] == pytest.approx(difference) and line["low"] < difference < line["high"]
-        assert line["p"] < 0.001 and (line["high"] < 0 if score == "empty_filled" else line["low"] > 0)
-    assert lines["objects_right"] == lines["background_right"] == EQUAL
+    lines = compare_objects(*(compared(shown, scenes) for shown in (a, b)), [{"top": 1, "left": 2}] * len(scenes))
+    assert lines["objects_precision"]["low"] > 0 and lines["empty_filled"]["high"] < 0
+    assert lines["objects_right"] == lines["background_right"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
