@@ -9,21 +9,17 @@ from debias_diffusion import split_sentences
 
 CASES = [
     ["A cat.", "A dog!", "A bird?", "Yes."],
-    ["A U.S. flag hangs.", "It is old."],
     ["It is 3.5 m tall.", "Mr. Lee, e.g. here, waits."],
-    ["He came at 3 p.m.", "The sun shone."],
     ['A sign says "Stop!" and it is red.', '"Go." is green.'],
-    ["Fruit, bread, etc. on a table.", "The end"],
     ["No full stop"],
     # Beside the tables, so that the rules behind them are not only tested on the words they were made with.
-    ["A photo of a cat.", "highly detailed.", "masterpiece."],
-    ["A view of St. Louis.", "The arch is tall."],
+    ["She lives on Elm Dr.", "The house is white."],
     ["He is at 42nd St. and Park Ave. with a bag.", "The bag is red."],
     ["Prof. A. Lenz sings.", "The Dr. Who poster hangs behind a chair in J. Smith's house."],
     ["The answer is no.", "The dog sat.", "3 cats ran to no. 5."],
     ["A 12 fl. oz. can and a 5-in. nail lie there.", "The board is 2 ft. 3 in. wide."],
-    ["It was 9 a.m. Tuesday.", "It is 5 p.m.", "Children are playing."],
-    ["« Arrêtez ! » crie-t-il.", "On lit « Fermé ! »", "La porte est rouge."],
+    ["Er wohnt im 3. Stock.", "Ein Hund, z.B. ein Dackel, rennt.", "„Halt!“ ruft er.", "Der Hund steht."],
+    ["В комнате стоит стол, стул и т.д.", "На столе ваза."],
     ["Look at this cat! 😻", "It is asleep.", "The mug has a 🎉 on it.", "Lovely day 🎉🎉", "The sun is out."],
     ["The list: 1. A dog.", "2. A cat.", "(3) A bird (small?) sings."],
     ['The text reads "LOVE. LAUGH. LIVE." in white.', "It is a pillow."],
@@ -96,24 +92,7 @@ def test_sentences_joined_by_spaces_are_split_into_the_same_ones_again(caption):
 
 
 # Each of these takes less than a second. What looked back or ahead without a limit would take minutes.
-UNITS = [
-    ".",
-    "a.",
-    '("',
-    ". . ",
-    "A. ",
-    "e.g. ",
-    ": 1. ",
-    '" ',
-    "(a",
-    "*. ",
-    "\n- ",
-    "\n\n ",
-    "a",
-    "。」",
-    "« ",
-    ".😀 ",
-]
+UNITS = [".", "a.", '("', ". . ", "A. ", "e.g. ", ": 1. ", '" ', "(a", "*. ", "\n- ", "\n\n ", "a", "。」", "« ", "😀 "]
 
 
 @pytest.mark.parametrize("unit", UNITS)
