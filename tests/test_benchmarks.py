@@ -1,8 +1,6 @@
 """benchmarks/: what all share, the arithmetic of the studies, and the studies that are settings of `reproduce`."""
 
 import importlib
-import json
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from debias_diffusion.app.reproduce.listing import reproduce
 from debias_diffusion.app.reproduce.papers import read_tables
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, Reader
-from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption
@@ -31,11 +28,6 @@ def module(name):
 
 
 @pytest.fixture(scope="module")
-def harness():
-    return module("harness")
-
-
-@pytest.fixture(scope="module")
 def states():
     return module("studies.states")
 
@@ -45,30 +37,13 @@ def reading():
     return module("studies.reading")
 
 
-def test_options_have_the_types_of_their_defaults(harness, monkeypatch):
+def test_options_have_the_types_of_their_defaults(monkeypatch):
     words = "x --short-prompts 3 --rates 1 2 --seeds 7 --precision bf16 --more --peer a --output b"
     monkeypatch.setattr("sys.argv", words.split())
     defaults = dict(rates=[0.5], seeds=[], precision=("fp32", "bf16"), more=False, peer=None, output=Path("runs"))
-    options = vars(harness.read_options("", short_prompts=1, **defaults))
+    options = vars(module("harness").read_options("", short_prompts=1, **defaults))
     assert options.pop("output") == Path("b") and options.pop("rates") == [1.0, 2.0]
     assert options == {"short_prompts": 3, "seeds": [7], "precision": "bf16", "more": True, "peer": "a"}
-    monkeypatch.setattr("sys.argv", ["x"])
-    assert vars(harness.read_options("", **defaults)) == defaults | {"precision": "fp32"}
-
-
-def test_variants_take_turns_and_the_first_round_does_not_count(harness):
-    order = []
-    measured = harness.by_turns(lambda number: {"a": number, "b": -number}, 2, lambda run: order.append(run) or run)
-    assert order == [0, 0, 1, -1, 2, -2] and measured == {"a": [1, 2], "b": [-1, -2]}
-
-
-def test_results_are_printed_and_written_beside_the_machine(harness, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
-    harness.publish("small", {"rows": [1]}, "A title", Table(["x", "y"], [["z", 1.0]]))
-    written = json.loads((tmp_path / "results" / "small.json").read_text())
-    assert list(written) == ["machine", "versions", "rows"] and written["rows"] == [1]
-    text = (tmp_path / "results" / "small.md").read_text()
-    assert text == "A title\n\n| x | y |\n| --- | --: |\n| z | 1.00 |\n" and text in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world", TRAININGS)
@@ -120,27 +95,6 @@ def test_unchanged_states_are_those_that_the_pipeline_reads(states):
 
 
 # ---- reading
-
-
-def test_images_of_one_prompt_count_as_one_sample(reading):
-    a, b = [{"top": True}, {"left": False}], [{"top": False}, {"left": True}]
-    # One encoder gains in an image what the other loses there: as one sample, the difference is zero without doubt.
-    numbers = reading.compare(reading.joined({"a": a, "b": b}), reading.joined({"a": b, "b": a}))
-    assert numbers == {"objects": 4, "right": 50, "difference": 0, "low": 0, "high": 0}
-
-
-def test_every_change_meets_every_first_encoder_in_the_table(reading):
-    def cell(right):
-        return {"long": {"right": 2 * [{"top": right, "left": False}]}, "short": {"right": 2 * [{"top": right}]}}
-
-    names = product(reading.CHANGES, reading.FIRST)
-    cells = {(change, first): cell(right=change != "both padded with 0") for change, first in names}
-    rows = reading.compare_all(cells, 2 * [{"top": 1, "left": 4}])
-    assert len(rows) == len(reading.CHANGES) * (1 + len(reading.FIRST))
-    worse = {(row["change"], row["first"]): row for row in rows}["both padded with 0", "all three"]
-    assert worse["all"] == {"objects": 12, "right": 0, "difference": -50, "low": -50, "high": -50}
-    assert worse["2 to 4"]["difference"] == worse["short"]["difference"] == -100 and worse["later"]["difference"] == 0
-    assert "| both padded with 0 | clip | 0.0: -50.0 (-50.0 to -50.0) |" in reading.as_table(rows).markdown()
 
 
 @torch.inference_mode()

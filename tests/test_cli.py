@@ -48,17 +48,6 @@ def test_help_names_every_command_and_option(capsys):
     for command in (*([name] for name in commands), *(["evaluate", name] for name in EVALUATIONS)):
         code, out, _ = run(capsys, *command, "--help")
         assert code == 0 and f"debias-diffusion {' '.join(command)}" in out and "--config" in out
-    code, out, _ = run(capsys, "train", "--help")
-    words = " ".join(out.split())
-    assert "Pads before the short caption" in words and "default: debias-clip" in words
-
-
-def test_a_list_is_given_with_blanks(capsys, tmp_path):
-    settings = ["--encoders", "toy/clip", "toy/debias-clip", "--prompt", "A star. A circle.", "--output", tmp_path]
-    code, out, err = run(capsys, "evaluate", "attention", *settings)
-    assert code == 0 and "Word by word, in toy/clip, toy/debias-clip" in out, err
-    files = {file.name for file in tmp_path.iterdir() if not file.name.startswith("items-")}
-    assert files == {"attention.json", "attention_prompt.png", "cache", "job.json"}
 
 
 @pytest.mark.parametrize(
@@ -68,17 +57,11 @@ def test_a_list_is_given_with_blanks(capsys, tmp_path):
         (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
         (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),
         (["train", "--batch=many"], "batch is 'many', but must be a whole number, at least 1. `debias-diffusion train"),
-        (["train", "--data=d", "--output=o", "--model=m", "--batch=0"], "batch is 0, but must be a whole number"),
-        (["reproduce", "claims", "--seeds", "0", "x"], "seeds is 'x', but must be values, each a whole number"),
         (["generate", "a", "star", "--base=toy/sdxl"], "unrecognized arguments: star"),
         (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
         (["train"], "--data, --output and --model are missing. For example: debias-diffusion train --config configs/"),
-        (["generate"], "--base is missing. For example: debias-diffusion generate 'A red star"),
         (["generate", " ", "--base=/nowhere"], "The prompt is empty"),
-        (["generate", "x" * 100_000, "--base=/nowhere"], "has 100,000 characters; at most 20,000"),
-        (["generate", "a star", "--guidance-scale=1" + 400 * "0"], "int too large to convert to float"),
         (["generate", "a star", "--steps=" + 5000 * "9"], "Exceeds the limit"),
-        (["evaluate", "report"], "FOLDER is missing. For example: debias-diffusion evaluate report scores"),
         (["export", "--model=ViT-B16", "--output=/nowhere"], "'ViT-B16' is not there. Did you mean ViT-B-16"),
     ],
 )
@@ -100,10 +83,8 @@ def test_yaml_is_read_overridden_and_printed(capsys, tmp_path, world):
     ("command", "line", "message"),
     [
         ("train", "epochz: 7", "Unknown option 'epochz'. Did you mean epochs"),
-        ("train", "lr: 7", "Unknown option 'lr'."),
         ("evaluate attention", "encoders: toy/clip,toy/debias-clip", "write the values of a list in brackets: [a, b]"),
         ("generate", b"\xff\xfe\x00", "can't decode byte 0xff"),
-        ("generate", "steps: " + 5000 * "9", "Exceeds the limit"),
     ],
 )
 def test_a_wrong_yaml_is_explained(capsys, tmp_path, command, line, message):
@@ -115,27 +96,13 @@ def test_train_then_export_then_evaluate(capsys, tmp_path, world):
     code, out, err = run(capsys, "train", *world, *QUICK, "--output", tmp_path / "run")
     assert code == 0, err
     assert f"debias-diffusion export --model {tmp_path / 'run'}" in out
-    code, out, err = run(capsys, "export", "--model", tmp_path / "run", "--output", tmp_path / "export")
-    assert code == 0, err
-    written = {
-        "text_encoder",
-        "tokenizer",
-        "pipeline.py",
-        "block.py",
-        "modular_config.json",
-        ".debias-diffusion.json",
-        "README.md",
-    }
-    assert {path.name for path in (tmp_path / "export").iterdir()} == written
+    assert run(capsys, "export", "--model", tmp_path / "run", "--output", tmp_path / "export")[0] == 0
     encoders = ["--encoders", tmp_path / "run", world[5]]
     arguments = [*world[:4], *encoders, "--output", tmp_path / "scores", "--limit=10"]
-    code, out, err = run(capsys, "evaluate", "retrieval", *arguments)
-    assert code == 0, err
-    assert len(json.loads((tmp_path / "scores" / "retrieval.json").read_text())["encoders"]) == 2
+    code, _, err = run(capsys, "evaluate", "retrieval", *arguments)
+    assert code == 0 and len(json.loads((tmp_path / "scores" / "retrieval.json").read_text())["encoders"]) == 2, err
     code, out, err = run(capsys, "evaluate", "report", tmp_path / "scores")
     assert code == 0 and "1 results in 1 section" in out and (tmp_path / "scores" / "report.html").is_file(), err
-    message = error(capsys, "export", "--model", tmp_path / "run", "--output", tmp_path / "scores")
-    assert "which `export` did not write" in message
 
 
 def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):
@@ -143,10 +110,6 @@ def test_paths_that_cannot_be_used_have_no_traceback(capsys, tmp_path):
     settings = ["generate", "a star", "--base=toy/sdxl", "--steps=1"]
     for output in (f"{'x' * 300}.png", 3000 * "x/" + "a.png", "file/x/a.png"):
         error(capsys, *settings, "--output", tmp_path / output)
-    (tmp_path / "loop").symlink_to("loop")
-    assert "loop' is not writable" in error(capsys, *settings, "--output", tmp_path / "loop" / "a.png")
-    name = f"{'x' * 251}.png"
-    assert run(capsys, *settings, "--output", tmp_path / name)[0] == 0 and (tmp_path / name).is_file()
 
 
 def test_what_failed_though_all_was_usable_exits_with_1(capsys, tmp_path, monkeypatch):
@@ -157,6 +120,8 @@ def test_what_failed_though_all_was_usable_exits_with_1(capsys, tmp_path, monkey
     code, out, err = run(capsys, "generate", *settings, "--output", tmp_path / "out")
     assert code == 1 and err.splitlines()[-1].startswith("error: 2 of 2 images in ")
     assert "Left out: line 2, seed 1: its pixels are not finite" in out and not list((tmp_path / "out").glob("*.png"))
+    code, _, err = run(capsys, "generate", "a star", *settings[2:], "--output", tmp_path / "a.png")
+    assert code == 1 and "its pixels are not finite" in err and not (tmp_path / "a.png").exists()
 
 
 def test_every_command_names_what_exists():
@@ -174,22 +139,13 @@ def test_every_option_is_in_one_group_of_the_help(options):
     assert sorted(grouped) == sorted(fields)
 
 
-@pytest.mark.parametrize("command", [["train"], ["generate"], ["app"], ["evaluate", "generation"]])
-def test_help_shows_options_as_they_are_typed(capsys, command):
-    out = run(capsys, *command, "--help")[1]
-    assert "_" not in "".join(re.findall(r"^  (--[\w-]+)", out, re.MULTILINE))
-    assert not re.search(r"Union\[|Literal\[|Optional\[|Annotated\[|--encoders\+", out)
-
-
 def test_help_lists_groups_flags_types_and_defaults(capsys):
     out = run(capsys, "generate", "--help")[1]
     titles = ["options:", "Prompts:", "Models:", "Images:", "Speed and memory:"]
     assert re.findall(r"^\w.*:$", out, re.MULTILINE) == titles
     assert "usage: debias-diffusion generate [PROMPT] --base BASE [options]\n" in out
     assert "  --low-memory, --no-low-memory\n" in out and "  --precision {auto,fp32,bf16,fp16}\n" in out
-    assert "  --steps N  " in out and "default: 30" in out and "Example: debias-diffusion generate 'A red star" in out
-    words = " ".join(run(capsys, "evaluate", "retrieval", "--help")[1].split())
-    assert "Give either `data` (with `images`), your" in words and "--limit N|auto" in words  # of a base class too
+    assert "  --steps N  " in out and "default: 30" in out
 
 
 @pytest.mark.parametrize(

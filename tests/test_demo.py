@@ -6,6 +6,7 @@ import threading
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, product
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,11 +16,10 @@ from helpers.tiny_sdxl import stretched, text_encoder
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.app.demo.launch import AppConfig, open_app
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.demo.reading import PromptReading, attention, count_tokens, movement
+from debias_diffusion.app.demo.reading import attention, count_tokens, movement
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, check_budget, render_request
 from debias_diffusion.app.demo.request import Request, check, from_png, without_weights
 from debias_diffusion.app.demo.toy import random_scene
@@ -28,18 +28,14 @@ from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.encoders import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
-from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import cleaned
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import clean
-from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import Scene, Thing
 
 CPU = torch.device("cpu")
 TOYS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
-SCENE = random_scene(3)
-PROMPT = SCENE.caption  # of 93 tokens in 9 sentences
+PROMPT = random_scene(3).caption  # of 93 tokens in 9 sentences
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +45,11 @@ def toy() -> DemoModels:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, sdxl_folder) -> dict[str, str]:
-    """A base, and encoders for it of 77 positions, of 248, of another width, and with a projection."""
+    """A base, and encoders for it of 77 positions, of 248, and of another width."""
     root = tmp_path_factory.mktemp("tiny")
     (root / "base").symlink_to(sdxl_folder)
-    config = deepcopy(text_encoder().config)
-    config.projection_dim = 16
-    torch.manual_seed(3)
-    models = {
-        "short": text_encoder(seed=5),
-        "long": stretched(text_encoder(seed=5), 248),
-        "wide": text_encoder(width=64),
-        "projected": CLIPTextModelWithProjection(config).eval(),
-    }
+    short = text_encoder(seed=5)
+    models = {"short": short, "long": stretched(short, 248), "wide": text_encoder(width=64)}
     for name, model in models.items():
         model.save_pretrained(root / name)
         tiny_tokenizer(model.config.max_position_embeddings).save_pretrained(root / name)
@@ -92,9 +81,6 @@ def test_encoders_share_all_other_models(toy, tiny):
         parts = {id(getattr(pipe, name)) for pipe in toy.encoders.values()}
         assert len(parts) == (3 if name == "text_encoder" else 1)
     assert toy.labels == TOYS and toy.is_toy and toy.size == (48, 48)
-    assert toy.schedulers[0] == "Euler" and len(set(toy.schedulers)) == len(toy.schedulers) == 5
-    default = Request.default(toy)
-    assert (default.steps, default.guidance_scale, default.encoders) == (20, 3.0, TOYS)
     assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
 
 
@@ -108,14 +94,6 @@ def test_names_say_how_an_encoder_reads(toy, tmp_path):
         (by_name,) = images(models, encoders=[label])
         assert same(chosen.image, by_name.image) and chosen.read == by_name.read
         assert from_png(chosen.save(tmp_path), toy)[0].reading == reading
-
-
-def test_original_is_the_checkpoints_own(folders, tiny):
-    pipe = load_pipeline(folders["base"], None, CPU)
-    pipe.set_progress_bar_config(disable=True)
-    seeded = {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 2, "guidance_scale": 7.0}
-    (rendered,) = images(tiny, encoders=["original"])
-    assert same(rendered.image, pipe(clean(PROMPT), **seeded).images[0])
 
 
 @pytest.mark.parametrize(
@@ -226,11 +204,10 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
     vae = models.encoders["original"].vae
     vae.register_to_config(force_upcast=True)
     (before,) = images(models, steps=1)
-    for error, expected in ((torch.OutOfMemoryError("of 3 GiB"), "of 3 GiB.*smaller"), (ZeroDivisionError("x"), "x")):
-        with monkeypatch.context() as patch, pytest.raises((UserError, ZeroDivisionError), match=expected):
-            patch.setattr(vae, "decode", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
-            images(models, steps=1)
-        assert vae.dtype == torch.float16
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="of 3 GiB.*smaller"):
+        patch.setattr(vae, "decode", Mock(side_effect=torch.OutOfMemoryError("of 3 GiB")))
+        images(models, steps=1)
+    assert vae.dtype == torch.float16
     assert same(images(models, steps=1)[0].image, before.image)
 
 
@@ -242,16 +219,10 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
     [
         ({"prompt": ""}, "empty"),
         ({"prompt": "a" * 20_001}, "20,001 characters; at most 20,000"),
-        ({"prompt": "a\ud800"}, "no character"),
         ({"seed": -1}, "seed must be a whole number from 0 to 2.63 - 1, got '-1'"),
-        ({"seed": 2**63 - 1, "images": 2}, "too large for 2 images"),
-        ({"steps": 0}, "steps is 0, but must be a whole number, from 1 to 100"),
         ({"images": 9}, "images is 9, but must be a whole number, from 1 to 8"),
-        ({"guidance_scale": math.nan}, "guidance_scale is nan, but must be a number, from 0 to 30"),
-        ({"height": 100}, "height is 100, but must be a whole number, a positive multiple of 8"),
         ({"height": 96, "width": 96}, "96 x 96 pixels are too many: at most 8,192"),
         ({"encoders": []}, "No encoder is chosen. Choose at least one of: original, long"),
-        ({"reading": "all"}, "reading is 'all', but must be overlap or separate or cut"),
         ({"weighting": True, "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
     ],
 )
@@ -278,7 +249,6 @@ MANY = {"prompt": "a red ring. " * 1600, "encoders": ["toy/debias-clip"]}  # 53 
         (MANY, 20 * 53),
         (MANY | {"reading": "cut"}, 20),
         (MANY | {"prompt": "a BREAK " * 2000, "weighting": True}, 20 * 600),
-        (MANY | {"prompt": "a", "negative_prompt": MANY["prompt"]}, 20 * 53),
     ],
 )
 def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy, changes, steps):
@@ -288,21 +258,12 @@ def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy, changes, s
     check_budget(toy, request, math.ceil(steps * 1.5))
 
 
-def test_larger_images_take_more_of_the_budget(tiny):
-    request = ask(tiny, prompt="a red ring", steps=10, height=128, width=64, encoders=["original"])
-    check_budget(tiny, request, 20)
-    with pytest.raises(UserError, match="takes 20 steps .10 steps x 1 images x 1 encoders x 2.0 for the size"):
-        check_budget(tiny, request, 19)
-    check_budget(tiny, ask(tiny, steps=30, images=8), AppConfig.budget)
-
-
 # ---- PNGs
 
 
-def png_with(path, text: str | None):
+def png_with(path, text: str):
     info = PngInfo()
-    if text is not None:
-        info.add_text("settings", text)
+    info.add_text("settings", text)
     Image.new("RGB", (8, 8)).save(path, format="PNG", pnginfo=info)
     return path
 
@@ -317,25 +278,17 @@ def test_a_png_gives_back_its_request(tiny, tmp_path):
     changes |= {"scheduler": "UniPC", "reading": "separate"}
     (rendered,) = images(tiny, **changes)
     assert from_png(rendered.save(tmp_path), tiny) == (ask(tiny, **changes), [])
-    least = replace(Request.default(tiny), prompt="a cat", encoders=["long"])
-    assert from_png(settings_with(tmp_path / "least.png"), tiny) == (least, [])
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
         (b"", "no PNG with settings"),
-        (b"GIF89a" + bytes(50), "no PNG with settings"),
         (b"\x89PNG\r\n\x1a\n\x7f\xff\xff\xfftEXt", "no PNG with settings"),
-        (None, "no PNG with settings"),
         ("[" * 10_000, "no PNG with settings"),
-        ("[]", "no PNG with settings"),
-        ("{}", "prompt is empty"),
         ('{"prompt": 7}', "prompt is 7, but must be text"),
         ('{"prompt": "a", "steps": NaN}', "steps is nan"),
-        ('{"prompt": "a", "seed": 0, "image": 3}', "seed must be"),
         ('{"prompt": "a", "encoders": [["long"]]}', "cannot be used"),
-        ('{"prompt": "a", "reading": "<b>"}', "reading is '<b>'"),
     ],
 )
 def test_files_without_usable_settings_are_refused(tiny, content, message, tmp_path):
@@ -344,19 +297,16 @@ def test_files_without_usable_settings_are_refused(tiny, content, message, tmp_p
         file.write_bytes(content)
     else:
         png_with(file, content)
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         from_png(file, tiny)
-    assert len(str(caught.value)) < 600
 
 
-def test_what_is_not_here_is_left_out_and_noted(toy, tiny, tmp_path):
+def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
     changes = {"encoders": ["/home/me/long", "gone"], "base": "other", "scheduler": "PLMS", "prompt_2": "a dog"}
     request, notes = from_png(settings_with(tmp_path / "a.png", **changes), tiny)
     assert (request.encoders, request.scheduler, request.reading) == (["long"], "Euler", "overlap")
     for words in ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not used"):
         assert words in " ".join(notes)
-    request, notes = from_png(settings_with(tmp_path / "b.png", height=1024, width=768), toy)
-    assert request.encoders == TOYS and (request.height, request.width) == (48, 48) and len(notes) == 3
 
 
 # ---- tokens
@@ -371,20 +321,6 @@ def test_tokens_are_the_cleaned_prompt(tiny, prompt, weighting):
     assert "".join(token for token, _ in tokens) == text
     ids = tiny.encoders["original"].tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     assert len(tokens) == len(ids)
-
-
-def test_tokens_are_counted_while_images_are_generated(toy):
-    counted = [count_tokens(toy, ask(toy)) for _ in render_request(toy, ask(toy, steps=3))]
-    assert {(len(tokens), sentences) for tokens, sentences, _ in counted} == {(93, 9)}
-
-
-def test_colours_follow_the_encoders_and_how_they_read(toy):
-    def read_by(models=toy, **changes) -> list[str]:
-        return [who for _, who in count_tokens(models, ask(models, prompt=" ".join(["red"] * 300), **changes))[0]]
-
-    assert read_by(DemoModels("toy/sdxl", ["cut:toy/clip", "toy/clip"], CPU)) == ["all"] * 75 + ["some"] * 225
-    assert read_by(reading="overlap") == read_by(reading="separate") == read_by(encoders=TOYS[1:]) == ["all"] * 300
-    assert read_by(reading="cut") == ["all"] * 75 + ["none"] * 225
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -407,17 +343,6 @@ def test_readings_are_those_of_the_images(toy, reading, prompt, weighting):
         expected = [[ids[at] for at in chunk.read] for chunk in counted.chunks]
         assert read[: len(expected)] == expected and not any(read[len(expected) :])  # an empty chunk may follow
         assert counted.ids == ids
-
-
-def test_readings_in_words(toy):
-    def words(**changes) -> list[str]:
-        return list(map(PromptReading.in_words, count_tokens(toy, ask(toy, **changes))[2].values()))
-
-    assert words(reading="cut") == ["reads the first 75 of 93 tokens"] * 3
-    assert words()[1:] == ["reads all 93 tokens at once"] * 2
-    long = [text.partition(":")[0] for text in words(prompt=f"{PROMPT} {PROMPT} {PROMPT}")]
-    assert long == [f"reads all 279 tokens in {count} overlapping chunks" for count in (8, 2, 2)]
-    assert words(reading="separate")[0].startswith("reads all 93 tokens in 2 separate chunks: 1 to ")
 
 
 # ---- attention and movement
@@ -466,24 +391,6 @@ def test_movement_is_that_of_the_chunks_mean_embedding(toy, reading):
     assert last == 0.0 if reading == "cut" else last > 1e-4  # what is not read moves nothing
 
 
-def test_movement_of_few_and_many_sentences(toy):
-    def edits(prompt: str) -> list[str]:
-        return [row["edit"] for row in movement(toy, ask(toy, prompt=prompt, encoders=["toy/clip"]))]
-
-    few = ["sentences 1 and 2 swapped", "sentence 1 removed", "sentence 2 removed"]
-    assert edits("A red cat. A blue ring.") == few and edits("A red cat.") == []
-    assert len(edits("A red ring stands. " * 60)) == 41
-
-
-def test_movement_takes_the_projected_feature_where_there_is_one(folders):
-    models = DemoModels(folders["base"], [folders["projected"]], CPU)
-    rows, pipe = movement(models, ask(models, prompt="A red cat. A blue ring.")), models.encoders["projected"]
-    texts = [clean(prompt) for prompt in ("A red cat. A blue ring.", "A blue ring.")]
-    features = [pipe.text_encoder(torch.tensor([pipe.tokenizer(text)["input_ids"]])).text_embeds[0] for text in texts]
-    expected = 1 - torch.cosine_similarity(*features, dim=0).item()
-    assert rows[1]["distance"]["projected"] == pytest.approx(expected, abs=1e-5)
-
-
 # ---- scenes
 
 
@@ -496,20 +403,6 @@ def test_scenes_are_what_their_captions_say():
             assert name == f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
             assert thing.place in sentences[place - 1] and thing.kind in sentences[place - 1]
         assert scene.marks(scene.reference) == f"{len(scene.objects)} of {len(scene.objects)} objects right."
-
-
-def test_marks_say_what_is_missed_what_is_beside_it_and_what_is_wrong():
-    asked = (Thing("star", "red", "small", "top"), Thing("ring", "blue", "large", "left"))
-    cross = Thing("cross", "green", "small", "right")
-    image = render(Scene("black", (replace(asked[0], size="large"), replace(asked[1], colour="pink"), cross)))
-    noise = np.random.default_rng(0).integers(0, 256, (14, 14, 3), dtype=np.uint8)
-    image.paste(Image.fromarray(noise), (33, 33))  # within the bottom right
-    scene = replace(SCENE, scene=Scene("pale blue", asked))
-    assert scene.marks(image) == (
-        "1 of 2 objects right. Missed: large blue ring, left. Wrong size: small red star, top (is large). Nobody asked "
-        "for: small green cross, right; something unclear, bottom right. Wrong background: pale blue was asked for."
-    )
-    assert scene.marks(image.resize((96, 96), Image.Resampling.NEAREST)) == scene.marks(image)
 
 
 # ---- access

@@ -1,14 +1,13 @@
 """Imports point one way: from `app` down to the core, and downwards inside each of these rooms."""
 
 import ast
-import re
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from helpers.modules import MODULES, PACKAGE, ROOMS, ROOT
 
-from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, Command
+from debias_diffusion.app.cli import COMMANDS
 from debias_diffusion.errors import EXTRAS
 
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
@@ -85,22 +84,14 @@ GRAPH = {name: imports(name, path) for name, path in MODULES.items()}
 def test_every_module_has_a_layer_and_no_import_points_upward():
     assert len(GRAPH) > 100
     assert [name for name in GRAPH if layer(name) is None] == [PACKAGE]
-    upward = [
-        f"{name} imports {imported}"
-        for name, all_imported in GRAPH.items()
-        for imported in all_imported
-        if name != PACKAGE and layer(imported) > layer(name)
-    ]
-    assert not upward, "\n".join(sorted(upward))
+    edges = [(name, imported) for name in GRAPH.keys() - {PACKAGE} for imported in GRAPH[name]]
+    assert [edge for edge in edges if layer(edge[1]) > layer(edge[0])] == []
 
 
 def test_no_modules_import_each_other_in_a_circle():
     inits = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     graph = {name: names - inits for name, names in GRAPH.items() if name not in inits}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+    TopologicalSorter(graph).prepare()
 
 
 def test_one_name_is_installed_and_the_package_lists_every_folder():
@@ -116,24 +107,11 @@ def test_one_name_is_installed_and_the_package_lists_every_folder():
     assert {name for name, path in MODULES.items() if path.name == "__init__.py"} == packages - data
 
 
-# By the name of the import, the name of the distribution where it is another.
-DISTRIBUTIONS = {"open_clip": "open_clip_torch", "torch_fidelity": "torch-fidelity"}
-
-
-def requirements(lines: list[str]) -> set[str]:
-    """The names of distributions, without extras and versions."""
-    return {re.match(r"[\w-]+", line)[0] for line in lines}
-
-
 def test_extras_install_what_is_optional_and_commands_name_one():
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for library, extra in EXTRAS.items():
-        distribution = DISTRIBUTIONS.get(library, library)
-        assert distribution in requirements(extras[extra]) - requirements(project["dependencies"])
+        assert any(line.replace("-", "_").startswith(library) for line in extras[extra]), library
     for inner, outer in ("train", "eval"), ("eval", "app"), ("app", "all"), ("all", "dev"):
         assert f"debias-diffusion[{inner}]" in extras[outer]
-    commands = [command for command in (*COMMANDS.values(), *EVALUATIONS.values()) if isinstance(command, Command)]
-    assert {command.extra for command in commands} == {"", "train", "eval", "app"}
     assert {COMMANDS[name].extra for name in ("export", "generate")} == {""}

@@ -1,12 +1,9 @@
 """The quickstart: the whole chain with tiny untrained models, what it says, and folders it must not touch."""
 
 import json
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
-from filelock import FileLock
 from helpers.html_page import Page
 from helpers.untrained_toys import save_untrained_toys
 from PIL import Image
@@ -15,7 +12,6 @@ from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
 from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.page import ReportConfig, evaluate_report
 from debias_diffusion.eval.story import CLAIMS
 from debias_diffusion.toymodels.fine_tuning import RECIPES, toy_training
 from debias_diffusion.toymodels.vae import SIZE
@@ -34,14 +30,13 @@ def setup(tmp_path_factory) -> Setup:
 
 @pytest.fixture(scope="module")
 def finished(setup, coarse_results, tmp_path_factory) -> Path:
-    """The output of one run, which no test changes; what it printed stands beside it as a .txt."""
+    """The output of one run, which no test changes."""
     output = tmp_path_factory.mktemp("quickstart")
-    with output.with_suffix(".txt").open("w") as printed, redirect_stdout(printed):
-        assert quickstart(QuickstartConfig(**TINY, output=str(output)), setup) == output / "report.html"
+    assert quickstart(QuickstartConfig(**TINY, output=str(output)), setup) == output / "report.html"
     return output
 
 
-def test_the_page_tells_the_story_before_the_tables(finished, tmp_path):
+def test_the_page_tells_the_story_before_the_tables(finished):
     page = Page((finished / "report.html").read_text())
     page.check_is_self_contained()
     assert caption("development", 0).sentences[3].text in page.text
@@ -50,35 +45,17 @@ def test_the_page_tells_the_story_before_the_tables(finished, tmp_path):
     assert places == sorted(places)
     verdicts = ("✓ holds", "✗ does not hold", "? not decided")
     assert len([row for row in page.rows if row[-1] in verdicts]) == len(CLAIMS)
-    # `evaluate report` makes the same page of the folder.
-    evaluate_report(ReportConfig(str(finished / "evaluation"), str(tmp_path)))
-    assert (tmp_path / "report.html").read_bytes() == (finished / "report.html").read_bytes()
 
 
 def test_the_exports_and_images_are_ready_to_use(finished):
     encoders = [load_text_encoder(str(finished / name)) for name in RECIPES]
     assert all(encoder.config.max_position_embeddings == 248 for encoder, _ in encoders)
-    weights = [encoder.state_dict() for encoder, _ in encoders]
-    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     generated = json.loads((finished / "evaluation" / "generation.json").read_text())
     assert tuple(generated["encoders"]) == ROWS
-    assert [its["cut_at"] for its in generated["encoders"].values()] == [77, None, None, None, None]
     images = sorted((finished / "evaluation" / "images").glob("*/000001.png"))
     assert len(images) == len({path.read_bytes() for path in images}) == len(ROWS)
     assert all(Image.open(path).size == (SIZE, SIZE) for path in images)
     assert {json.loads(Image.open(path).text["settings"])["seed"] for path in images} == {1}  # of image 1
-
-
-def test_the_first_image_and_the_summary_are_printed(finished):
-    out = finished.with_suffix(".txt").read_text()
-    first, _, rest = out.partition("[2/")
-    assert f"open {finished / 'first-image' / 'examples.png'}\n" in first
-    assert [f"{row}: " in first for row in ROWS] == [True, True, False, False, False]
-    assert (finished / "first-image" / "examples.png").is_file() and "objects right\n" in first
-    assert "[3/12] train debias-clip\n" in out and "[12/12] write the report\n" in out
-    assert "SDXL's own encoder drew" in rest and "DeBias-CLIP for SDXL  " in rest
-    assert out.endswith(f"Report: {finished / 'report.html'}\n")
-    assert "held-out pairs" not in out and "held-out pairs" in (finished / "log.txt").read_text()
 
 
 def test_a_finished_run_does_nothing_again(finished, setup, monkeypatch, capsys):
@@ -120,14 +97,6 @@ def test_a_training_is_that_of_the_frozen_seeds(tmp_path, monkeypatch):
 
 def test_folders_of_others_are_refused(tmp_path, setup):
     (tmp_path / "thesis.tex").touch()
-    for output, message in (
-        (tmp_path, "exists and holds something else"),
-        (tmp_path / "thesis.tex", "is a file"),
-    ):
-        with pytest.raises(UserError, match=message):
-            quickstart(QuickstartConfig(**TINY, output=str(output)), setup)
+    with pytest.raises(UserError, match="exists and holds something else"):
+        quickstart(QuickstartConfig(**TINY, output=str(tmp_path)), setup)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    output = tmp_path / "ours"
-    output.mkdir()
-    with FileLock(output / ".lock"), pytest.raises(UserError, match="Another process works in"):
-        quickstart(QuickstartConfig(**TINY, output=str(output)), setup)

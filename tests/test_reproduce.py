@@ -12,7 +12,6 @@ from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_pa
 from debias_diffusion.app.options import ReproduceConfig
 from debias_diffusion.app.reproduce import claims, measuring
 from debias_diffusion.app.reproduce import papers as files
-from debias_diffusion.app.reproduce.availability import missing_parts, missing_weights
 from debias_diffusion.app.reproduce.building import Work
 from debias_diffusion.app.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
 from debias_diffusion.app.reproduce.command import RESULTS, write_table
@@ -64,8 +63,6 @@ def test_what_is_done_is_kept_and_what_is_damaged_or_edited_is_computed_again(wr
     assert reproduce(ReproduceConfig(["table-S4"], **settings)) == written
     assert {file: file.read_bytes() for file in output.rglob(RESULT)} == before
     assert "to do: 0 trainings, 2 other pieces" in capsys.readouterr().out
-    (training,) = (output / "seed-0" / "training").iterdir()
-    assert not list(training.glob("checkpoint-*")) and (training / "last").is_dir()
 
 
 def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
@@ -96,43 +93,33 @@ def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
 
 def test_a_reading_and_an_alignment_are_of_the_trained_encoder(tmp_path, monkeypatch):
     world, seen = files.read_world(STUDIES, "toy-test"), []
-    monkeypatch.setitem(measuring.KINDS, "generation", lambda settings: seen.append(settings) or {})
+    monkeypatch.setitem(measuring.KINDS, "generation", lambda settings: seen.append(settings["encoders"]) or {})
     work = Work(world, tmp_path / "root", tmp_path / "output")
     trained = Model("clip", training={"recipe": "long-clip"})
-    models = [trained, replace(trained, reading="cut"), replace(trained, alignment={}), Model("original", alignment={})]
-    names = [work.add(model, "long", 7) for model in models]
-    for name in names:
-        work.units[name].work(tmp_path)
-    made = [work.units[name].needs[0] for name in names]
-    assert [settings["encoders"] for settings in seen] == [
-        [str(tmp_path / "output" / made[0])],
-        [f"cut:{tmp_path / 'output' / made[0]}"],
-        [str(tmp_path / "output" / made[2])],
-        [str(tmp_path / "output" / made[3])],
-    ]
-    assert made[1] == made[0] in work.units[made[2]].needs and made[2] != made[3] and "/alignment/" in made[3]
-    assert work.units[made[3]].needs == ("pairs-4000-100-2-styles",) and seen[0]["data"] == "toy/test-7"
+    models = [trained, replace(trained, reading="cut"), replace(trained, alignment={})]
+    units = [work.units[work.add(model, "long", 7)] for model in models]
+    for unit in units:
+        unit.work(tmp_path)
+    training, same, alignment = (unit.needs[0] for unit in units)
+    folder = tmp_path / "output"
+    assert seen == [[str(folder / training)], [f"cut:{folder / training}"], [str(folder / alignment)]]
+    assert same == training in work.units[alignment].needs and "/alignment/" in alignment
 
 
 def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, capsys):
     changes = {"output": str(tmp_path / "new"), "seeds": [0, 1], "plan": True}
     reproduce(ReproduceConfig(["table-S4"], **settings | changes))
-    printed = capsys.readouterr().out
-    assert "to do: 2 trainings" in printed and "sampling shuffle, seed 1" in printed
-    assert not (tmp_path / "new").exists()
+    assert "to do: 2 trainings" in capsys.readouterr().out and not (tmp_path / "new").exists()
     reproduce(ReproduceConfig([], **settings | {"list": True, "world": "real", "root": str(tmp_path)}))
     printed = capsys.readouterr().out
-    assert all(name in printed for name in (*files.read_tables(papers), "figure-S10", "aat-table-16"))
-    assert "share-captioner_coco_lcs_sam_1246k_1107.json' is not there. Get it with: hf download" in printed
+    assert all(name in printed for name in files.read_tables(papers)) and "Get it with: hf download" in printed
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"target": ["table-S14"]}, "There is no 'table-S14'. Did you mean table-S4"),
-        ({"target": ["figure-S4"]}, "figure-S4 cannot be reproduced here: TULIP's"),
         ({"papers": "configs/paperz"}, "'configs/paperz' holds no world-"),
-        ({"world": "tiy"}, "There is no world 'tiy'. Did you mean toy"),
         ({"world": "real", "root": "nowhere"}, "(?s)is not here.*1246k.*hf download.*docci is in none"),
     ],
 )
@@ -145,15 +132,9 @@ def test_a_wrong_option_is_explained(settings, given, message):
     ("change", "message"),
     [
         ({"rowz": {}}, "unknown key 'rowz'. Did you mean rows. Allowed are paper, title"),
-        ({"title": 3}, "title is 3, but must be text"),
-        ({"source": None}, "source is None, but must be text"),
         ({"rows": {"a": {"published": ["x"]}}}, r"rows: a: published is \['x'\], but must be values, each a number"),
-        ({"rows": {"a": 3}}, "rows: a is 3, but must hold keys. Allowed are base, training"),
-        ({"columns": None}, "columns is None, but must be names with values"),
         ({"rows": {"a": {"training": {"samplin": "random"}}}}, "train has no setting 'samplin'. Did you mean sampling"),
-        ({"rows": {"a": {"training": {"batch": "many"}}}}, "Settings of TrainConfig cannot be used"),
         ({"rows": {"a": {"base": "openai-b61"}}}, "no base model 'openai-b61'. Did you mean openai-b16"),
-        ({"rows": {"a": {"ablation": {"serch": "ga"}}}}, "ablate has no setting 'serch'. Did you mean search"),
         ({"rows": {"a": {"ablation": {}, "training": {}}}}, "both a training"),
         ("a: [", "cannot be read as YAML"),
     ],
@@ -201,10 +182,8 @@ def test_a_single_seed_has_the_interval_of_its_queries():
     assert (difference.difference, difference.low, difference.high, difference.p) == tuple(
         expected[name] for name in ("difference", "low", "high", "p")
     )
-    assert over_seeds({0: 3.0}, {0: 1.0}).low is None
-    for a, b, message in (({0: 1.0}, {1: 1.0}, "the same"), ({0: [1.0]}, {0: [1.0, 2.0]}, "same queries")):
-        with pytest.raises(ValueError, match=message):
-            over_seeds(a, b)
+    with pytest.raises(ValueError, match="same queries"):
+        over_seeds({0: [1.0]}, {0: [1.0, 2.0]})
 
 
 def test_a_verdict_is_the_intervals():
@@ -251,12 +230,8 @@ def test_recorded_differences_are_read(tmp_path):
     assert decided("seeds", "*", "compared", {"a": "x"})["parts"][0]["by_seed"] == [2.0, 2.0]
     absent = decided("rows", file="none.json")
     assert absent["verdict"] == UNTESTED and "none.json is not here" in absent["reason"]
-    wrong = {("rowz",): "has no rowz", ("seeds", "2"): "has no seeds > 2"}
-    for path, message in wrong.items():
-        with pytest.raises(UserError, match=message):
-            decided(*path)
-    with pytest.raises(UserError, match="0 entries"):
-        decided("rows", {"a": "z"})
+    with pytest.raises(UserError, match="has no seeds > 2"):
+        decided("seeds", "2")
 
 
 def test_the_claims_file_finds_every_recorded_number():
@@ -280,18 +255,6 @@ def test_a_score_that_was_not_measured_is_missing(monkeypatch):
     assert measuring.generation_scores(settings) == expected
     scores["fid_own"] = {"value": 3.0}
     assert measuring.generation_scores(settings)["fid"] == 3.0
-
-
-def test_weights_and_data_that_are_not_here_are_named(tmp_path):
-    [line] = missing_weights(Base("ViT-B-16-quickgelu", "openai", "nobody/nothing"))
-    assert "The weights ViT-B-16-quickgelu:openai are not in" in line and "hf download nobody/nothing" in line
-    world = files.World("w", {"b": Base("toy/clip")}, {}, {"data": "{root}/of-the-world.json"}, {})
-    data = "{root}/of-the-row.json"
-    model = Model("b", ablation={"data": data})
-    [line] = missing_parts(world, tmp_path, [Model("b"), model], [])
-    assert line.startswith(f"'{tmp_path}/of-the-row.json' is not there")
-    # A world may have other data in the place of a row's.
-    assert not missing_parts(replace(world, substitute={"data": {data: None}}), tmp_path, [model], [])
 
 
 def test_the_slope_of_attention_is_that_of_the_line():

@@ -12,7 +12,6 @@ import torch
 from helpers import tiny_llava
 from helpers.html_page import Page
 from PIL import Image
-from transformers import CLIPConfig, CLIPModel
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.options import SynthesizeConfig
@@ -21,7 +20,7 @@ from debias_diffusion.app.synthesize import command
 from debias_diffusion.app.synthesize.captioner import Asked, Captioner
 from debias_diffusion.app.synthesize.cleaning import fault
 from debias_diffusion.app.synthesize.command import synthesize
-from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
+from debias_diffusion.app.synthesize.instructions import LONG, draw_instruction
 from debias_diffusion.data.shards import verify_shards
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
@@ -73,21 +72,15 @@ def test_batches_give_what_single_images_give_and_answers_are_greedy_and_cut(mod
     images = [Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
     mixed = [Asked(index, image, LONG[3 * index % 20]) for index, image in enumerate(images)]
     batched, single = (Captioner(models["taught"], torch.device("cpu"), "fp32", 20, batch) for batch in (3, 1))
-    shapes = [batched.shapes(image.size) for image in images]
-    assert len(set(shapes)) == 2  # of two and three tiles, in an order that no batch size fits
+    assert len({batched.shapes(image.size) for image in images}) == 2  # tiles, in an order that no batch size fits
     answers = list(batched.captions(mixed))
     assert dict(answers) == dict(single.captions(mixed)) and len({text for _, text in answers}) > 1
-    order = [index for index, _ in answers]
-    assert sorted(order) == list(range(7)) and order != sorted(order)  # a batch when it is full, then the rest
     cut = Captioner(models["taught"], torch.device("cpu"), "fp32", 1, batch=2)
     for index, text in cut.captions(mixed):
         assert dict(answers)[index].startswith(text) and len(text) < len(dict(answers)[index])
-    alike = [asked for asked, shape in zip(mixed, shapes, strict=True) if shape == shapes[0]]
-    batched.pipeline.tokenizer.padding_side = "right"  # as this tokenizer is saved
-    assert dict(batched.captions(alike)) != {asked.index: dict(answers)[asked.index] for asked in alike}
 
 
-def test_the_page_shows_images_captions_and_what_was_removed(models, scenes, tmp_path, capsys):
+def test_the_page_shows_images_captions_and_what_was_removed(models, scenes, tmp_path):
     images = tmp_path / "images"
     shutil.copytree(scenes[0], images)
     shutil.copy(images / "part0" / "0.png", images / "<b>&.png")
@@ -95,42 +88,29 @@ def test_the_page_shows_images_captions_and_what_was_removed(models, scenes, tmp
         synthesize(config(models[name], tmp_path / name, images=str(images), max_new_tokens=60))
     good, bad = ((tmp_path / name / "report.html").read_text() for name in models)
     assert good.count("data:image/jpeg;base64,") == 5 and "<b>&" not in good and "&lt;b&gt;&amp;.png" in good
-    assert scenes[2]["part1/1.png"] in good and "Removed captions" not in good
+    assert scenes[2]["part1/1.png"] in good and "Removed captions" not in good and "Removed captions" in bad
     for page in (good, bad):
         Page(page).check_is_self_contained()
     removed = lines(tmp_path / "random" / "removed.jsonl")
     kinds = Counter(row["reason"].partition(":")[0] for row in removed)
-    assert len(removed) == 5 and kinds.keys() <= {"repeated", "meaningless", "short"} and max(kinds) in bad
     assert counts(tmp_path / "random") == {"images": 5, "kept": 0, "removed": dict(kinds), "unreadable": 0}
-    assert "Removed captions" in bad and "Some of the kept" not in bad
-    assert "Nothing is left to train on" in capsys.readouterr().out
 
 
-def test_existing_captions_become_the_short_ones(models, scenes, tmp_path):
+def test_long_and_short_captions_are_written_beside_existing_ones(models, scenes, tmp_path):
     images, data, learned = scenes
-    synthesize(config(models["taught"], tmp_path / "long", images=images, data=data))
-    for row in lines(tmp_path / "long" / "captions.jsonl"):
-        assert (row["caption"], row["short_caption"]) == (learned[row["image"]], f"A photo of {row['image']}.")
+    for kind in ("long", "short"):
+        synthesize(config(models["taught"], tmp_path / kind, images=images, data=data, kind=kind))
+        for row in lines(tmp_path / kind / "captions.jsonl"):
+            whole, given = learned[row["image"]], f"A photo of {row['image']}."
+            expected = (whole, given) if kind == "long" else (given, split_sentences(whole)[0])
+            assert (row["caption"], row["short_caption"]) == expected
 
 
-def test_kind_short_writes_short_captions_beside_existing_ones(models, scenes, tmp_path):
-    images, data, learned = scenes
-    first = {split_sentences(caption)[0] for caption in learned.values()}
-    synthesize(config(models["taught"], tmp_path / "short", images=images, data=data, kind="short"))
-    for row in lines(tmp_path / "short" / "captions.jsonl"):
-        assert (row["caption"], row["prompt"]) == (f"A photo of {row['image']}.", SHORT[0])
-        assert row["short_caption"] in first
-    synthesize(config(models["taught"], tmp_path / "alone", images=images, kind="short"))
-    rows = lines(tmp_path / "alone" / "captions.jsonl")
-    assert len(rows) == 4 and all("short_caption" not in row and row["caption"] in first for row in rows)
-
-
-def test_shards_are_written_in_place_of_lines(models, scenes, tmp_path, capsys):
+def test_shards_are_written_in_place_of_lines(models, scenes, tmp_path):
     images, data, _ = scenes
     write_shards(ShardsConfig(data=data, images=images, output=str(tmp_path / "shards"), size=64, workers=0))
     settings = config(models["taught"], tmp_path / "out", data=str(tmp_path / "shards"), per_part=3)
     synthesize(settings)
-    assert f"train --data {tmp_path / 'out'}, without --images" in capsys.readouterr().out
     (before, originals), (after, copies) = (open_data(str(tmp_path / name)) for name in ("shards", "out"))
     assert not after.bad and not verify_shards(tmp_path / "out") and after.records
     assert len(lines(tmp_path / "out" / "removed.jsonl")) == 4 - len(after.records)
@@ -145,8 +125,8 @@ def test_shards_are_written_in_place_of_lines(models, scenes, tmp_path, capsys):
     assert files == {path: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("unusable", ["Half an emoji: \ud83d.", "A \x1b[31mred cat."])
-def test_what_train_refuses_is_neither_read_nor_kept(models, scenes, tmp_path, monkeypatch, unusable):
+def test_what_train_refuses_is_neither_read_nor_kept(models, scenes, tmp_path, monkeypatch):
+    unusable = "Half an emoji: \ud83d."
     images, data, learned = scenes
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"image": "part0/0.png", "caption": unusable}) + "\n" + Path(data).read_text())
@@ -170,12 +150,9 @@ def test_unreadable_images_are_named_and_too_many_refused(models, scenes, tmp_pa
     assert counts(tmp_path / "out") == {"images": 5, "kept": 4, "removed": {}, "unreadable": 1}
     assert "z.jpg: unreadable image" in capsys.readouterr().out
     assert lines(tmp_path / "out" / "bad-records.jsonl")[0]["where"] == "z.jpg"
-    strict = replace(settings, max_bad=0, output=str(tmp_path / "strict"))
     with pytest.raises(UserError, match="1 of 5 records cannot be used.*--max-bad"):
-        synthesize(strict)
+        synthesize(replace(settings, max_bad=0, output=str(tmp_path / "strict")))
     assert not (tmp_path / "strict" / "captions.jsonl").exists()
-    synthesize(replace(strict, max_bad=0.2))  # continues
-    assert content(tmp_path / "out") == content(tmp_path / "strict")
 
 
 def test_models_that_cannot_write_captions_are_refused(models, scenes, tmp_path):
@@ -184,9 +161,6 @@ def test_models_that_cannot_write_captions_are_refused(models, scenes, tmp_path)
             synthesize(config(str(folder), tmp_path / "out", images=scenes[0]))
         assert not (tmp_path / "out" / "parts").exists()
 
-    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    CLIPModel(CLIPConfig(text_config=tower, vision_config=tower)).save_pretrained(tmp_path / "clip")
-    refused(tmp_path / "clip", "no image-text-to-text model of its kind, clip. Give .*llava-hf")
     refused(tmp_path / "nowhere", "cannot be used: it is not there")
     unknown = tmp_path / "unknown"
     shutil.copytree(models["random"], unknown)
@@ -197,31 +171,13 @@ def test_models_that_cannot_write_captions_are_refused(models, scenes, tmp_path)
     (unknown / "config.json").write_text(json.dumps(remote))
     (unknown / "code.py").write_text("raise SystemExit('it ran')")
     refused(unknown, "Code that comes with a model is not run")
-    deeper = settings | {"text_config": settings["text_config"] | {"num_hidden_layers": 3}}
-    (unknown / "config.json").write_text(json.dumps(deeper))
-    shutil.copy(Path(models["random"], "chat_template.jinja"), unknown)
-    refused(unknown, "it lacks 9 of the model's weights")
-
-
-def test_another_model_and_other_images_are_refused(models, scenes, tmp_path):
-    settings = config(models["random"], tmp_path / "out", images=scenes[0], max_new_tokens=5)
-    synthesize(settings)
-    for changes, named in (
-        ({"model": models["taught"]}, "The model is another one"),
-        ({"images": str(Path(scenes[0], "part1"))}, "The data is another one"),
-        ({"output": scenes[0]}, "holds something else"),
-        ({"output": scenes[1]}, "is a file"),
-        ({"output": str(tmp_path / "new"), "images": models["random"]}, "holds no images"),
-    ):
-        with pytest.raises(UserError, match=named):
-            synthesize(replace(settings, **changes))
-    synthesize(replace(settings, batch=1, workers=1))
-    assert not (tmp_path / "new").exists()
 
 
 def test_edited_and_swapped_captions_are_not_published(models, scenes, tmp_path, monkeypatch):
     settings = config(models["taught"], tmp_path / "out", images=scenes[0], per_part=2)
     synthesize(settings)
+    with pytest.raises(UserError, match="The model is another one"):
+        synthesize(replace(settings, model=models["random"]))
     before, (first, second) = content(tmp_path / "out"), sorted((tmp_path / "out" / "parts").iterdir())
     whole = first.read_bytes(), second.read_bytes()
     for edited in ((whole[0].replace(b"caption", b"no", 1), whole[1]), whole[::-1]):
