@@ -120,7 +120,7 @@ def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
         ("toy/clip", {"reading": "separate"}),
         ("toy/clip", {"prompt": f"A &lt; B &amp; C. {PROMPT}", "seed": 2**40}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
-        ("toy/long-clip", {"negative_prompt": "A Red", "weighting": True, "prompt": "A (Red star:1.4) BREAK [ring]"}),
+        ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "comfyui", "prompt": "A (Red star:1.4) BREAK [ring]"}),
     ],
 )  # fmt: skip
 def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
@@ -171,7 +171,7 @@ def test_nothing_that_was_generated_before_shows(toy):
     (before,) = images(toy, encoders=["toy/debias-clip"])
     first = {}
     for name in toy.schedulers:
-        (first[name],) = images(toy, encoders=["toy/clip"], scheduler=name, steps=3, weighting=True)
+        (first[name],) = images(toy, encoders=["toy/clip"], scheduler=name, steps=3, emphasis="comfyui")
         items = render_request(toy, ask(toy, scheduler=name, steps=9))
         next(item for item in items if "step 2 of" in item.place)
         items.close()
@@ -223,7 +223,7 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
         ({"images": 9}, "images is 9, but must be a whole number, from 1 to 8"),
         ({"height": 96, "width": 96}, "96 x 96 pixels are too many: at most 8,192"),
         ({"encoders": []}, "No encoder is chosen. Choose at least one of: original, long"),
-        ({"weighting": True, "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
+        ({"emphasis": "comfyui", "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(tiny, changes, message):
@@ -248,7 +248,7 @@ MANY = {"prompt": "a red ring. " * 1600, "encoders": ["toy/debias-clip"]}  # 53 
         ({"steps": 100, "images": 8}, 2400),
         (MANY, 20 * 53),
         (MANY | {"reading": "cut"}, 20),
-        (MANY | {"prompt": "a BREAK " * 2000, "weighting": True}, 20 * 600),
+        (MANY | {"prompt": "a BREAK " * 2000, "emphasis": "comfyui"}, 20 * 600),
     ],
 )
 def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy, changes, steps):
@@ -337,7 +337,7 @@ def test_readings_are_those_of_the_images(toy, reading, prompt, weighting):
             pipe.encode_prompt(cleaned(prompt, weighting), do_classifier_free_guidance=False)
         finally:
             hook.remove()
-        text = cleaned(without_weights(prompt, weighting), weighting=False)
+        text = cleaned(without_weights(prompt, weighting), emphasis="none")
         ids = pipe.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         read = [row[1 : row.index(pipe.tokenizer.eos_token_id)] for row in rows]
         expected = [[ids[at] for at in chunk.read] for chunk in counted.chunks]
@@ -360,11 +360,11 @@ def test_attention_is_that_of_the_evaluation(toy):
             expected = look_at_prompt(reader, " ".join(word["word"] for word in words))
             values, reference = ([word["after_softmax"] for word in each["words"]] for each in (chunk, expected))
             assert values == pytest.approx(reference, abs=1e-6)
-    plain, weighted = ask(toy, prompt="A red ring."), ask(toy, prompt="A (red:1.3) ring.", weighting=True)
-    assert attention(toy, weighted) == attention(toy, plain) != attention(toy, replace(weighted, weighting=False))
+    plain, weighted = ask(toy, prompt="A red ring."), ask(toy, prompt="A (red:1.3) ring.", emphasis="comfyui")
+    assert attention(toy, weighted) == attention(toy, plain) != attention(toy, replace(weighted, emphasis="none"))
     for prompt, message in ((" ", "empty"), ("(:1.3)", "holds no words")):
         with pytest.raises(UserError, match=message):
-            attention(toy, ask(toy, prompt=prompt, weighting=True))
+            attention(toy, ask(toy, prompt=prompt, emphasis="comfyui"))
 
 
 @pytest.mark.parametrize("reading", READINGS)
