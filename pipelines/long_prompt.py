@@ -210,13 +210,16 @@ class LongPromptMixin:
 
     def _cut(self, texts: list[list[Tokens]]) -> list[list[Tokens]]:
         """What is read of the tokens."""
-        end = self._cut_at and self._cut_at - 2
-        if not end:
+        if not self._cut_at:
             return texts
-        return [
-            [Tokens.joined([text.first(end) for text in self._alone(tokens)], tokens.strengths) for tokens in batch]
-            for batch in texts
-        ]
+        end, average = self._cut_at - 2, self._long_prompt.breaks == "average"
+
+        def cut(tokens: Tokens) -> Tokens:
+            if not average:
+                return tokens.first(end)
+            return Tokens.joined([part.first(end) for part in tokens.alone], tokens.strengths)
+
+        return [[cut(tokens) for tokens in batch] for batch in texts]
 
     def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.

@@ -357,7 +357,7 @@ class Renderer:
         return {
             "reading": encoder.reading,
             "scheduler": self.scheduler,
-            "emphasis": self.options(encoder).weights,
+            "emphasis": self.emphasis,
             **asdict(self.sampling),
             **runtime_settings(self.device, self.dtype),
         }

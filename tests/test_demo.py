@@ -28,6 +28,7 @@ from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.encoders import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_reader, look_at_prompt
+from debias_diffusion.pipelines import LongPromptOptions
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import cleaned
 from debias_diffusion.sentences import split_sentences
@@ -88,7 +89,7 @@ def test_names_say_how_an_encoder_reads(toy, tmp_path):
     models = DemoModels("toy/sdxl", ["toy/clip", "separate:toy/clip", "cut:toy/clip"], CPU)
     assert models.labels == ["toy/clip", "toy/clip, separate chunks", "toy/clip, cut at 77 tokens"]
     assert len({id(pipe.text_encoder) for pipe in models.encoders.values()}) == 1  # loaded once
-    for reading, label in zip(READINGS, models.labels, strict=True):
+    for reading, label in zip(READINGS, models.labels, strict=False):
         assert [models.reading(each, reading) for each in models.labels] == [reading, "separate", "cut"]
         (chosen,) = images(toy, encoders=["toy/clip"], reading=reading)
         (by_name,) = images(models, encoders=[label])
@@ -120,13 +121,13 @@ def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
         ("toy/clip", {"reading": "separate"}),
         ("toy/clip", {"prompt": f"A &lt; B &amp; C. {PROMPT}", "seed": 2**40}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
-        ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "comfyui", "prompt": "A (Red star:1.4) BREAK [ring]"}),
+        ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "no_norm", "prompt": "A (Red star:2) BREAK [ring]"}),
     ],
 )  # fmt: skip
 def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     (rendered,) = images(toy, encoders=[encoder], **changes)
     request = ask(toy, encoders=[encoder], **changes)
-    names = ("prompt", "seed", "steps", "guidance_scale", "weighting", "reading")
+    names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading")
     options = {name: getattr(request, name) for name in names} | {"negative_prompt": request.negative_prompt or None}
     output = str(tmp_path / "image.png")
     path = generate(GenerateConfig(base="toy/sdxl", encoder=encoder, output=output, device="cpu", **options))
@@ -313,11 +314,11 @@ def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "prompt, weighting", [(PROMPT, False), ("A &amp; (red:1.3) BREAK 😀 [Ring", True), (" \n", False)]
+    "prompt, emphasis", [(PROMPT, None), ("A &amp; (red:1.3) BREAK 😀 [Ring", "comfyui"), (" \n", None)]
 )
-def test_tokens_are_the_cleaned_prompt(tiny, prompt, weighting):
-    tokens, _, _ = count_tokens(tiny, ask(tiny, prompt=prompt, weighting=weighting))
-    text = clean(without_weights(prompt, weighting))
+def test_tokens_are_the_cleaned_prompt(tiny, prompt, emphasis):
+    tokens, _, _ = count_tokens(tiny, ask(tiny, prompt=prompt, emphasis=emphasis))
+    text = clean(without_weights(prompt, LongPromptOptions(emphasis=emphasis)))
     assert "".join(token for token, _ in tokens) == text
     ids = tiny.encoders["original"].tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     assert len(tokens) == len(ids)
@@ -325,19 +326,20 @@ def test_tokens_are_the_cleaned_prompt(tiny, prompt, weighting):
 
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize(
-    "prompt, weighting", [(f"{PROMPT} {PROMPT} {PROMPT}", False), (f"A (red:1.3) ring BREAK {PROMPT} [cross]", True)]
+    "prompt, emphasis", [(f"{PROMPT} {PROMPT} {PROMPT}", None), (f"A (red:1.3) ring BREAK {PROMPT} [cross]", "comfyui")]
 )
-def test_readings_are_those_of_the_images(toy, reading, prompt, weighting):
+def test_readings_are_those_of_the_images(toy, reading, prompt, emphasis):
     """By the ids that the first encoder gets while its pipeline encodes the prompt."""
-    request = ask(toy, prompt=prompt, weighting=weighting, reading=reading)
+    request = ask(toy, prompt=prompt, emphasis=emphasis, reading=reading)
     for label, counted in count_tokens(toy, request)[2].items():
-        pipe, rows = toy.pipeline(label, reading, weighting), []
+        options = request.options(toy, label)
+        pipe, rows = toy.pipeline(label, options), []
         hook = pipe.text_encoder.register_forward_pre_hook(lambda _, given, rows=rows: rows.extend(given[0].tolist()))
         try:
-            pipe.encode_prompt(cleaned(prompt, weighting), do_classifier_free_guidance=False)
+            pipe.encode_prompt(cleaned(prompt, options), do_classifier_free_guidance=False)
         finally:
             hook.remove()
-        text = cleaned(without_weights(prompt, weighting), emphasis="none")
+        text = clean(without_weights(prompt, options))
         ids = pipe.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         read = [row[1 : row.index(pipe.tokenizer.eos_token_id)] for row in rows]
         expected = [[ids[at] for at in chunk.read] for chunk in counted.chunks]

@@ -91,7 +91,7 @@ def test_an_image_and_its_settings(base, encoder, tmp_path, capsys):
     assert image.tobytes() == by_pipeline(pipe, PROMPT, seed=3)
     assert json.loads(image.text["settings"]) == settings | {
         **dict.fromkeys(("encoder_2", "encoder_2_sha256", "negative_prompt", "prompt_2", "cut_at")),
-        **{"encoder_sha256": path_digest(encoder), "emphasis": "none", "reading": "overlap", "scheduler": "Euler"},
+        **{"encoder_sha256": path_digest(encoder), "reading": "overlap", "scheduler": "Euler"},
         **{"guidance_scale": 7.0, "height": 64, "width": 64, "dtype": "float32"},
         **{"tokens": n_tokens, "positions": 152, "chunks": [1, 3]},
     }
@@ -323,7 +323,7 @@ def test_prompts_are_read_as_asked(tmp_path):
     one = partial(make, tmp_path, encoder=None)
     whole, cut = (read_settings(one(reading=reading)) for reading in ("overlap", "cut"))
     assert (cut["positions"], cut["cut_at"]) == (77, 77) and cut["tokens"] == whole["tokens"] > 75
-    text, weighted = (content(one("a (red:1.5) star", weighting=weighting)) for weighting in (False, True))
+    text, weighted = (content(one("a (red:1.5) star", emphasis=emphasis)) for emphasis in (None, "comfyui"))
     pipe = load_pipeline(TOY["base"], None, CPU).set_long_prompt(emphasis="comfyui")
     assert text != weighted == by_pipeline(pipe, "a (red:1.5) star")
     assert read_settings(one("a ring BREAK a star", emphasis="comfyui"))["chunks"] == [2, 2]

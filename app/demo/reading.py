@@ -64,7 +64,7 @@ def read_prompt(
     tokens: Tokens = reader._tokens([text], tokenizer or models.encoders[label].tokenizer)[0]
     reading, slots = options.reading, chunk_length(models.encoders[label].text_encoder, options.reading) - 2
     read = {"cut": min(slots, models.stock_context - 2), "kohya": KOHYA_POSITIONS - 2}.get(reading)
-    return PromptReading(tokens.ids, split_text(tokens.first(read), slots, reading))
+    return PromptReading(tokens.ids, split_text(tokens.first(read) if read else tokens, slots, reading))
 
 
 def count_tokens(

@@ -137,7 +137,7 @@ class _Generation:
         for label, numbers in encoders.items():
             if numbers["cut_at"] is not None:
                 notes.append(
-                    f"{label} read the first {numbers['cut_at']} tokens of a prompt, as in stock SDXL: "
+                    f"{label} read the first {numbers['cut_at']} tokens of a prompt: "
                     f"{numbers['prompts_cut']} of {len(self.records)} were cut."
                 )
         notes += [note for label in rendered for note in scores[label].notes]

@@ -62,7 +62,7 @@ RENDER = (
 CASES = {f"train-{name}": (command, "last/*.safetensors", "log.jsonl") for name, command in TRAININGS.items()}
 CASES |= {
     "generate": (GENERATE, "0*.png"),
-    "generate-separate": (GENERATE + " --reading separate --emphasis comfyui", "0*.png"),
+    "generate-separate": (GENERATE + " --reading separate", "0*.png"),
     "generate-debias-clip": (GENERATE + " --encoder toy/debias-clip", "0*.png"),
     "generate-stretch": (GENERATE + " --encoder toy/debias-clip --encoder-2 stretch --low-memory", "0*.png"),
     "retrieval": (f"evaluate retrieval {TEXT_ENCODERS} 40 --batch-size 16", "retrieval.json"),
