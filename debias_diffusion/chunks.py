@@ -61,8 +61,8 @@ class Tokens(NamedTuple):
 
     def first(self, count: int) -> "Tokens":
         """The first `count` tokens."""
-        columns = (column[:count] for column in (self.ids, self.cuts, self.weights))
-        return Tokens(*columns, [at for at in self.breaks if at < count])
+        breaks = [at for at in self.breaks if at < count]
+        return self._replace(ids=self.ids[:count], cuts=self.cuts[:count], weights=self.weights[:count], breaks=breaks)
 
     @property
     def parts(self) -> list[tuple[int, int]]:
