@@ -208,7 +208,7 @@ def test_an_encoder_of_another_width_is_refused(settings, tmp_path):
         align(settings(tmp_path / "run", encoder="toy/clip"))
 
 
-def test_its_folder_stands_for_both_encoders_in_evaluations_and_in_generate(finished, settings, tmp_path):
+def test_evaluations_and_generate_take_both_encoders_from_its_folder(finished, settings, tmp_path):
     prompt, base = "A red cat sits on a wide green sofa. " * 12, settings(finished).base
 
     def rendered(encoder):

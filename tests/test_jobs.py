@@ -1,6 +1,5 @@
 """The job folder: what continues there and what is refused, whenever it was killed and whatever was damaged."""
 
-import json
 import os
 from itertools import chain, count
 
@@ -254,12 +253,11 @@ def test_values_are_computed_once_and_again_when_damaged(tmp_path):
             tensors = job.tensors("a.safetensors", lambda: calls.append(1) or {"a": torch.arange(3.0).flip(0)})
             assert tensors["a"].tolist() == [2, 1, 0]
 
-    values()
+    values(), values()
     assert len(calls) == 2
     for damage in (lambda whole: whole[:-1] + b"?", lambda whole: whole[:9], lambda _: b"[1, 2]"):
         for name in ("a.json", "a.safetensors"):
             (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
-            assert Job.read(tmp_path).path(name, damaged="absent") is None
         calls.clear()
         values(), values()
         assert len(calls) == 2
@@ -312,4 +310,3 @@ def test_a_job_is_read_while_another_process_replaces_its_items(tmp_path):
 
     seen = forked(2, work, group=False)[1]
     assert seen == sorted(seen) and len(seen) == 60
-    assert json.loads((tmp_path / "job.json").read_text())["command"] == "train"
