@@ -136,18 +136,15 @@ def test_a_short_prompt_is_encoded_as_in_diffusers(parts, ours, long):
 
 
 @pytest.mark.parametrize("skip", [1, 2])
-@pytest.mark.parametrize("prompt", [SHORT, TOKENS], ids=["short", "long"])
-def test_clip_skip_stops_early_and_keeps_the_final_norm(ours, skip, prompt):
+@pytest.mark.parametrize(("prompt", "same"), [(SHORT, 76), (TOKENS, 73)], ids=["short", "long"])
+def test_clip_skip_stops_early_and_keeps_the_final_norm(ours, skip, prompt, same):
     """By hand: with transformers 5 diffusers' own `clip_skip` of Stable Diffusion 1.5 raises."""
     tokens, encoder = ours._tokenize(prompt)[0][0], ours.text_encoder
     embeds, negatives = encode(ours, prompt, OTHER, clip_skip=skip)
     ids = torch.tensor([[BOS, *tokens.ids[:75], EOS, *[EOS] * max(0, 75 - len(tokens.ids))]])
     expected = final_norm(encoder)(encoder(ids, output_hidden_states=True).hidden_states[-1 - skip])
-    same = 76 if prompt == SHORT else 1 + 72
     torch.testing.assert_close(embeds[:, :same], expected[:, :same], rtol=1e-5, atol=1e-5)
     assert torch.equal(negatives, encode(ours, prompt, OTHER)[1])
-    following = type(ours)(**ours.components).set_long_prompt(negative_clip_skip=True)
-    assert not torch.equal(encode(following, prompt, OTHER, clip_skip=skip)[1], negatives)
 
 
 def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
@@ -157,8 +154,6 @@ def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
         encode(ours, SHORT, clip_skip=1)
     hook.remove()
     assert torch.equal(encode(ours, SHORT)[0], before)
-    with pytest.raises(ValueError, match="`clip_skip` is 3, but must be from 0 to 2"):
-        encode(ours, SHORT, clip_skip=3)
 
 
 def test_a_long_prompt_in_chunks_and_at_once(ours, long):
