@@ -3,6 +3,7 @@ import pickle
 import open_clip
 import pytest
 import torch
+from helpers.released import two_tables
 from helpers.text_encoders import Runs
 from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 from PIL import Image
@@ -90,12 +91,8 @@ def test_what_cannot_be_used_is_named(model, pretrained, message):
 def long_clip_state(length=248):
     """A checkpoint as Long-CLIP's training leaves it, and the one table that its masks make of its two."""
     clip = tiny_clip(quick_gelu=True, context_length=length, tokenizer=clip_tokenizer(length))
-    state = dict(clip.model.state_dict())
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(length, 32, generator=generator) for _ in range(2))
-    kept = (torch.arange(length) < 20)[:, None]
-    state |= {"positional_embedding": first, "positional_embedding_res": second}
-    return state, first * kept + second * ~kept
+    table = clip.model.positional_embedding.data
+    return clip.model.state_dict() | two_tables(table), table
 
 
 WRAPPINGS = {
@@ -115,27 +112,20 @@ def test_a_long_clip_checkpoint_becomes_one_table_and_is_not_stretched_again(tmp
     assert (backbone.context_length, backbone.tokenizer.context_length, backbone.kept_positions) == (248, 248, 20)
     assert backbone.config["debias_diffusion"] == {"keep": 20, "factor": 4} and not backbone.random_weights
     tolerance = 0.002 if "half" in wrapping else 0
-    for name, parameter in backbone.model.named_parameters():
-        expected = table if name == "positional_embedding" else state[name]
-        torch.testing.assert_close(parameter.data, expected, rtol=tolerance, atol=tolerance, msg=name)
+    expected = {name: table if name == "positional_embedding" else state[name] for name in backbone.model.state_dict()}
+    torch.testing.assert_close(backbone.model.state_dict(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_a_long_clip_checkpoint_for_another_model_is_refused(tmp_path):
-    file = tmp_path / "longclip.pt"
-
-    def refused(state, model, message):
-        torch.save(state, file)
-        with pytest.raises(UserError, match=message):
+    both = {"tiny": CONFIG, "tiny-quickgelu": CONFIG | {"quick_gelu": True}}
+    for length, models, model, message in (
+        (248, {"tiny": CONFIG}, "tiny", "QuickGELU, which 'tiny' lacks. Use --model ViT-B-16-quickgelu or ViT-L"),
+        (248, both, "tiny", r"which 'tiny' lacks. Use --model tiny-quickgelu\."),
+        (308, both, "tiny-quickgelu", r"tables of positions .*\[308, 32\].* both must be \[248, 32\]"),
+    ):
+        torch.save(long_clip_state(length)[0], file := tmp_path / "longclip.pt")
+        with registered(tmp_path / f"{length}-{len(models)}", **models), pytest.raises(UserError, match=message):
             load_backbone(model, str(file))
-
-    state = long_clip_state()[0]
-    with registered(tmp_path / "alone", tiny=CONFIG):
-        refused(state, "tiny", "QuickGELU, which 'tiny' lacks. Use --model ViT-B-16-quickgelu or ViT-L")
-    with registered(tmp_path / "both", tiny=CONFIG, **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
-        refused(state, "tiny", r"which 'tiny' lacks. Use --model tiny-quickgelu\.")
-        for length, shapes in ((77, r"\[77, 32\]"), (308, r"\[308, 32\]")):
-            message = rf"tables of positions .*{shapes}.* both must be \[248, 32\]"
-            refused(long_clip_state(length)[0], "tiny-quickgelu", message)
 
 
 def test_positions_of_another_length_are_never_interpolated(tmp_path):

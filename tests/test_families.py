@@ -5,7 +5,7 @@ import open_clip
 import pytest
 import torch
 from helpers.texts import HOSTILE, random_strings
-from helpers.tiny_clip import SIGLIP_CONFIG, registered, tiny_siglip, without_weights
+from helpers.tiny_clip import registered, tiny_siglip, without_weights
 from open_clip.tokenizer import HFTokenizer
 
 from debias_diffusion.errors import UserError
@@ -31,17 +31,6 @@ def test_every_model_of_open_clip_has_its_family_or_is_refused():
     assert not families.keys() & {"coca_ViT-B-32", "nllb-clip-base-siglip", "ViT-L-14-CLIPA", "MobileCLIP-S1"}
     with_bias = open_clip.get_model_config("ViT-B-16") | {"init_logit_bias": -10}
     assert find_family("a CLIP", with_bias).loss == "sigmoid"
-
-
-def test_what_is_of_neither_family_is_named():
-    for change, named in (
-        ({"no_causal_mask": False}, "pool_type: last"),
-        ({"tokenizer_kwargs": {"clean": "canonicalize", "trust_remote_code": True}}, "trust_remote_code=True"),
-        ({"hf_model_name": "bert"}, "hf_model_name"),
-    ):
-        config = SIGLIP_CONFIG | {"text_cfg": SIGLIP_CONFIG["text_cfg"] | change}
-        with pytest.raises(UserError, match=f"The text tower of 'odd' cannot be used.*{named}.*ViT-B-16-SigLIP2"):
-            find_family("odd", config)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -83,14 +72,12 @@ def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep,
 def test_the_tokenizer_may_lie_in_a_folder_of_its_own_and_beside_a_file_of_weights(tmp_path):
     backbone = tiny_siglip()
     backbone.save(tmp_path)
-    expected = backbone.encode_text(backbone.tokenize(CAPTIONS))
     (tmp_path / "tokenizer").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.move(tmp_path / name, tmp_path / "tokenizer" / name)
     with registered(tmp_path / "configs", tiny=backbone.config["model_cfg"]):
         for names in ([str(tmp_path)], ["tiny", str(tmp_path / "open_clip_model.safetensors")]):
-            again = load_backbone(*names)
-            assert torch.equal(again.encode_text(again.tokenize(CAPTIONS)), expected)
+            assert torch.equal(load_backbone(*names).tokenize(CAPTIONS).padded(), backbone.tokenize(CAPTIONS).padded())
     clip_tokenizer(64).save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(UserError, match=r"tokenizer\) cannot be used: the tokenizer has 49408 ids, the text tower 44"):
         load_backbone(str(tmp_path))
@@ -101,14 +88,13 @@ def test_the_tokenizer_may_lie_in_a_folder_of_its_own_and_beside_a_file_of_weigh
 
 def test_code_that_a_tokenizer_brings_is_not_run(tmp_path):
     tiny_siglip().save(tmp_path)
-    marker = tmp_path / "executed"
-    (tmp_path / "hostile.py").write_text(f"open({str(marker)!r}, 'w')\nclass Hostile: pass\n")
+    (tmp_path / "hostile.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Hostile: pass\n")
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "Hostile", "auto_map": {"AutoTokenizer": ["hostile.Hostile", "hostile.Hostile"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="cannot be used"):
         load_backbone(str(tmp_path))
-    assert not marker.exists()
+    assert not (tmp_path / "ran").exists()
 
 
 # OpenAI's and LAION's, and SigLIP's but for those that differ in the size of the images alone

@@ -59,18 +59,15 @@ def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(base):
     assert pipe.text_encoder is not None and pipe.config["text_encoder"] == ("transformers", "CLIPTextModel")
 
 
-def test_nothing_is_cast_or_copied(base):
-    pipe = assemble_copy(StableDiffusionXLPipeline, base).to(torch.bfloat16)
+def test_a_refiner_has_one_encoder_and_nothing_is_cast_or_copied(base):
+    parts = {"text_encoder": None, "tokenizer": None}
+    pipe = assemble_copy(StableDiffusionXLImg2ImgPipeline, base, **parts).to(torch.bfloat16)
     pipe.unet.to(torch.float32)
-    before = [weight.data_ptr() for part in models(pipe).values() for weight in part.parameters()]
+    weights = [weight for part in models(pipe).values() for weight in part.parameters()]
+    before = [(weight.data_ptr(), weight.dtype) for weight in weights]
     long = with_long_prompts(pipe)
-    assert [weight.data_ptr() for part in models(long).values() for weight in part.parameters()] == before
-    assert long.text_encoder.dtype == torch.bfloat16 and long.unet.dtype == torch.float32
-
-
-def test_a_refiner_has_one_encoder(base):
-    pipe = assemble(StableDiffusionXLImg2ImgPipeline, base, text_encoder=None, tokenizer=None)
-    long = with_long_prompts(pipe)
+    weights = [weight for part in models(long).values() for weight in part.parameters()]
+    assert [(weight.data_ptr(), weight.dtype) for weight in weights] == before
     assert all(map(torch.equal, long.encode_prompt(SHORT), pipe.encode_prompt(SHORT)))
     assert long.encode_prompt(LONG)[0].shape == (1, 152, tiny_sdxl.WIDTH_2)
 
@@ -97,8 +94,6 @@ def test_the_file_needs_nothing_of_ours_and_draws_what_the_class_draws(base, tmp
         assert type(custom).__module__.startswith("diffusers_modules.")
     ours = StableDiffusionXLLongPromptPipeline(**custom.components)
     assert np.array_equal(draw(custom, LONG), draw(ours, LONG))
-    custom.save_pretrained(tmp_path / "saved")
-    assert type(DiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionXLPipeline
 
 
 # ---- Stable Diffusion 1.5: one encoder, its last layer
@@ -141,18 +136,15 @@ def test_a_short_prompt_is_encoded_as_in_diffusers(parts, ours, long):
 
 
 @pytest.mark.parametrize("skip", [1, 2])
-@pytest.mark.parametrize("prompt", [SHORT, TOKENS], ids=["short", "long"])
-def test_clip_skip_stops_early_and_keeps_the_final_norm(ours, skip, prompt):
+@pytest.mark.parametrize(("prompt", "same"), [(SHORT, 76), (TOKENS, 73)], ids=["short", "long"])
+def test_clip_skip_stops_early_and_keeps_the_final_norm(ours, skip, prompt, same):
     """By hand: with transformers 5 diffusers' own `clip_skip` of Stable Diffusion 1.5 raises."""
     tokens, encoder = ours._tokenize(prompt)[0][0], ours.text_encoder
     embeds, negatives = encode(ours, prompt, OTHER, clip_skip=skip)
     ids = torch.tensor([[BOS, *tokens.ids[:75], EOS, *[EOS] * max(0, 75 - len(tokens.ids))]])
     expected = final_norm(encoder)(encoder(ids, output_hidden_states=True).hidden_states[-1 - skip])
-    same = 76 if prompt == SHORT else 1 + 72
     torch.testing.assert_close(embeds[:, :same], expected[:, :same], rtol=1e-5, atol=1e-5)
     assert torch.equal(negatives, encode(ours, prompt, OTHER)[1])
-    following = type(ours)(**ours.components).set_long_prompt(negative_clip_skip=True)
-    assert not torch.equal(encode(following, prompt, OTHER, clip_skip=skip)[1], negatives)
 
 
 def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
@@ -162,8 +154,6 @@ def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
         encode(ours, SHORT, clip_skip=1)
     hook.remove()
     assert torch.equal(encode(ours, SHORT)[0], before)
-    with pytest.raises(ValueError, match="`clip_skip` is 3, but must be from 0 to 2"):
-        encode(ours, SHORT, clip_skip=3)
 
 
 def test_a_long_prompt_in_chunks_and_at_once(ours, long):
@@ -194,15 +184,6 @@ def test_strict_counts_the_prompts_that_are_used_and_is_kept_by_from_pipe(ours):
     assert embeds.shape[1] == 77 and negatives is None
 
 
-def test_without_the_encoder(parts, ours):
-    embeds = encode(ours, TOKENS, OTHER)
-    without = StableDiffusionLongPromptPipeline(**parts | {"text_encoder": None, "tokenizer": None, "unet": None})
-    with pytest.raises(ValueError, match="`text_encoder` is None, so no prompt can be encoded"):
-        encode(without, SHORT)
-    got = encode(without, None, prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1])
-    assert all(map(torch.equal, got, embeds))
-
-
 # ---- FLUX and SD3: a 248-token encoder is an ordinary component of diffusers' class
 
 
@@ -227,9 +208,6 @@ def test_flux_reads_late_words_with_a_248_token_encoder(tmp_path):
     # what the pipeline calls pooled is the encoder's own output at the text's end
     alone = encoder(tiny_tokenizer(248)([LATE], return_tensors="pt").input_ids).pooler_output
     torch.testing.assert_close(pooled(pipe, LATE), alone, rtol=1e-5, atol=1e-5)
-    pipe.save_pretrained(tmp_path / "saved")
-    again = loaded(FluxPipeline, tmp_path / "saved")
-    assert again.tokenizer_max_length == 248 and torch.equal(pooled(again, LATE), pooled(pipe, LATE))
 
 
 def sd3_encode(pipe, prompt):

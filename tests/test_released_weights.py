@@ -5,14 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.released import CAPTIONS, released, two_tables
-from helpers.tiny_clip import tiny_siglip
+from helpers.released import CAPTIONS, released
 
 from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.loading import load_backbone, load_weights
+from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.setup import load_base_model, load_base_tokenizer, prepare_backbone
 
@@ -53,14 +52,3 @@ def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(
     long_clip, _ = released(tmp_path, "")
     with pytest.raises(UserError, match="is a Long-CLIP checkpoint, trained from OpenAI's weights"):
         load_two_tower(f"deep:{long_clip}")
-
-
-def test_a_siglip_with_two_tables(tmp_path):
-    torch.manual_seed(0)
-    trained, loaded = tiny_siglip(seed=1), tiny_siglip(seed=2)
-    trained.stretch()
-    state = trained.model.state_dict()
-    tables = two_tables(state["text.positional_embedding"])
-    torch.save(state | {f"text.{name}": table for name, table in tables.items()}, tmp_path / "x.pt")
-    assert load_weights(loaded.model, tmp_path / "x.pt", "tiny", False) == {"keep": 20, "factor": 4}
-    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.model.state_dict().items())
