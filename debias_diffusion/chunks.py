@@ -44,12 +44,20 @@ class Tokens(NamedTuple):
         weights: for each token, its weight; 1 changes nothing.
         breaks: numbers of tokens before which a chunk ends, however short it is; not descending, and twice for an empty
             chunk.
+        strengths: of the parts between breaks, where they are averaged; all 1 if empty.
     """
 
     ids: list[int]
     cuts: list[Cut]
     weights: list[float]
     breaks: Sequence[int] = ()
+    strengths: Sequence[float] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence["Tokens"], strengths: Sequence[float] = ()) -> "Tokens":
+        """One text of parts with breaks between them."""
+        columns = [list(itertools.chain(*column)) for column in zip(*(part[:3] for part in parts), strict=True)]
+        return cls(*columns, list(itertools.accumulate(len(part.ids) for part in parts[:-1])), strengths)
 
     def first(self, count: int) -> "Tokens":
         """The first `count` tokens."""
@@ -60,6 +68,11 @@ class Tokens(NamedTuple):
     def parts(self) -> list[tuple[int, int]]:
         """Start and end of the parts between breaks."""
         return list(itertools.pairwise([0, *self.breaks, len(self.ids)]))
+
+    @property
+    def alone(self) -> list["Tokens"]:
+        """The parts between breaks as texts of their own."""
+        return [Tokens(self.ids[a:b], self.cuts[a:b], self.weights[a:b]) for a, b in self.parts]
 
 
 class Chunk(NamedTuple):

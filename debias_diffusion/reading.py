@@ -175,9 +175,8 @@ def tokenize_parts(
     """
     tokens = [_part_tokens(part.runs, tokenizer, reading, split_special_tokens) for part in parts]
     last = max((number for number, part in enumerate(tokens) if part.ids), default=0)
-    tokens = [part for part in tokens[: last + 1] if part.ids or reading in PROGRAMS] or tokens[:1]
-    ids, cuts, weights, _ = (list(itertools.chain(*column)) for column in zip(*tokens, strict=True))
-    return Tokens(ids, cuts, weights, list(itertools.accumulate(len(part.ids) for part in tokens[:-1])))
+    kept = [at for at, part in enumerate(tokens[: last + 1]) if part.ids or reading in PROGRAMS] or [0]
+    return Tokens.joined([tokens[at] for at in kept], [parts[at].strength for at in kept])
 
 
 def _part_tokens(
