@@ -22,9 +22,10 @@ from transformers import CLIPTextModelWithProjection
 from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS, long_prompt_node
 from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt, read_text
 from debias_diffusion.app.comfyui.write import WORKFLOW
-from debias_diffusion.chunks import TRAINED_POSITIONS, tokenize_text
+from debias_diffusion.chunks import TRAINED_POSITIONS
 from debias_diffusion.interchange.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
+from debias_diffusion.reading import tokenize_text
 from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -167,7 +168,7 @@ def tokenizing(load):
 @pytest.mark.parametrize("prompt", [SHORT, LONG, LONGER, WEIGHTED, ""], ids=["short", "long", "longer", "weighted", ""])
 def test_conditioning_is_that_of_our_pipeline(sdxl, prompt, reading):
     clip, pipe = sdxl
-    pipe.set_long_prompt(weighting=True, reading=reading)
+    pipe.set_long_prompt(emphasis="comfyui", reading=reading)
     plain = prompt.replace("(and birds)", "\\(and birds\\)")
     # ComfyUI's inner weight replaces the outer one, and ours multiply
     embeds, _, pooled, _ = pipe.encode_prompt(plain.replace("(small:1)", f"(small:{1 / 1.3})"), negative_prompt="")
@@ -202,7 +203,7 @@ def test_sd15(load):
     make, (width, _) = load
     model, prompt = encoders(width, 64, 77)[0], WEIGHTED.replace("(small:1)", "small")
     parts = tiny_sdxl.sd15_parts() | {"text_encoder": model, "tokenizer": clip_tokenizer(77)}
-    pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(weighting=True)
+    pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(emphasis="comfyui")
     embeds, _ = pipe.encode_prompt(prompt, "cpu", 1, True)
     assert difference(encode_long_prompt(make([model]), prompt), embeds) < 1e-4
 
