@@ -1,0 +1,90 @@
+"""Readings of other programs against what their own code did, and what becomes of weights and positions in them.
+
+data/readings.json holds, for each program and prompt, and for both of SDXL's encoders: the number of tokens of text in
+each row of 77, the CRC32 of the ids whose states the UNet is given (as little-endian numbers of 16 bits), and the
+weights as [weight, number of tokens]. `a1111_none` and `kohya_no_norm` have only what is unlike `a1111` and `kohya`.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_sdxl
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from debias_diffusion.chunks import PROGRAMS, Chunk, positions_of, split_text, weigh
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.weighting import parse_prompt
+from debias_diffusion.reading import encode_texts, tokenize_parts
+from debias_diffusion.tokens import clip_tokenizer
+
+DATA = json.loads((Path(__file__).parent / "data" / "readings.json").read_text(encoding="utf-8"))
+# A1111's second tokenizer cleans texts; names of special tokens are text in ours alone.
+UNLIKE = {"chinese", "html", "special"}
+CHUNKS = [Chunk(range(75), range(75)), Chunk(range(75, 80), range(75, 80))]
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, tiny_sdxl.sdxl_parts(vocabulary=clip_tokenizer))
+
+
+@pytest.mark.parametrize("run", DATA["layouts"])
+def test_ids_and_weights_are_those_of_the_program(run, pipe):
+    (reading, _, emphasis), tokenizers = run.partition("_"), (pipe.tokenizer, pipe.tokenizer_2)
+    for name in DATA["layouts"][run].keys() - UNLIKE:
+        parts = parse_prompt(DATA["prompts"][name], reading, emphasis or PROGRAMS[reading])
+        for tokenizer, (counts, crc, weights) in zip(tokenizers, DATA["layouts"][run][name], strict=True):
+            tokens = tokenize_parts(parts, tokenizer, reading)
+            tokens = tokens.first(225) if reading == "kohya" else tokens
+            assert [len(chunk.read) for chunk in split_text(tokens, 75, reading)] == counts, name
+            settings = {"reading": reading, "emphasis": "ignore", "states": lambda _, ids: (ids[..., None], None)}
+            length = 227 if reading == "kohya" else 77 * len(counts)
+            ids, _ = encode_texts(pipe.text_encoder, tokenizer, [tokens], length, **settings)
+            assert zlib.crc32(ids.numpy().astype("<u2")) == crc, name
+            expected = [weight for weight, count in weights for _ in range(count)]  # rounded to six digits
+            assert tokens.weights == pytest.approx(expected, abs=1e-6), name
+
+
+def test_weights_multiply_keep_the_mean_or_move_away_from_the_empty_text():
+    states, weights, empty = torch.rand(2, 77, 8), torch.ones(2, 77), torch.rand(77, 8)
+    weights[0, 3:5] = 1.4
+    multiplied, moved = states.clone(), states.clone()
+    multiplied[0, 3:5] *= 1.4
+    moved[0, 3:5] += 0.4 * (states[0, 3:5] - empty[3:5])
+    assert_close(weigh(states, weights, empty, "no_norm"), multiplied)
+    assert_close(weigh(states, weights, empty, "comfyui"), moved)
+    factor = states[0].mean() / multiplied[0].mean()  # of one chunk: the other has a mean of its own
+    assert_close(weigh(states, weights, empty, "original"), torch.stack([multiplied[0] * factor, states[1]]))
+
+
+def test_kohya_gives_a_bos_all_text_positions_and_the_last():
+    assert positions_of(CHUNKS, 77, 152, "kohya") == [0, *range(1, 76), *range(78, 153), 153]
+    assert positions_of(CHUNKS, 77, 227, "kohya") == [0, *range(1, 76), *range(78, 153), *range(155, 230), 230]
+
+
+def test_a_repeated_text_leaves_attention_as_it_is(pipe):
+    states, query = torch.randn(1, 154, 8), torch.randn(1, 5, 8)
+    repeated = states[:, positions_of(CHUNKS, 77, 6 * 77, "a1111")]
+    attended = (scaled_dot_product_attention(query, keys, keys) for keys in (states, repeated))
+    assert_close(*attended, atol=1e-6, rtol=0)
+    pipe.set_long_prompt(reading="a1111")
+    assert pipe.prompt_layout("cat " * 80, negative_prompt="cat " * 160).positions == 6 * 77
+
+
+def test_parts_are_averaged_with_their_strengths(pipe):
+    pipe.set_long_prompt(emphasis="comfyui", breaks="average")
+    cat, bird = pipe.encode_prompt("a (red:1.3) cat"), pipe.encode_prompt("a blue bird")
+    both = pipe.encode_prompt("a (red:1.3) cat BREAK:3 a blue bird")
+    for at in (0, 2):  # embeds and pooled
+        assert_close(both[at], (cat[at] + 3 * bird[at]) / 4)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_with_split_special_tokens_both_encoders_read_the_same_chunks(split, pipe):
+    pipe.set_long_prompt(reading="separate", split_special_tokens=split)
+    first, second = pipe.prompt_layout('"Stop!" ' + "red cat " * 60).texts
+    assert (first == second) == split
