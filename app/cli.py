@@ -105,6 +105,12 @@ COMMANDS = {
         "app.generate:generate",
         "'A red star above a blue ring.' --base toy/sdxl --encoder toy/debias-clip --output star.png",
     ),
+    "tokens": Command(
+        "show where a prompt is cut, as each program reads it",
+        "app.options:TokensConfig",
+        "app.tokens:show_tokens",
+        "'A red star above a blue ring.' --base toy/sdxl",
+    ),
     "shards": Command(
         "write pairs as WebDataset shards of small images, which train faster",
         "app.options:ShardsConfig",

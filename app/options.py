@@ -325,12 +325,7 @@ class GenerateConfig(Checked):
         super().__post_init__()
         for name in filter(None, (self.base, self.encoder_2)):
             shipped(name)  # raises UserError for a misspelt toy model
-        spec = EncoderSpec.parse(self.encoder or ORIGINAL, self.reading or "overlap")
-        if self.reading not in (None, spec.reading):
-            raise UserError(
-                f"encoder is {self.encoder!r} and reading {self.reading!r}, but both say how prompts are read. Leave "
-                "out one of them."
-            )
+        spec = _parse_encoder(self.encoder, self.reading, "overlap")
         self.encoder, self.reading = None if spec.kind is Kind.ORIGINAL else spec.name, spec.reading
         if (self.prompt is None) == (self.prompts is None):
             given = "neither" if self.prompt is None else "both"
@@ -345,6 +340,44 @@ class GenerateConfig(Checked):
     def several(self) -> bool:
         """Whether a folder of images is written, not a single file."""
         return self.prompts is not None or self.images_per_prompt > 1
+
+
+def _parse_encoder(name: str | None, reading: Reading | None, default: Reading | None) -> EncoderSpec:
+    """A text encoder, SDXL's own if None. Raises UserError where the name and `reading` say different readings."""
+    spec = EncoderSpec.parse(name or ORIGINAL, reading or default)
+    if reading not in (None, spec.reading):
+        raise UserError(
+            f"encoder is {name!r} and reading {reading!r}, but both say how prompts are read. Leave out one of them."
+        )
+    return spec
+
+
+@dataclass
+class TokensConfig(Checked):
+    """Which prompt, and which readings of it, to show. Needs tokenizers and context lengths; no model is loaded.
+
+    Attributes:
+        prompt: What to read, in up to 20,000 characters.
+        base: An SDXL or Stable Diffusion 1.5 checkpoint, as `generate` takes it; weights of a folder may be missing.
+        encoder: Text encoder that replaces the checkpoint's first one, as `generate` takes it. Only its context length
+            counts: the tokenizer is the checkpoint's.
+        reading: Of a prompt longer than a text encoder's context length; all of them by default.
+        emphasis: What weights such as (word:1.3) and BREAK do, as in `generate`; by default what the reading's program
+            does.
+        json: Print one JSON object for programs: by reading, the fields of `PromptLayout`.
+    """
+
+    prompt: str
+    base: str
+    encoder: str | None = None
+    reading: Reading | None = None
+    emphasis: Emphasis | None = None
+    json: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        shipped(self.base)  # raises UserError for a misspelt toy model
+        self.spec = _parse_encoder(self.encoder, self.reading, None)
 
 
 @dataclass

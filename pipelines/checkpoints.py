@@ -21,7 +21,7 @@ from debias_diffusion.encoders import load_text_encoder, may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
 from debias_diffusion.interchange.stretch import stretch_text_encoder
-from debias_diffusion.interchange.transformers_folder import read_encoder
+from debias_diffusion.interchange.transformers_folder import find_tokenizer, read_encoder
 from debias_diffusion.models.model_files import check_finite, check_fit, explain_failure, quiet_logging
 from debias_diffusion.models.shipped import shipped
 
@@ -117,6 +117,14 @@ class Checkpoint:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""
         with self.explain(f"{part}/config.json"):
             return {**UNet2DConditionModel.load_config(self.configs, subfolder=part)}  # an error for a list
+
+    def tokenizer(self, slot: Slot) -> CLIPTokenizer:
+        """The tokenizer of one of the checkpoint's text encoders. Raises UserError if it cannot be loaded."""
+        folder, name = Path(self.configs), _TOKENIZERS[slot]
+        with self.explain(f"{name}/tokenizer_config.json"):
+            if folder.is_dir():  # where there is none, transformers makes an empty one
+                find_tokenizer(folder, folder / name)
+            return CLIPTokenizer.from_pretrained(self.configs, subfolder=name)
 
     def explain(self, file: str) -> AbstractContextManager:
         """Turns errors of reading a file of the configurations into a UserError."""
@@ -273,8 +281,7 @@ def _text_encoders(
         checkpoint.check_fits(slot, encoder, name)
         if slot == "text_encoder_2":
             # The UNet was trained with this pad token after a text; another file's tokenizer may have another one.
-            replaced = CLIPTokenizer.from_pretrained(checkpoint.configs, subfolder=_TOKENIZERS[slot])
-            tokenizer.pad_token = replaced.pad_token
+            tokenizer.pad_token = checkpoint.tokenizer(slot).pad_token
         parts |= {slot: encoder.to(dtype), _TOKENIZERS[slot]: tokenizer}
     if checkpoint.file is None and Path(checkpoint.configs).is_dir():
         kept = [slot for slot in slots if slot not in parts]

@@ -58,6 +58,7 @@ class PromptLayout(NamedTuple):
         positions: length of the embeddings.
         chunks: for each text encoder, the number of chunks that the longest text takes.
         cut_at: the number of tokens, BOS and EOS included, at which texts are cut; None if they are read whole.
+        cut_off: for each text encoder, what is not read of the first prompt: text, and number of tokens.
         texts: for each text encoder, of each chunk of the first prompt the text that it adds, as its tokenizer spells
             it, and the number of its tokens.
     """
@@ -66,11 +67,12 @@ class PromptLayout(NamedTuple):
     positions: int
     chunks: tuple[int, ...]
     cut_at: int | None = None
+    cut_off: tuple[tuple[str, int], ...] = ()
     texts: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     def settings(self) -> dict:
         """What an image's settings say of it."""
-        return {name: value for name, value in self._asdict().items() if name != "texts"}
+        return {name: value for name, value in self._asdict().items() if name not in ("cut_off", "texts")}
 
 
 Breaks = Literal["concatenate", "average"]
@@ -184,13 +186,15 @@ class LongPromptMixin:
 
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
         read = [[self._alone(tokens) for tokens in batch] for batch in self._cut(texts)]  # [encoders][batch][texts]
-        counts, shown = [], []
-        for (tokenizer, encoder), batch in zip(self._text_encoders(), read, strict=True):
+        counts, shown, cut_off = [], [], []
+        for (tokenizer, encoder), batch, whole in zip(self._text_encoders(), read, texts, strict=True):
             split = [[self._split(text, encoder, positions) for text in alone] for alone in batch]
             counts.append(max(len(chunks) for alone in split for chunks in alone))
             first = [(text.ids, chunk.kept) for text, own in zip(batch[0], split[0], strict=True) for chunk in own]
             shown.append(tuple((tokenizer.decode(ids[kept.start : kept.stop]), len(kept)) for ids, kept in first))
-        return PromptLayout(_longest(texts), positions, tuple(counts), self._cut_at, tuple(shown))
+            rest = whole[0].ids[sum(len(text.ids) for text in batch[0]) :]
+            cut_off.append((tokenizer.decode(rest), len(rest)))
+        return PromptLayout(_longest(texts), positions, tuple(counts), self._cut_at, tuple(cut_off), tuple(shown))
 
     def _alone(self, tokens: Tokens) -> list[Tokens]:
         """The texts that are encoded apart: a prompt, or its parts between BREAKs."""

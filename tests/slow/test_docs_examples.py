@@ -86,7 +86,7 @@ def runs_here(command: str, *arguments: str) -> bool:
     options = dict(pairwise(arguments))
     given = [options[name] for name in ("--model", "--base", "--encoder") if name in options]
     there = (name.startswith(("toy/", "BeichenZhang")) or Path(name.partition(":")[0]).exists() for name in given)
-    return command in ("export", "comfyui", "generate") and "--push-to-hub" not in arguments and all(there)
+    return command in ("export", "comfyui", "generate", "tokens") and "--push-to-hub" not in arguments and all(there)
 
 
 def follow(page: str, names: dict) -> list[dict]:

@@ -1,0 +1,89 @@
+"""Where a prompt is cut, as each program reads it. Tokenizers and context lengths suffice, so no model is loaded."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import get_args
+
+from debias_diffusion.chunks import Reading
+from debias_diffusion.data.bad_records import printable
+from debias_diffusion.encoders import READINGS, EncoderSpec, Kind
+from debias_diffusion.errors import UserError, reason
+from debias_diffusion.pipelines import LongPromptOptions, PromptLayout, SDLongPromptMixin, SDXLLongPromptMixin
+from debias_diffusion.pipelines.checkpoints import PIPELINES, SDXL, Checkpoint
+from debias_diffusion.pipelines.rendering import cleaned
+
+from .options import TokensConfig
+from .prompts import check_prompt
+
+_CHUNKS, _CUT_OFF = (32, 36), 31  # of a terminal: green and cyan in turn, red
+
+
+def show_tokens(config: TokensConfig) -> None:
+    """Prints where a prompt is cut and how long its embeddings are: in one reading, or in all.
+
+    Raises:
+        UserError: the checkpoint's tokenizers cannot be loaded, or the prompt cannot be read.
+    """
+    check_prompt(config.prompt)
+    pipe = load_reader(Checkpoint.parse(config.base), config.spec)
+    readings = [config.spec.reading] if config.spec.reading else get_args(Reading)
+    layouts = {}
+    for reading in readings:
+        options = LongPromptOptions(reading=reading, emphasis=config.emphasis)
+        pipe.set_long_prompt(**asdict(options))
+        try:
+            layouts[reading] = pipe.prompt_layout(cleaned(config.prompt, options), do_classifier_free_guidance=False)
+        except ValueError as error:
+            raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
+    if config.json:
+        print(json.dumps({reading: layout._asdict() for reading, layout in layouts.items()}))
+        return
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print("\n\n".join("\n".join(_lines(reading, layout, coloured)) for reading, layout in layouts.items()))
+
+
+def load_reader(checkpoint: Checkpoint, first: EncoderSpec) -> SDXLLongPromptMixin | SDLongPromptMixin:
+    """A pipeline that has no models and knows how prompts are read: `prompt_layout` without guidance.
+
+    Args:
+        first: the text encoder in the place of the checkpoint's first one, with the second that was fitted with it.
+
+    Raises:
+        UserError: the checkpoint is of another kind or incomplete.
+    """
+    if first.kind is Kind.CHINESE_CLIP:
+        raise first.refusal()
+    is_sdxl = checkpoint.check_kind(PIPELINES) == SDXL
+    pipe = SDXLLongPromptMixin() if is_sdxl else SDLongPromptMixin()
+    second = EncoderSpec.parse(first.fitted_second) if first.fitted_second else None
+    given = {"text_encoder": None if first.kind is Kind.ORIGINAL else first, "text_encoder_2": second}
+    for slot, tokenizer in list(zip(given, ("tokenizer", "tokenizer_2"), strict=True))[: 1 + is_sdxl]:
+        with checkpoint.explain(f"max_position_embeddings in {slot}/config.json"):
+            length = given[slot].context_length if given[slot] else checkpoint.config(slot)["max_position_embeddings"]
+        setattr(pipe, slot, SimpleNamespace(config=SimpleNamespace(max_position_embeddings=length)))
+        setattr(pipe, tokenizer, checkpoint.tokenizer(slot))
+    return pipe
+
+
+def _lines(reading: Reading, layout: PromptLayout, coloured: bool) -> Iterator[str]:
+    """What is printed of a reading; encoders that cut alike are shown once."""
+    yield f"{reading} ({READINGS[reading]}): {layout.tokens} tokens, {layout.positions} positions"
+    encoders = list(zip(layout.texts, layout.cut_off, strict=True))
+    names = ["first text encoder", "second text encoder"]
+    if len(set(encoders)) == 1:
+        names = ["both text encoders" if len(encoders) > 1 else "text encoder"]
+    for name, (chunks, (rest, n_rest)) in zip(names, encoders, strict=False):
+        yield f"  {name}"
+        for number, (text, count) in enumerate(chunks):
+            mark = "" if coloured or number == len(chunks) - 1 else " |"
+            yield f"  {count:5}  {_paint(text, _CHUNKS[number % 2], coloured)}{mark}"
+        if n_rest:
+            yield f"  {n_rest:5}  cut off: {_paint(rest, _CUT_OFF, coloured)}"
+
+
+def _paint(text: str, colour: int, coloured: bool) -> str:
+    return f"\x1b[{colour}m{printable(text)}\x1b[0m" if coloured else printable(text)

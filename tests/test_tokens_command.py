@@ -1,0 +1,80 @@
+"""`tokens`: where each program cuts a prompt, shown without any model's weights."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from helpers import tiny_sdxl
+
+from debias_diffusion.app import cli
+from debias_diffusion.models.shipped import shipped
+from debias_diffusion.pipelines.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering import cleaned
+
+# Tokens: 48 that end with a sentence, 16 that end with a comma, 7 words, 5 in brackets, and 2 words.
+PROMPT = 6 * "A red star above a blue ring. " + 4 * "a blue ring, " + "a red star above a blue ring (and a zzz) a ring"
+# By reading: tokens of the first chunk, tokens that are cut off, positions.
+CUTS = {"overlap": (48, 0, 152), "separate": (48, 0, 152), "cut": (75, 3, 77)}
+CUTS |= {"a1111": (64, 0, 154), "kohya": (75, 0, 227), "comfyui": (71, 0, 154)}
+WEIGHTED = 20 * "A (red star:1.3) [above] a blue ring. " + "BREAK And \x1b[2J."
+
+
+@pytest.fixture
+def show(capsys):
+    def show(*arguments, base="toy/sdxl"):  # what is printed, or why it is refused
+        try:
+            cli.main(["tokens", *arguments, "--base", str(base)])
+        except SystemExit as exit:
+            assert exit.code == 2
+        return "".join(capsys.readouterr())
+
+    return show
+
+
+@pytest.mark.parametrize(("encoder", "emphasis"), [(None, None), ("toy/debias-clip", "comfyui")])
+def test_a_pipeline_of_the_same_encoders_says_the_same(show, tmp_path, encoder, emphasis):
+    base = shutil.copytree(shipped("toy/sdxl"), tmp_path / "sdxl", ignore=shutil.ignore_patterns("*.safetensors"))
+    options = ["--encoder", encoder or "null", "--emphasis", emphasis or "null"]
+    shown = json.loads(show(WEIGHTED, "--json", *options, base=base))
+    pipe = load_pipeline("toy/sdxl", encoder, torch.device("cpu"), part="encoders")
+    for reading in CUTS:
+        pipe.set_long_prompt(reading=reading, emphasis=emphasis)
+        layout = pipe.prompt_layout(cleaned(WEIGHTED, pipe._long_prompt), do_classifier_free_guidance=False)
+        assert shown.pop(reading) == json.loads(json.dumps(layout._asdict())), reading
+    assert not shown
+
+
+def test_each_program_cuts_where_it_cuts(show):
+    for reading, layout in json.loads(show(PROMPT, "--json", "--emphasis=ignore")).items():
+        (chunks, _), (cut_off, _) = layout["texts"], layout["cut_off"]
+        assert (chunks[0][1], cut_off[1], layout["positions"]) == CUTS[reading], reading
+        assert sum(count for _, count in [*chunks, cut_off]) == 78, reading
+
+
+def test_cuts_are_marked_and_coloured_only_on_a_terminal(show, monkeypatch):
+    assert " a blue ring , |\n     14  a red star above" in show(PROMPT, "--reading=a1111")
+    plain = show(WEIGHTED, "--encoder=kohya:toy/clip")
+    assert plain.startswith("kohya (as kohya): ") and "  both text encoders\n     75  a ( red" in plain
+    assert "  cut off: " in plain and "\x1b" not in plain
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    coloured = show(WEIGHTED, "--reading=kohya")
+    assert "\x1b[32ma ( red" in coloured and "cut off: \x1b[31m" in coloured and "and \ufffd" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert show(WEIGHTED, "--reading=kohya") == plain
+
+
+def test_sd15_has_one_encoder(show, tmp_path):
+    tiny_sdxl.assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()).save_pretrained(tmp_path)
+    assert "77 positions\n  text encoder\n      " in show("a red ring", "--reading=cut", base=tmp_path)
+
+
+def test_what_cannot_be_shown_is_refused(show, tmp_path):
+    assert "reading is 'compel', but must be overlap or separate" in show("a ring", "--reading=compel")
+    assert "both say how prompts are read" in show("a ring", "--reading=cut", "--encoder=kohya:toy/clip")
+    assert "The prompt cannot be read: the weight of 'a' is 200" in show("(a:200)", "--reading=a1111")
+    assert "is a Chinese-CLIP" in show("a ring", "--encoder=OFA-Sys/chinese-clip-vit-base-patch16")
+    lacking = shutil.copytree(shipped("toy/sdxl"), tmp_path / "sdxl", ignore=shutil.ignore_patterns("tokenizer_2"))
+    assert "holds no tokenizer" in show("a ring", base=lacking)
