@@ -1,7 +1,6 @@
 """What every evaluation has: its report, a cache of what is finished, a place on the page and in `evaluate all`."""
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -19,7 +18,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import all as everything
 from debias_diffusion.eval import image_features, session
 from debias_diffusion.eval.all import AllConfig, evaluate_all
-from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results, section
+from debias_diffusion.eval.images import rendered
+from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.session import ResultCache
@@ -53,18 +53,14 @@ def check_all(config: AllConfig, monkeypatch) -> dict[str, dict]:
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
     toys = ["cut:toy/clip", "toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl"]
     assert AllConfig().encoders == toys
-    config = AllConfig([*toys[:2], toys[3]], str(tmp_path), limit=4, images_per_encoder=2)
+    monkeypatch.setitem(rendered._AUTO, "steps", (30, 1))  # with toy/sdxl
+    config = AllConfig([toys[0], toys[3]], str(tmp_path), limit=2, images_per_encoder=2)
     reports = check_all(config, monkeypatch)
-    printed = capsys.readouterr().out
-    assert "[1/5]" in printed and "[5/5]" in printed and "5 results in 5 sections" in printed
+    assert "5 results in 5 sections" in capsys.readouterr().out
     labels = {name: list(report["encoders"]) for name, report in reports.items()}
     assert labels.pop("drift") == ["toy/debias-clip"]  # toy/clip is the base's own
-    originals = ["SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks"]
-    assert labels.pop("generation") == [*originals, "toy/debias-clip"]
+    assert labels.pop("generation") == ["SDXL's own, cut at 77 tokens", "toy/debias-clip"]
     assert labels == {key: ["toy/clip", "toy/debias-clip"] for key in ("robustness", "retrieval", "attention")}
-    compared = {(line["a"], line["b"]) for line in reports["generation"]["compared"]}
-    assert len(compared) == 3 and ("toy/debias-clip", originals[1]) in compared
-    assert (reports["retrieval"]["images"], reports["generation"]["images"]) == (4, 2)
     recall = reports["retrieval"]["encoders"]["toy/clip"]["recall_percent"]["text_to_image"]["R@1"]
     assert reports["robustness"]["encoders"]["toy/clip"]["recall_at_1_percent"]["keep"]["text_to_image"] == recall
     page = (tmp_path / "report.html").read_text()
@@ -103,13 +99,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     settings = chosen(**real)
     assert settings["generation"].encoders == real["encoders"]  # SDXL's own is for images alone
     assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
-    for given, limit in (
-        (toy, 200),
-        (toy | {"images_per_encoder": 3}, 3),
-        (toy | {"limit": 5}, 5),
-        (real, 1000),  # as many as in Table S7
-        (real | {"limit": None}, 1000),
-    ):
+    for given, limit in ((toy, 200), (toy | {"images_per_encoder": 3}, 3), (real, 1000)):  # 1000 as in Table S7
         assert chosen(**given)["generation"].limit == limit
 
 
@@ -117,25 +107,15 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     ("change", "message"),
     [
         ({"classification": "cifar-10"}, "classification_data None"),
-        ({"classification_data": "cifar"}, "Give both"),
         ({"data": "toy/test", "base": None, "dpg_bench": "bench", "vqa": "vilt"}, "dpg_bench needs --base"),
-        ({"output": ""}, "There is no output"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),
-        ({"inception_weights": "x.pth"}, "x.pth"),
-        ({"data": "nowhere.json"}, "nowhere.json"),
     ],
 )
 def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, change, message, monkeypatch):
     monkeypatch.setattr(Backbone, "encode_text", lambda *_, **__: pytest.fail("it evaluates"))
     with pytest.raises(UserError, match=message):
         evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
-
-
-def test_several_processes_are_sent_to_generate_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="evaluate generation` with the same output first"):
-        evaluate_all(AllConfig(output=str(tmp_path)))
 
 
 def test_the_docs_list_the_evaluations():
@@ -172,12 +152,11 @@ def test_what_is_computed_is_kept_by_its_key_and_again_where_damaged(tmp_path, c
         file.unlink() if damaged is None else file.write_bytes(damaged)
         assert ResultCache(tmp_path).result("part", {"a": 1}, compute)["number"] == 1.5
     assert len(compute.calls) == 7
-    caches = [ResultCache(tmp_path) for _ in range(2)]
-    for kept in caches:  # tensors and notes too, with the seconds that they took
+    kept = ResultCache(tmp_path)
+    for _ in range(2):  # tensors and notes too
         assert kept.tensors("images", {"a": 1}, lambda: {"x": torch.full((2, 3), compute()["number"])})["x"].sum() == 9
         assert kept.noted("answers", {"a": 1}, compute) == {"number": 1.5, "list": [1, 2, 3]}
-        assert kept.has_notes("answers") and not kept.has_notes("answer")
-    assert len(compute.calls) == 9 and caches[0].seconds == caches[1].seconds > 0
+    assert len(compute.calls) == 9
 
 
 def test_another_version_of_a_library_is_another_key(tmp_path, compute, monkeypatch):
@@ -186,7 +165,6 @@ def test_another_version_of_a_library_is_another_key(tmp_path, compute, monkeypa
         return ResultCache(tmp_path).result("part", {"a": 1}, lambda: compute(number))["number"]
 
     assert [result(1, torch="2.11.0"), result(2, torch="2.12.0"), result(3, torch="2.11.0")] == [1, 2, 1]
-    assert result(4, torch="2.11.0", diffusers="0.36.0") == 4 and compute.calls == [1, 2, 4]
 
 
 # ---- one page of several runs
@@ -236,18 +214,13 @@ def test_results_on_the_same_data_stand_in_one_table(runs, report, tmp_path, cap
         assert [row[0], *(text.split(" (")[0] for text in row[2:])] == [label, *(f"{r:.1f}" for r in recalls)]
     markdown = (tmp_path / "report.md").read_text()
     assert r"| \<b\>two\| |" in markdown and markdown.count("\n## ") == 2
-    names = ["1-retrieval.png", "2-retrieval.png"]
-    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == names
-    assert all(f"(report/{name})" in markdown for name in names)
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {"1-retrieval.png", "2-retrieval.png"}
     assert len(page.all("img")) == 2 and not page.all("b")
-    assert len(page.all("details")) == 1 and "Encoders compared, pairwise" in page.text  # one run has two encoders
-    assert "toy world" not in page.text
     groups = grouped(read_results(runs)[0])
     assert [len(group) for group in groups] == [3, 1]
     together = merged(groups[0])
     assert list(together["encoders"]) == list(numbers)
     assert [(line["a"], line["b"]) for line in together["compared"]] == [("<b>two|", "one")] * 2  # of the latest run
-    assert len(section(groups[0]).about) == 4  # three runs and the data
 
 
 def test_what_stands_in_one_table_and_what_apart(report, tmp_path):
@@ -257,9 +230,6 @@ def test_what_stands_in_one_table_and_what_apart(report, tmp_path):
     (group,) = grouped(read_results(tmp_path / "weights")[0])
     labels = [label for label in merged(group)["encoders"] if label.startswith("one")]
     assert labels == ["one", "one (scores)", f"one ({tmp_path / 'weights' / 'c' / 'scores'})"]
-    for images in (6, 5):
-        save(report | {"images": images}, tmp_path / "fewer" / f"{images}")
-    assert [len(group) for group in grouped(read_results(tmp_path / "fewer")[0])] == [1, 1]
     digests = report["digests"] | {"base": "ab", "dino": "cd"}
     for number, base in enumerate(("sdxl", "/models/sdxl")):  # one checkpoint under two names
         settings = report["settings"] | {"base": base, "dino": f"{base}/dino"}
@@ -277,14 +247,12 @@ def test_what_is_no_result_is_named_and_left_out(runs, report, tmp_path, capsys)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "retrieval.json").write_text("{")
     refused("first that cannot be used: bad/retrieval.json")
-    (tmp_path / "fifo").mkdir()
-    os.mkfifo(tmp_path / "fifo" / "retrieval.json")  # to read it would last forever
     del report["encoders"]
     save(report, tmp_path / "old")
     shutil.copytree(runs / "third", tmp_path / "good")
     evaluate_report(ReportConfig(str(tmp_path)))
     printed = capsys.readouterr().out
-    assert all(f"Left out: {name}/retrieval.json" in printed for name in ("bad", "old", "fifo"))
+    assert all(f"Left out: {name}/retrieval.json" in printed for name in ("bad", "old"))
     assert "1 results in 1 sections" in printed and (tmp_path / "report.html").is_file()
 
 
