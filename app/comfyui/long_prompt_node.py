@@ -1,7 +1,7 @@
 """ComfyUI's "CLIP Text Encode (long prompt)": chunks that end with sentences, both encoders of SDXL aligned."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,21 @@ except ModuleNotFoundError:  # not a copy that `debias-diffusion comfyui` wrote,
             "write the node's folder with `debias-diffusion comfyui --output ComfyUI/custom_nodes/long_prompt`"
         ) from error
 
-# By ComfyUI's names, in the order in which it concatenates their states: CLIP-L, bigG, and SD 2's H.
-ENCODERS = ("l", "g", "h")
+# By ComfyUI's names, in the order in which it concatenates their states.
+ENCODERS = {"l": "CLIP-L", "g": "bigG", "h": "CLIP-H"}
 
-# A word, which also ends after a mark of Chinese or Japanese, because no white space follows it.
-_WORD = re.compile(r"\S*?[。！？，、；：][\"'”’»)\]}]*(?=\w)|\S+")
+# A piece of text that is tokenized by itself. ComfyUI looks for `embedding:name` after a space or a line's end only,
+# and its tokenizer takes the control characters that Python calls white space for text.
+_PIECE = re.compile(
+    r"""
+    embedding (?= : (?: \s | $ ) )                                # without a name it is text
+    | embedding: [\S\x1c-\x1f]+
+    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )*?           # up to a mark of Chinese or Japanese,
+      [。！？，、；：] ["'”’»)\]}]* (?= \w ) (?! embedding: )       # because no white space follows it
+    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )+
+    """,
+    re.VERBOSE,
+)
 
 WeightedToken = tuple[Any, float]  # an id, or the vector [width] of a textual inversion, and its weight
 Clip = Any  # `comfy.sd.CLIP`; ComfyUI is no dependency
@@ -30,35 +40,61 @@ Clip = Any  # `comfy.sd.CLIP`; ComfyUI is no dependency
 class LongPromptEncode:
     """The node. See ComfyUI's documentation for the names that it looks for."""
 
-    CATEGORY = "conditioning"
+    CATEGORY = "model/conditioning"
     DESCRIPTION = (
-        "Reads a prompt of any length with the text encoders of SDXL, SD 1.5 or SD 2. A prompt that is longer than an "
-        "encoder is read in chunks that end with a sentence, if possible; both encoders of SDXL stay aligned token by "
-        "token. Weights are written as (word:1.2)."
+        "Reads a prompt of any length with the text encoders of SDXL, SD 1.5, SD 2 or Stable Cascade. A prompt that is "
+        "longer than an encoder is read in chunks that end with a sentence, if possible; both encoders of SDXL stay "
+        "aligned token by token. Weights are written as (word:1.2)."
     )
+    SEARCH_ALIASES = ("long prompt", "77 tokens", "token limit", "chunks", "text", "prompt", "encode prompt")
     FUNCTION = "encode"
-    RETURN_TYPES = ("CONDITIONING",)
+    RETURN_TYPES = ("CONDITIONING", "STRING")
+    RETURN_NAMES = ("CONDITIONING", "chunks")
+    OUTPUT_TOOLTIPS = (
+        "The prompt's conditioning, as long as the prompt needs.",
+        "How each text encoder reads the prompt: the text and the number of tokens of each chunk.",
+    )
 
     @classmethod
     def INPUT_TYPES(cls) -> dict:
-        overlap = (
-            "Read each chunk but the first together with the end of the text before it, so that words such as 'it' "
-            "are understood. Takes up to twice the chunks."
+        text = (
+            "The prompt, with ComfyUI's weights and embedding:name. An SD 1.5 embedding reaches only CLIP-L of SDXL: "
+            "bigG leaves it out, as with ComfyUI's own node."
+        )
+        reading = (
+            "How a prompt longer than an encoder is read. overlap: each chunk but the first together with the end of "
+            "the text before it, so that words such as 'it' are understood; often needs more chunks. separate: each "
+            "chunk by itself."
+        )
+        multiple = (
+            "Add pads up to a multiple of 77 positions. Keep it on beside nodes of ComfyUI and others: conditioning of "
+            "77, 154, 231 or 308 positions is sampled in one batch with theirs. Off: the length that this package's "
+            "diffusers pipelines use, such as 152."
         )
         match = (
             "Conditioning that is used together with this one, such as the positive prompt's for a negative prompt: "
-            "the result gets at least its length, and both are sampled in one batch."
+            "the result gets at least its length."
         )
         return {
             "required": {
-                "clip": ("CLIP",),
-                "text": ("STRING", {"multiline": True, "dynamicPrompts": True}),
-                "overlap": ("BOOLEAN", {"default": True, "tooltip": overlap}),
+                "clip": ("CLIP", {"tooltip": "Text encoders of SDXL, its refiner, SD 1.5, SD 2 or Stable Cascade."}),
+                "text": ("STRING", {"multiline": True, "dynamicPrompts": True, "tooltip": text}),
             },
-            "optional": {"match": ("CONDITIONING", {"tooltip": match})},
+            "optional": {
+                "reading": (["overlap", "separate"], {"default": "overlap", "tooltip": reading}),
+                "multiple_of_77": ("BOOLEAN", {"default": True, "tooltip": multiple}),
+                "match": ("CONDITIONING", {"tooltip": match}),
+            },
         }
 
-    def encode(self, clip: Clip, text: str, overlap: bool = True, match: list | None = None) -> tuple[list]:
+    def encode(
+        self,
+        clip: Clip,
+        text: str,
+        reading: str = "overlap",
+        multiple_of_77: bool = True,
+        match: list | None = None,
+    ) -> tuple[list, str]:
         """ComfyUI's call of the node; see `encode_long_prompt`."""
         if clip is None:
             raise RuntimeError(
@@ -66,7 +102,7 @@ class LongPromptEncode:
                 "use DualCLIPLoader"
             )
         length = max((embeds.shape[1] for embeds, _ in match or []), default=0)
-        return (encode_long_prompt(clip, text, overlap, length),)
+        return encode_long_prompt(clip, text, reading == "overlap", length, 77 if multiple_of_77 else 1)
 
 
 class Reading(NamedTuple):
@@ -89,85 +125,105 @@ class Reading(NamedTuple):
         return len(self.rows[0]) * (len(self.rows) - 1) + self.context_length
 
 
-def encode_long_prompt(clip: Clip, text: str, overlap: bool = True, least_positions: int = 0) -> list[list]:
+def encode_long_prompt(
+    clip: Clip, text: str, overlap: bool = True, least_positions: int = 0, multiple: int = 1
+) -> tuple[list[list], str]:
     """The conditioning for a text of any length: that of `debias_diffusion.pipelines` with the same weights.
 
     Only calls of ComfyUI's own `CLIPTextEncode` are used, so LoRAs, hooks, CLIP skip and memory management work as
     there, and a prompt that fits 77 tokens is encoded as there.
 
     Args:
-        clip: of SDXL, its refiner, SD 1.5 or SD 2; each encoder may have any context length.
+        clip: of SDXL, its refiner, SD 1.5, SD 2 or Stable Cascade; each encoder may have any context length.
         text: with ComfyUI's weights and `embedding:name`.
-        overlap: as in `set_long_prompt` of the pipelines.
+        overlap: as the reading "overlap" of the pipelines; otherwise "separate".
         least_positions: the result has at least this length.
+        multiple: the result's length is a multiple of this.
 
     Returns:
-        pairs of embeddings [1, positions, width of all encoders] and a dict with `pooled_output` [1, pooled width] of
-        the first chunk; more than one pair if the CLIP's hooks follow a schedule.
+        the conditioning, and the chunks as text. The conditioning is pairs of embeddings [1, positions, width of all
+        encoders] and a dict with `pooled_output` [1, pooled width] of the first chunk; more than one pair if the CLIP's
+        hooks follow a schedule.
 
     Raises:
         ValueError: `clip` has other text encoders than CLIP.
     """
     empty = empty_rows(clip)
-    texts = read_text(clip, text, tuple(empty))
+    texts, spans, plain = read_text(clip, text, tuple(empty))
     n_tokens = max(len(tokens.ids) for tokens in texts.values())
     positions = max(least_positions, positions_for(n_tokens, [len(row) for row in empty.values()]))
+    positions = -(-positions // multiple) * multiple
     readings = {name: plan_reading(texts[name], row, positions, overlap) for name, row in empty.items()}
-    rows = fill_rows(readings, empty)
-    return [
+    conditioning = [
         [join_encoders(embeds, readings, positions, extras["pooled_output"]), extras]
-        for embeds, extras in clip.encode_from_tokens_scheduled(rows)
+        for embeds, extras in clip.encode_from_tokens_scheduled(fill_rows(readings, empty))
     ]
+    shown = [show_chunks(ENCODERS[name], reading.chunks, spans[name], plain) for name, reading in readings.items()]
+    return conditioning, "\n\n".join(shown)
+
+
+# What looks into ComfyUI: these three functions, `clip.tokenize` and `clip.encode_from_tokens_scheduled`.
 
 
 def empty_rows(clip: Clip) -> dict[str, list[WeightedToken]]:
     """The tokens of an empty text for each encoder of `clip`: `[BOS, EOS, pads]`, as many as it has positions."""
     rows = clip.tokenize("")
-    if set(rows) - set(ENCODERS):
+    if not rows or set(rows) - set(ENCODERS):
         raise ValueError(
             f"this CLIP has the text encoders {', '.join(sorted(rows))}, and the long-prompt node reads those of SDXL, "
-            "SD 1.5 and SD 2: use ComfyUI's own CLIP Text Encode here"
+            "SD 1.5, SD 2 and Stable Cascade: use ComfyUI's own CLIP Text Encode here"
         )
     # The refiner's tokenizer is SDXL's, but its model has bigG only.
     model = clip.cond_stage_model
     return {name: rows[name][0] for name in ENCODERS if name in rows and hasattr(model, f"clip_{name}")}
 
 
-def read_text(clip: Clip, text: str, names: tuple[str, ...]) -> dict[str, Tokens]:
+def embedding_width(clip: Clip, name: str) -> int:
+    """The width of an encoder's token embeddings, and of textual inversions for it."""
+    return getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings().weight.shape[-1]
+
+
+def weighted_words(text: str) -> tuple[list[tuple[int, int, float]], str]:
+    """Start, end and weight of each piece of a prompt, and the prompt without the signs of weights."""
+    from comfy.sd1_clip import escape_important, token_weights, unescape_important  # only ComfyUI has it
+
+    parts = [(unescape_important(part), weight) for part, weight in token_weights(escape_important(text), 1.0)]
+    words, start = [], 0
+    for part, weight in parts:
+        words += [(start + word.start(), start + word.end(), weight) for word in _PIECE.finditer(part)]
+        start += len(part)
+    return words, "".join(part for part, _ in parts)
+
+
+def read_text(
+    clip: Clip, text: str, names: tuple[str, ...]
+) -> tuple[dict[str, Tokens], dict[str, list[tuple[int, int]]], str]:
     """A text's tokens for the encoders `names`: those that ComfyUI finds, with its weights, and where to cut.
 
-    ComfyUI's tokenizers do not say where in the text a token stands, so each word is tokenized by itself. CLIP's
-    tokens never reach across white space.
+    ComfyUI's tokenizers do not say where in the text a token stands, so each piece is tokenized by itself. CLIP's
+    tokens never reach across white space. Vectors of another width than an encoder's are left out for it, as ComfyUI
+    does; that encoder's later tokens then stand as many positions earlier than the other's.
+
+    Returns:
+        tokens and their spans by encoder, and the text without the signs of weights, in which the spans are
     """
     words, plain = weighted_words(text)
+    widths = {name: embedding_width(clip, name) for name in names}
     tokens: dict[str, list] = {name: [] for name in names}
     weights: dict[str, list[float]] = {name: [] for name in names}
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
     for start, end, weight in words:
         # Brackets are escaped, because weights have been read.
         word = re.sub(r"[()]", r"\\\g<0>", plain[start:end])
-        for name, batches in clip.tokenize(word, return_word_ids=True).items():
-            if name in tokens:
-                of_word = [token for batch in batches for token, _, word_id in batch if word_id]  # BOS, EOS, pads: 0
-                tokens[name] += of_word
-                weights[name] += [weight] * len(of_word)
-                spans[name] += [(start, end)] * len(of_word)
-    return {
-        name: Tokens(ids, rate_cuts(plain, spans[name], vector_names(ids, spans[name])), weights[name])
-        for name, ids in tokens.items()
-    }
-
-
-def weighted_words(text: str) -> tuple[list[tuple[int, int, float]], str]:
-    """Start, end and weight of each word of a prompt, and the prompt without the signs of weights."""
-    from comfy.sd1_clip import escape_important, token_weights, unescape_important  # only ComfyUI has it
-
-    parts = [(unescape_important(part), weight) for part, weight in token_weights(escape_important(text), 1.0)]
-    words, start = [], 0
-    for part, weight in parts:
-        words += [(start + word.start(), start + word.end(), weight) for word in _WORD.finditer(part)]
-        start += len(part)
-    return words, "".join(part for part, _ in parts)
+        rows = clip.tokenize(word, return_word_ids=True)
+        for name, width in widths.items():
+            of_word = [token for row in rows[name] for token, _, word_id in row if word_id]  # BOS, EOS, pads: 0
+            of_word = [token for token in of_word if not torch.is_tensor(token) or token.shape[-1] == width]
+            tokens[name] += of_word
+            weights[name] += [weight] * len(of_word)
+            spans[name] += [(start, end)] * len(of_word)
+    cuts = {name: rate_cuts(plain, spans[name], vector_names(ids, spans[name])) for name, ids in tokens.items()}
+    return {name: Tokens(ids, cuts[name], weights[name]) for name, ids in tokens.items()}, spans, plain
 
 
 def vector_names(tokens: list, spans: list[tuple[int, int]]) -> list[str | None]:
@@ -192,6 +248,19 @@ def plan_reading(tokens: Tokens, empty: list[WeightedToken], positions: int, ove
     if lacks_pads(chunks, context_length, positions):
         rows.append(empty)
     return Reading(chunks, rows, context_length)
+
+
+def show_chunks(title: str, chunks: Sequence[Chunk], spans: Sequence[tuple[int, int]], plain: str) -> str:
+    """Lines with the number of tokens and the text of each chunk; what is read again stands in front, in brackets."""
+
+    def part(tokens: range) -> str:
+        return " ".join(plain[spans[tokens[0]][0] : spans[tokens[-1]][1]].split()) if tokens else ""
+
+    lines = [f"{title}: {sum(len(chunk.kept) for chunk in chunks)} tokens, chunks: {len(chunks)}"]
+    for number, (read, kept) in enumerate(chunks, 1):
+        again = part(range(read.start, kept.start))
+        lines.append(f"{number}. {len(read)} tokens: {f'[{again}] ' if again else ''}{part(kept)}")
+    return "\n".join(lines)
 
 
 def fill_rows(
