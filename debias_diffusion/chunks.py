@@ -1,16 +1,28 @@
-"""Long texts in chunks: where a text is cut, and how the chunks' hidden states are joined into one sequence."""
+"""How texts longer than an encoder are read: where they are cut, which states become the result, what weights do.
 
+Nothing but torch and the standard library is needed, so that a node of ComfyUI and a single file of code can carry it.
+"""
+
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import convert_slow_tokenizer
+if TYPE_CHECKING:
+    import torch  # imported where it is used: names of readings are read before any model is loaded
 
 TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and EOS included
+
+# Of texts longer than the context length: our own ways, then the programs whose ways are imitated.
+Reading = Literal["overlap", "separate", "cut", "a1111", "kohya", "comfyui"]
+# What a weight does to the states of its token, see `weigh`; "none": signs of weights are text.
+Emphasis = Literal["none", "ignore", "original", "no_norm", "comfyui"]
+PROGRAMS: dict[Reading, Emphasis] = {"a1111": "original", "kohya": "none", "comfyui": "comfyui"}  # what each does
+WHOLE_ROWS = ("a1111", "comfyui")  # these give the UNet each chunk's BOS, EOS and pads, too
+KOHYA_POSITIONS = 227  # of `max_token_length=225`
+_BACKTRACK = 20  # A1111's default: how many tokens move to the next chunk, so that this one ends with a comma
+_LARGE_WORD = 8  # ComfyUI cuts words of so many tokens
 
 
 class Cut(IntEnum):
@@ -21,7 +33,6 @@ class Cut(IntEnum):
     WORD = 2
     COMMA = 3
     SENTENCE = 4
-    BREAK = 5  # a chunk ends here, however short it is
 
 
 class Tokens(NamedTuple):
@@ -31,15 +42,24 @@ class Tokens(NamedTuple):
         ids: token ids without BOS and EOS.
         cuts: for each token, how good it is to end a chunk after it.
         weights: for each token, its weight; 1 changes nothing.
+        breaks: numbers of tokens before which a chunk ends, however short it is; not descending, and twice for an empty
+            chunk.
     """
 
     ids: list[int]
     cuts: list[Cut]
     weights: list[float]
+    breaks: Sequence[int] = ()
 
     def first(self, count: int) -> "Tokens":
         """The first `count` tokens."""
-        return Tokens(*(column[:count] for column in self))
+        columns = (column[:count] for column in (self.ids, self.cuts, self.weights))
+        return Tokens(*columns, [at for at in self.breaks if at < count])
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Start and end of the parts between breaks."""
+        return list(itertools.pairwise([0, *self.breaks, len(self.ids)]))
 
 
 class Chunk(NamedTuple):
@@ -78,33 +98,6 @@ def positions_for(n_tokens: int, context_lengths: list[int]) -> int:
     return positions if positions <= max(context_lengths) else whole_chunks(max(context_lengths))
 
 
-def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list[tuple[int, int]]]:
-    """The tokens of a text, all of weight 1, and their spans (start and end in `text`, in characters)."""
-    tokenizer = fast_tokenizer(tokenizer)
-    # verbose=False: transformers' warning about texts beyond the context length does not apply
-    batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, spans = batch["input_ids"], batch["offset_mapping"]
-    added = tokenizer.added_tokens_encoder
-    names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
-    return Tokens(ids, rate_cuts(text, spans, names), [1.0] * len(ids)), spans
-
-
-_FAST = WeakKeyDictionary()  # by tokenizer of transformers 4: the number of its tokens, and its fast twin
-
-
-def fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, or one of the same tokens that gives spans, where it is one of transformers 4 that does not."""
-    if tokenizer.is_fast:
-        return tokenizer
-    count, fast = _FAST.get(tokenizer, (None, None))
-    if count != len(tokenizer):  # textual inversions add tokens
-        special = tokenizer.special_tokens_map_extended
-        fast = PreTrainedTokenizerFast(tokenizer_object=convert_slow_tokenizer(tokenizer), **special)
-        fast.add_tokens([token for _, token in sorted(tokenizer.added_tokens_decoder.items())])
-        _FAST[tokenizer] = (len(tokenizer), fast)
-    return fast
-
-
 def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | None]) -> list[Cut]:
     """How good it is to end a chunk after each token of a text.
 
@@ -135,33 +128,94 @@ def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | 
     return cuts + [Cut.SENTENCE] * (len(spans) > 0)
 
 
-def split_text(tokens: Tokens, slots: int, overlap: bool = True) -> list[Chunk]:
-    """The chunks of at most `slots` tokens in which a text is read, cut at the best places.
+def split_text(tokens: Tokens, slots: int, reading: Reading = "overlap") -> list[Chunk]:
+    """The chunks of at most `slots` tokens in which a text is read.
 
-    `Cut.BREAK` always ends a chunk. Any other cut leaves at most half of the chunk unused; among the remaining places
-    the best kind wins (end of a sentence, then comma, word, token), and among equals the last. The vectors of one
-    textual inversion stay together, even if more than half stays unused; only an inversion of more than `slots` vectors
-    is cut.
+    A break always ends a chunk. Otherwise:
 
-    Args:
-        overlap: read each chunk but the first together with the end of the text before it. At most half of a chunk is
-            then new, and at least a quarter is read again, from the earliest beginning of a sentence that fits (else
-            after a comma, a word, a token). So no token is read as if the text began with it, but where it does and
-            after `Cut.BREAK`.
+    - "separate": any cut leaves at most half of the chunk unused; among the remaining places the best kind wins (end
+      of a sentence, then comma, word, token), and among equals the last. The vectors of one textual inversion stay
+      together, even if more than half stays unused; only an inversion of more than `slots` vectors is cut.
+    - "overlap": as "separate", but each chunk but the first is read together with the end of the text before it. At
+      most half of a chunk is then new, and at least a quarter is read again, from the earliest beginning of a sentence
+      that fits (else after a comma, a word, a token). So no token is read as if the text began with it, but where it
+      does and after a break. Up to three quarters are new where there would be more than twice as many chunks as
+      without overlap, or a last one of a single token.
+    - "a1111": full chunks, but one ends after its last comma if fewer than 20 tokens then move to the next.
+    - "comfyui": full chunks, but no word of fewer than eight tokens is cut.
+    - "kohya" and "cut": full chunks.
 
     Returns:
         at least one chunk, which may be empty; the kept parts make up the text, in order.
     """
-    chunks, start, new = [], 0, max(1, slots // 2) if overlap else slots
-    for end in [*(at + 1 for at, cut in enumerate(tokens.cuts) if cut == Cut.BREAK), len(tokens.ids)]:
-        stop = end if end - start <= slots else _best_end(tokens.cuts, start, slots)
-        chunks.append(Chunk(range(start, stop), range(start, stop)))
-        while stop < end:
-            kept, stop = stop, end if end - stop <= new else _best_end(tokens.cuts, stop, new)
-            read = _best_start(tokens.cuts, start, stop - slots, kept - slots // 4) if overlap else kept
-            chunks.append(Chunk(range(read, stop), range(kept, stop)))
-        start = end
+    if reading == "overlap":
+        return [chunk for part in tokens.parts for chunk in _overlapping(tokens.cuts, *part, slots)]
+    split = {"separate": _split_at_best, "a1111": _split_at_commas, "comfyui": _split_at_words}.get(
+        reading, _split_full
+    )
+    chunks = []
+    for start, end in tokens.parts:
+        places = [start, *split(tokens.cuts, start, end, slots), end]
+        chunks += [Chunk(range(*part), range(*part)) for part in itertools.pairwise(places)]
     return chunks
+
+
+def _overlapping(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[Chunk]:
+    apart = _split_at_best(cuts, start, end, slots)
+    first = apart[0] if apart else end
+    chunks, again, ends = [Chunk(range(start, first), range(start, first))], slots // 4, [first]
+    for new in (max(1, slots // 2), max(1, slots - again)) if apart else ():
+        ends = [first, *_split_at_best(cuts, first, end, new), end]
+        if len(ends) <= 2 * (1 + len(apart)):
+            break
+    else:
+        ends = [*range(first, end, max(1, slots - again)), end]
+    if len(ends) > 2 and ends[-1] - ends[-2] == 1 and ends[-1] - ends[-3] <= slots - again:
+        del ends[-2]
+    for kept, stop in itertools.pairwise(ends):
+        chunks.append(Chunk(range(_best_start(cuts, start, stop - slots, kept - again), stop), range(kept, stop)))
+    return chunks
+
+
+def _split_full(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[int]:
+    return list(range(start + slots, end, slots))
+
+
+def _split_at_best(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[int]:
+    places = []
+    while end - start > slots:
+        places.append(start := _best_end(cuts, start, slots))
+    return places
+
+
+def _split_at_commas(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[int]:
+    """Where A1111 cuts, whose commas alone have `Cut.COMMA`; the vectors of a textual inversion stay together."""
+    places, comma = [], None
+    for at, stop in _groups(cuts, start, end, Cut.TOKEN):
+        is_comma = cuts[at] == Cut.COMMA
+        if stop - start > slots and at > start:
+            near = not is_comma and at - start == slots and comma is not None and at - comma <= _BACKTRACK
+            places.append(start := comma + 1 if near else at)
+            comma = None  # also a comma that begins a chunk is forgotten
+        elif is_comma:
+            comma = at
+    return places
+
+
+def _split_at_words(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[int]:
+    """Where ComfyUI cuts: between words, which end at `Cut.WORD` or better, and in long words."""
+    places = []
+    for at, stop in _groups(cuts, start, end, Cut.WORD):
+        if stop - start > slots and stop - at < _LARGE_WORD and at > start:
+            places.append(start := at)
+        while stop - start > slots:
+            places.append(start := start + slots)
+    return places
+
+
+def _groups(cuts: Sequence[Cut], start: int, end: int, least: Cut) -> Iterator[tuple[int, int]]:
+    """Start and end of the groups of tokens that end with a cut of at least this kind."""
+    return itertools.pairwise([start, *(at + 1 for at in range(start, end) if cuts[at] >= least)])
 
 
 def _best_start(cuts: Sequence[Cut], first: int, least: int, most: int) -> int:
@@ -171,7 +225,7 @@ def _best_start(cuts: Sequence[Cut], first: int, least: int, most: int) -> int:
     return max(range(least, max(least, most) + 1), key=lambda start: (cuts[start - 1], -start))
 
 
-def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
+def _best_end(cuts: Sequence[Cut], start: int, slots: int) -> int:
     """Where a chunk that begins at token `start` ends, exclusive."""
     half = start + slots - slots // 2
 
@@ -181,44 +235,91 @@ def _best_end(cuts: list[Cut], start: int, slots: int) -> int:
     return max(range(start + 1, start + slots + 1), key=goodness)
 
 
-def lacks_pads(chunks: Sequence[Chunk], context_length: int, length: int) -> bool:
-    """Whether a sequence of `length` positions needs more pads than a text's last chunk has, from an empty chunk."""
-    return context_length - chunks[-1].again + sum(len(chunk.kept) for chunk in chunks[:-1]) < length
+def positions_of(chunks: Sequence[Chunk], context_length: int, length: int, reading: Reading = "overlap") -> list[int]:
+    """Which states of a text's chunks are given to the UNet.
+
+    Token j of a text stands at position 1 + j of the result, whatever its encoder's context length, except in
+    `WHOLE_ROWS`:
+
+    - "a1111" and "comfyui": all positions of all chunks, repeated as often as the length is a multiple of them, which
+      leaves attention as it is; else empty chunks follow.
+    - "kohya": BOS of the first chunk, the text positions of each, empty ones too, and the last position of the last.
+    - otherwise: BOS of the first chunk, the text, EOS of the last chunk, then pads: first the last chunk's, then, as
+      often as needed, the positions after BOS of an empty chunk.
+
+    Args:
+        chunks: of the text, in order.
+        context_length: positions of each chunk, `[BOS, text, EOS, pads]`.
+        length: of the result, at least the number of text tokens and two.
+
+    Returns:
+        [length] numbers of positions in all chunks, one after the other; from `len(chunks) * context_length` on, those
+        of an empty chunk.
+    """
+    starts, empty = [row * context_length for row in range(len(chunks))], len(chunks) * context_length
+    if reading in WHOLE_ROWS:
+        positions = range(empty)
+        pads = positions if length % empty == 0 else range(empty, empty + context_length)
+    elif reading == "kohya":
+        starts = (starts + [empty] * length)[: (length - 2) // (context_length - 2)]
+        texts = [start + at for start in starts for at in range(1, context_length - 1)]
+        positions, pads = [0, *texts, starts[-1] + context_length - 1], ()
+    else:
+        positions = [0]
+        for start, chunk in zip(starts, chunks, strict=True):
+            positions += range(start + 1 + chunk.again, start + 1 + len(chunk.read))
+        positions += range(starts[-1] + 1 + len(chunks[-1].read), empty)
+        pads = range(empty + 1, empty + context_length)
+    return list(itertools.islice(itertools.chain(positions, itertools.cycle(pads)), length))
 
 
-def join_chunks(states: torch.Tensor, chunks: Sequence[Chunk], empty: torch.Tensor | None, length: int) -> torch.Tensor:
-    """Joins the hidden states of a text's chunks into one sequence.
+def lacks_pads(chunks: Sequence[Chunk], context_length: int, length: int, reading: Reading = "overlap") -> bool:
+    """Whether the result has positions of an empty chunk."""
+    return max(positions_of(chunks, context_length, length, reading)) >= len(chunks) * context_length
 
-    The result is BOS of the first chunk, every text token in order, EOS of the last chunk, then pads: first the last
-    chunk's, then, as often as needed, the positions after BOS of an empty chunk. So token j of a text always stands at
-    position 1 + j, and two encoders of different context lengths stay aligned.
+
+def join_chunks(
+    states: "torch.Tensor",
+    chunks: Sequence[Chunk],
+    empty: "torch.Tensor | None",
+    length: int,
+    reading: Reading = "overlap",
+) -> "torch.Tensor":
+    """Joins the hidden states of a text's chunks into one sequence, see `positions_of`.
 
     Args:
         states: [chunks, context_length, width], each row `[BOS, text, EOS, pads]`.
         chunks: of the text, in order.
-        empty: [context_length, width] hidden states of `[BOS, EOS, pads]`; None if the last chunk has enough pads.
-        length: positions of the result, at least the number of text tokens and two.
+        empty: [context_length, width] hidden states of `[BOS, EOS, pads]`; may be None if it is not needed.
+        length: positions of the result.
 
     Returns:
         [length, width]
     """
-    texts = [row[1 + chunk.again : 1 + len(chunk.read)] for row, chunk in zip(states, chunks, strict=True)]
-    parts = [states[0, :1], *texts, states[-1, 1 + len(chunks[-1].read) :]]
-    missing = length - sum(len(part) for part in parts)
-    if missing > 0:
-        parts += [empty[1:]] * math.ceil(missing / len(empty[1:]))
-    return torch.cat(parts)[:length]
+    import torch
+
+    rows = [*states] if empty is None else [*states, empty]
+    return torch.cat(rows)[positions_of(chunks, states.shape[1], length, reading)]
 
 
-def weigh(states: torch.Tensor, weights: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-    """Moves hidden states away from those of an empty text, or towards them: empty + weight * (state - empty).
+def weigh(states: "torch.Tensor", weights: "torch.Tensor", empty: "torch.Tensor", emphasis: Emphasis) -> "torch.Tensor":
+    """What weights do to hidden states. Those of weight 1 stay as they are, bit for bit, except under "original".
 
-    ComfyUI weights prompts in the same way. States of weight 1 stay as they are, bit for bit.
+    - "comfyui": empty + weight * (state - empty), away from the states of an empty text, or towards them.
+    - "no_norm": weight * state.
+    - "original": as "no_norm", then each chunk is multiplied so that the mean of its states is what it was.
 
     Args:
         states: [chunks, context_length, width]
         weights: [chunks, context_length]
         empty: [context_length, width] hidden states of `[BOS, EOS, pads]`.
     """
+    import torch
+
     weights = weights.to(states)[..., None]
-    return torch.where(weights == 1, states, empty + weights * (states - empty))
+    if emphasis == "comfyui":
+        return torch.where(weights == 1, states, empty + weights * (states - empty))
+    weighted = states * weights
+    if emphasis == "original":
+        weighted = weighted * (states.mean((1, 2), keepdim=True) / weighted.mean((1, 2), keepdim=True))
+    return weighted

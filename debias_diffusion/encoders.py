@@ -12,8 +12,9 @@ from enum import Enum, auto
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from .chunks import Reading
 from .errors import UserError, near_matches, reason
 from .files import path_digest, read_json_object
 from .jobs import Job
@@ -25,10 +26,16 @@ if TYPE_CHECKING:
     from .interchange.text_encoders import TextEncoder
     from .models.backbone import Backbone
 
-Reading = Literal["overlap", "separate", "cut"]
 ORIGINAL, ORIGINAL_LABEL = "original", "SDXL's own"  # name of the encoder in an SDXL checkpoint, and its label
 CLIP_CONTEXT = 77  # context length of SDXL's own encoders
-READINGS = {"overlap": "overlapping chunks", "separate": "separate chunks", "cut": f"cut at {CLIP_CONTEXT} tokens"}
+READINGS = {
+    "overlap": "overlapping chunks",
+    "separate": "separate chunks",
+    "cut": f"cut at {CLIP_CONTEXT} tokens",
+    "a1111": "as A1111",
+    "kohya": "as kohya",
+    "comfyui": "as ComfyUI",
+}
 MODELS_OF_RUN = ("last", "best")  # folders that `train` writes models to, the result first
 FIRST, SECOND = "encoder", "encoder_2"  # folders that `align` writes encoders to, as `export` would
 _CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones begin
@@ -62,7 +69,7 @@ class EncoderSpec:
 
     Attributes:
         name: as typed, without the prefix for the reading.
-        reading: of prompts longer than the context length.
+        reading: of prompts longer than the context length, one of READINGS.
         kind: what lies there.
         place: file, folder, hub id or open_clip name; of a training run the folder of its model.
         weights: tag or file of MODEL:WEIGHTS; else None, which for an open_clip name is random weights.
@@ -79,7 +86,7 @@ class EncoderSpec:
         """Finds what a name means; loads nothing.
 
         Args:
-            name: see `load_text_encoder`; or "original", SDXL's own encoder; "overlap:", "separate:" or "cut:" may
+            name: see `load_text_encoder`; or "original", SDXL's own encoder; "overlap:" or another of READINGS may
                 stand before it.
             reading: where no prefix says it.
 

@@ -2,11 +2,26 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import convert_slow_tokenizer
 
-from .chunks import Cut, Tokens, join_chunks, lacks_pads, split_text, tokenize_text, weigh
+from .chunks import (
+    PROGRAMS,
+    TRAINED_POSITIONS,
+    Cut,
+    Emphasis,
+    Reading,
+    Tokens,
+    join_chunks,
+    lacks_pads,
+    rate_cuts,
+    split_text,
+    weigh,
+)
 
 # From an encoder and ids [rows, positions]: hidden states [rows, positions, width], and pooled [rows, width] or None.
 States = Callable[[PreTrainedModel, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -41,16 +56,18 @@ def encode_texts(
     texts: Sequence[str | Tokens],
     length: int,
     *,
-    overlap: bool = True,
+    reading: Reading = "overlap",
+    emphasis: Emphasis = "comfyui",
     states: States = penultimate_states,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What an encoder gives a UNet for texts of any length, with gradients.
 
     Args:
-        texts: each as it is, or its tokens from `chunks.tokenize_text` or `tokenize_parts`.
+        texts: each as it is, or its tokens from `tokenize_text` or `tokenize_parts`.
         length: positions of the result, at least those of the longest text, BOS and EOS.
-        overlap: read each chunk but the first together with the end of the text before it.
+        reading: how a text longer than the encoder is cut and joined: `chunks.split_text`, `chunks.positions_of`.
+        emphasis: what weights of tokens do: `chunks.weigh`.
         states: runs the encoder; the ids are on `device`. `penultimate_states` for SDXL, `last_states` for SD 1.5.
         device: of the results; the encoder's if None.
 
@@ -65,27 +82,32 @@ def encode_texts(
     texts = [tokenize_text(text, tokenizer)[0] if isinstance(text, str) else text for text in texts]
     if (longest := max(len(text.ids) for text in texts)) + 2 > length:
         raise ValueError(f"a text of {longest} tokens, BOS and EOS do not fit {length} positions: shorten it.")
-    context = context_length(encoder, length)
-    split = [split_text(text, context - 2, overlap) for text in texts]  # [texts][chunks]
-    chunks = [(text, chunk) for text, parts in zip(texts, split, strict=True) for chunk in parts]
-    rows = [[text.ids[at] for at in chunk.read] for text, chunk in chunks]
-    weights = [[text.weights[at] for at in chunk.read] for text, chunk in chunks]
-    weighted = any(weight != 1 for row in weights for weight in row)
-    # The pads of one empty chunk serve all texts whose last chunk has too few.
-    lacking = any(lacks_pads(parts, context, length) for parts in split)
-    ids = _chunk_ids(rows + [[]] * (lacking or weighted), context, tokenizer)
-    row_states, pooled = states(encoder, ids.to(device))
-    chunk_states, empty = row_states[: len(rows)].to(device), row_states[-1].to(device) if lacking or weighted else None
+    context = chunk_length(encoder, reading, length)
+    split = [split_text(text, context - 2, reading) for text in texts]  # [texts][chunks]
+    rows = [(text, chunk) for text, chunks in zip(texts, split, strict=True) for chunk in chunks]
+    weights = [[text.weights[at] for at in chunk.read] for text, chunk in rows]
+    weighted = emphasis not in ("none", "ignore") and any(weight != 1 for row in weights for weight in row)
+    # One empty chunk serves all texts.
+    lacking = any(lacks_pads(chunks, context, length, reading) for chunks in split)
+    ids = [[text.ids[at] for at in chunk.read] for text, chunk in rows] + [[]] * (lacking or weighted)
+    row_states, pooled = states(encoder, _chunk_ids(ids, context, tokenizer).to(device))
+    chunk_states, empty = row_states[: len(rows)].to(device), row_states[-1].to(device)
     if weighted:
         padded = [[1.0, *row] + [1.0] * (context - 1 - len(row)) for row in weights]
-        chunk_states = weigh(chunk_states, torch.tensor(padded), empty)
-    counts = [len(parts) for parts in split]
+        chunk_states = weigh(chunk_states, torch.tensor(padded), empty, emphasis)
+    counts = [len(chunks) for chunks in split]
     joined = [
-        join_chunks(text_states, parts, empty, length)
-        for text_states, parts in zip(chunk_states.split(counts), split, strict=True)
+        join_chunks(text_states, chunks, empty, length, reading)
+        for text_states, chunks in zip(chunk_states.split(counts), split, strict=True)
     ]
     first_chunks = list(itertools.accumulate([0, *counts[:-1]]))
     return torch.stack(joined), None if pooled is None else pooled[first_chunks]
+
+
+def chunk_length(encoder: PreTrainedModel, reading: Reading, positions: int | None = None) -> int:
+    """Positions that a text encoder reads at once, at most `positions`; 77 as the programs do that are imitated."""
+    lengths = [context_length(encoder, positions), *[TRAINED_POSITIONS] * (reading in PROGRAMS)]
+    return min(lengths)
 
 
 def context_length(encoder: PreTrainedModel, positions: int | None = None) -> int:
@@ -94,20 +116,90 @@ def context_length(encoder: PreTrainedModel, positions: int | None = None) -> in
     return length if positions is None else min(length, positions)
 
 
-def tokenize_parts(parts: Sequence[Sequence[tuple[str, float]]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The tokens of a text in parts that begin new chunks, each of runs of text with weights (`parse_weights`)."""
-    tokens = [_part_tokens(part, tokenizer) for part in parts]
-    tokens = [part for part in tokens if part.ids] or tokens[:1]
-    for part in tokens[:-1]:
-        part.cuts[-1] = Cut.BREAK
-    return Tokens(*(list(itertools.chain(*column)) for column in zip(*tokens, strict=True)))
+def tokenize_text(
+    text: str, tokenizer: PreTrainedTokenizerBase, split_special_tokens: bool = False
+) -> tuple[Tokens, list[tuple[int, int]]]:
+    """The tokens of a text, all of weight 1, and their spans (start and end in `text`, in characters).
+
+    Args:
+        split_special_tokens: names of special tokens in the text are text, as in transformers. The pad token of SDXL's
+            second tokenizer is "!".
+    """
+    tokenizer = fast_tokenizer(tokenizer)
+    # verbose=False: transformers' warning about texts beyond the context length does not apply
+    options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split_special_tokens}
+    batch = tokenizer(text, return_offsets_mapping=True, **options)
+    ids, spans = batch["input_ids"], batch["offset_mapping"]
+    added = tokenizer.added_tokens_encoder
+    names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
+    return Tokens(ids, rate_cuts(text, spans, names), [1.0] * len(ids)), spans
 
 
-def _part_tokens(runs: Sequence[tuple[str, float]], tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """The tokens of weighted runs of text, tokenized as one text."""
-    tokens, spans = tokenize_text("".join(run for run, _ in runs), tokenizer)
-    character_weights = [weight for run, weight in runs for _ in run]
-    return tokens._replace(weights=[character_weights[start] for start, _ in spans])
+_FAST = WeakKeyDictionary()  # by tokenizer of transformers 4: the number of its tokens, and its fast twin
+
+
+def fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, or one of the same tokens that gives spans, where it is one of transformers 4 that does not."""
+    if tokenizer.is_fast:
+        return tokenizer
+    count, fast = _FAST.get(tokenizer, (None, None))
+    if count != len(tokenizer):  # textual inversions add tokens
+        special = tokenizer.special_tokens_map_extended
+        fast = PreTrainedTokenizerFast(tokenizer_object=convert_slow_tokenizer(tokenizer), **special)
+        fast.add_tokens([token for _, token in sorted(tokenizer.added_tokens_decoder.items())])
+        _FAST[tokenizer] = (len(tokenizer), fast)
+    return fast
+
+
+class Part(NamedTuple):
+    """A part of a prompt between BREAKs.
+
+    Attributes:
+        runs: pieces of text and their weights, in order.
+        strength: of the part, if the parts are averaged.
+    """
+
+    runs: Sequence[tuple[str, float]]
+    strength: float = 1.0
+
+
+def tokenize_parts(
+    parts: Sequence[Part],
+    tokenizer: PreTrainedTokenizerBase,
+    reading: Reading = "overlap",
+    split_special_tokens: bool = False,
+) -> Tokens:
+    """The tokens of a text in parts that begin new chunks, as `reading` finds and cuts them.
+
+    Empty parts are left out; in the programs that are imitated they are empty chunks, but for one at the end.
+    """
+    tokens = [_part_tokens(part.runs, tokenizer, reading, split_special_tokens) for part in parts]
+    last = max((number for number, part in enumerate(tokens) if part.ids), default=0)
+    tokens = [part for part in tokens[: last + 1] if part.ids or reading in PROGRAMS] or tokens[:1]
+    ids, cuts, weights, _ = (list(itertools.chain(*column)) for column in zip(*tokens, strict=True))
+    return Tokens(ids, cuts, weights, list(itertools.accumulate(len(part.ids) for part in tokens[:-1])))
+
+
+def _part_tokens(
+    runs: Sequence[tuple[str, float]], tokenizer: PreTrainedTokenizerBase, reading: Reading, split_special_tokens: bool
+) -> Tokens:
+    """The tokens of weighted runs of text, tokenized as one text; in the programs that are imitated, each by itself."""
+    if reading not in PROGRAMS:
+        tokens, spans = tokenize_text("".join(run for run, _ in runs), tokenizer, split_special_tokens)
+        character_weights = [weight for run, weight in runs for _ in run]
+        return tokens._replace(weights=[character_weights[start] for start, _ in spans])
+    ids, cuts, weights = [], [], []
+    comma = tokenizer.convert_tokens_to_ids(",</w>")
+    for run, weight in runs:
+        tokens, spans = tokenize_text(run, tokenizer, split_special_tokens=True)
+        ends = [*(start for start, _ in spans[1:]), len(run) + 1][: len(spans)]
+        for token, rated, (_, end), following in zip(tokens.ids, tokens.cuts, spans, ends, strict=True):
+            word = reading == "comfyui" and (following > len(run) or set(run[end:following]) & {" ", "\n"})
+            cut = Cut.WORD if word else Cut.COMMA if reading == "a1111" and token == comma else Cut.TOKEN
+            cuts.append(rated if rated == Cut.NEVER else cut)
+        ids += tokens.ids
+        weights += [weight] * len(tokens.ids)
+    return Tokens(ids, cuts, weights)
 
 
 def _chunk_ids(rows: list[list[int]], length: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -5,10 +5,8 @@ import inspect
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import get_args
 
 from debias_diffusion import chunks, reading
-from debias_diffusion.encoders import Reading
 
 from . import long_prompt, weighting
 from .classes import StableDiffusionXLLongPromptPipeline
@@ -56,9 +54,8 @@ def write_block(folder: str | Path) -> Path:
 def _write(path: Path, imports: list[str], last: str) -> Path:
     """A file of all that long prompts need, in the order of their imports, and at the end the source `last`."""
     parts = [_body(module) for module in (chunks, reading, weighting, long_prompt)]
-    lines = [line for lines, _ in parts for line in lines] + imports + ["from typing import Literal"]
-    readings = ", ".join(f'"{reading}"' for reading in get_args(Reading))
-    bodies = [f"Reading = Literal[{readings}]", *(body for _, body in parts), last]
+    lines = [line for lines, _ in parts for line in lines] + imports
+    bodies = [*(body for _, body in parts), last]
     source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(lines), "\n\n", "\n\n\n".join(bodies)])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(source.rstrip() + "\n", encoding="utf-8")

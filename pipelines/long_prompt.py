@@ -1,6 +1,7 @@
 """Prompts of any length for diffusers' SDXL and Stable Diffusion 1.5 pipelines."""
 
 import json
+import math
 import threading
 import warnings
 from collections.abc import Iterator
@@ -8,18 +9,36 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.loaders import TextualInversionLoaderMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, fast_tokenizer, positions_for, split_text
-from debias_diffusion.encoders import Reading
-from debias_diffusion.reading import context_length, encode_texts, last_states, penultimate_states, tokenize_parts
+from debias_diffusion.chunks import (
+    KOHYA_POSITIONS,
+    PROGRAMS,
+    TRAINED_POSITIONS,
+    WHOLE_ROWS,
+    Chunk,
+    Emphasis,
+    Reading,
+    Tokens,
+    positions_for,
+    split_text,
+)
+from debias_diffusion.reading import (
+    chunk_length,
+    context_length,
+    encode_texts,
+    fast_tokenizer,
+    last_states,
+    penultimate_states,
+    tokenize_parts,
+)
 
-from .weighting import parse_weights
+from .weighting import parse_prompt
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device
@@ -38,12 +57,18 @@ class PromptLayout(NamedTuple):
         positions: length of the embeddings.
         chunks: for each text encoder, the number of chunks that the longest text takes.
         cut_at: the number of tokens, BOS and EOS included, at which texts are cut; None if they are read whole.
+        texts: for each text encoder, of each chunk of the first prompt the text that it adds, as its tokenizer spells
+            it, and the number of its tokens.
     """
 
     tokens: int
     positions: int
     chunks: tuple[int, ...]
     cut_at: int | None = None
+    texts: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+
+Breaks = Literal["concatenate", "average"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +76,55 @@ class LongPromptOptions:
     """How prompts are read: the options of `set_long_prompt`.
 
     Attributes:
+        reading: of texts longer than the context length. "overlap" reads each chunk but the first together with the
+            end of the text before it (`split_text`), so that pronouns keep their antecedents; the text encoders read
+            at most twice as many chunks. "separate" reads each chunk by itself. "cut" cuts at 77 tokens, as diffusers
+            does. "a1111" (and Forge), "kohya" and "comfyui" read as these programs do, short texts too.
+        emphasis: what weights such as `(word:1.3)` do, see `parse_prompt` and `chunks.weigh`. "none": they are text.
+            "ignore": they are read and dropped. "comfyui": a weight moves a token's states away from those of the empty
+            prompt. "original" and "no_norm" are A1111's. None: what the program does that is imitated, else "none".
+        breaks: what BREAK does where weights are read. "concatenate" begins a new chunk. "average" encodes each part as
+            a prompt of its own and gives the UNet their mean, weighted by `BREAK:0.7`.
+        positions: length of all embeddings, at least 77, for pipelines that encode in several calls and for backends
+            with static shapes; a longer prompt is a ValueError, except in kohya, which cuts it there (at 227, if None).
+            None: as many as the longest text needs.
+        split_special_tokens: "!" is text for SDXL's second encoder, too, whose tokenizer in diffusers reads it as its
+            pad. The imitated programs always read so.
+        zero_empty_negative: an empty negative prompt is zeros, not the encoded empty text. None: as in the program that
+            is imitated (in SDXL, A1111's are zeros), else as in diffusers.
         negative_clip_skip: apply `clip_skip` to the negative prompt too. diffusers never does.
         strict: raise a ValueError for a prompt that an encoder would read in more than one chunk.
-        weighting: read `(word:1.3)`, `word++`, `[word]` and BREAK as A1111's interface and compel do, see
-            `parse_weights`; a weight moves a token's hidden states away from those of the empty prompt, as in ComfyUI.
-        reading: of texts longer than the context length. "overlap" reads each chunk but the first together with the
-            end of the text before it (`split_text`), so that pronouns keep their antecedents; costs the text encoders
-            up to twice the chunks. "separate" reads each chunk by itself, as other programs do. "cut" cuts at 77
-            tokens, as diffusers does.
-        positions: length of all embeddings, at least 77, for pipelines that encode in several calls and for backends
-            with static shapes; a longer prompt is a ValueError. None: as many as the longest text needs.
     """
 
+    reading: Reading = "overlap"
+    emphasis: Emphasis | None = None
+    breaks: Breaks = "concatenate"
+    positions: int | None = None
+    split_special_tokens: bool = False
+    zero_empty_negative: bool | None = None
     negative_clip_skip: bool = False
     strict: bool = False
-    weighting: bool = False
-    reading: Reading = "overlap"
-    positions: int | None = None
 
     def __post_init__(self):
-        if self.reading not in get_args(Reading):
-            raise ValueError(f"reading is {self.reading!r}, but must be {' or '.join(get_args(Reading))}.")
-        if self.positions is not None and self.positions < TRAINED_POSITIONS:
+        choices = {"reading": get_args(Reading), "emphasis": (None, *get_args(Emphasis)), "breaks": get_args(Breaks)}
+        for name, allowed in choices.items():
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} is {given!r}, but must be {' or '.join(map(str, allowed))}.")
+        step = TRAINED_POSITIONS - 2 * (self.reading == "kohya")
+        if self.positions is None:
+            return
+        if self.positions < TRAINED_POSITIONS:
             raise ValueError(f"positions is {self.positions}, but must be at least {TRAINED_POSITIONS}, or None.")
+        if self.reading in PROGRAMS and (self.positions - TRAINED_POSITIONS) % step:
+            raise ValueError(
+                f"positions is {self.positions}, but with reading={self.reading!r} it must be {TRAINED_POSITIONS} or a"
+                f" multiple of {step} more, such as {TRAINED_POSITIONS + 2 * step}."
+            )
+
+    @property
+    def weights(self) -> Emphasis:
+        """What weights do."""
+        return self.emphasis or PROGRAMS.get(self.reading, "none")
 
 
 class LongPromptMixin:
@@ -127,15 +178,28 @@ class LongPromptMixin:
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
-        read, overlap = self._cut(texts), self._long_prompt.reading != "separate"
-        chunks = tuple(
-            max(len(split_text(text, context_length(encoder, positions) - 2, overlap)) for text in batch)
-            for (_, encoder), batch in zip(self._text_encoders(), read, strict=False)
+        split = [
+            [self._split(tokens, encoder, positions) for tokens in batch]
+            for (_, encoder), batch in zip(self._text_encoders(), self._cut(texts), strict=True)
+        ]
+        shown = tuple(
+            tuple(
+                (tokenizer.decode(batch[0].ids[chunk.kept.start : chunk.kept.stop]), len(chunk.kept))
+                for chunk in chunks[0]
+            )
+            for (tokenizer, _), batch, chunks in zip(self._text_encoders(), texts, split, strict=True)
         )
-        return PromptLayout(_longest(texts), positions, chunks, self._cut_at)
+        counts = tuple(max(map(len, chunks)) for chunks in split)
+        return PromptLayout(_longest(texts), positions, counts, self._cut_at, shown)
+
+    def _split(self, tokens: Tokens, encoder: PreTrainedModel, positions: int | None = None) -> list[Chunk]:
+        reading = self._long_prompt.reading
+        return split_text(tokens, chunk_length(encoder, reading, positions) - 2, reading)
 
     @property
     def _cut_at(self) -> int | None:
+        if self._long_prompt.reading == "kohya":
+            return self._long_prompt.positions or KOHYA_POSITIONS
         if self._long_prompt.reading != "cut":
             return None
         return min(TRAINED_POSITIONS, *(context_length(encoder) for _, encoder in self._text_encoders()))
@@ -168,9 +232,19 @@ class LongPromptMixin:
         self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
     ) -> list[list[Tokens]] | None:
         """What is read of the negative prompt, as `_tokenize` gives it; None if it is encoded as zeros."""
-        if negative is None and self.config.get("force_zeros_for_empty_prompt"):
-            return None
-        return self._cut(self._tokenize(negative or "", *negative_2, batch_size=batch_size))
+        zeros = self._long_prompt.zero_empty_negative
+        if zeros is None and self._long_prompt.reading not in PROGRAMS:
+            zeros = negative is None and self.config.get("force_zeros_for_empty_prompt")
+        else:
+            if zeros is None:
+                zeros = self._long_prompt.reading == "a1111" and hasattr(self, "text_encoder_2")
+            texts = [
+                text
+                for given in (negative, *negative_2)
+                for text in ([given] if given is None or isinstance(given, str) else given)
+            ]
+            zeros = zeros and not any(texts)
+        return None if zeros else self._cut(self._tokenize(negative or "", *negative_2, batch_size=batch_size))
 
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder
@@ -180,30 +254,46 @@ class LongPromptMixin:
         quiet = SimpleNamespace(
             tokenize=partial(fast_tokenizer(tokenizer).tokenize, verbose=False), added_tokens_encoder=added
         )
-        tokens = []
+        options, tokens = self._long_prompt, []
         for text in texts:
             text.encode()  # raises ValueError for half of a surrogate pair, which is no character
-            parts = parse_weights(text) if self._long_prompt.weighting else [[(text, 1.0)]]
+            parts = parse_prompt(text, options.reading, options.weights)
             if converts:
-                parts = [[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part] for part in parts]
-            tokens.append(tokenize_parts(parts, tokenizer))
+                parts = [
+                    part._replace(runs=[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part.runs])
+                    for part in parts
+                ]
+            tokens.append(tokenize_parts(parts, tokenizer, options.reading, options.split_special_tokens))
         return tokens
 
     def _shared_length(
         self, prompts: list[list[Tokens]] | None, negatives: list[list[Tokens]] | None, *given: torch.Tensor | None
     ) -> int | None:
         """Positions for both prompts: of embeddings passed in, else as set, else as many as the longest text needs."""
-        texts = (prompts or []) + (negatives or [])
+        reading = self._long_prompt.reading
         fixed = next((embeds.shape[1] for embeds in given if embeds is not None), self._long_prompt.positions)
-        if not texts:
+        if fixed is None and reading == "kohya":
+            fixed = KOHYA_POSITIONS
+        columns = [column for texts in (prompts, negatives) if texts for column in zip(*texts, strict=True)]
+        if not columns:
             return fixed
-        n_tokens = _longest(texts)
-        if fixed is None:
-            return positions_for(n_tokens, [context_length(encoder) for _, encoder in self._text_encoders()])
-        if n_tokens + 2 > fixed:
+        encoders = [encoder for _, encoder in self._text_encoders()]
+        if reading in WHOLE_ROWS:
+            size = chunk_length(encoders[0], reading)
+            rows = {max(len(self._split(*pair)) for pair in zip(column, encoders, strict=True)) for column in columns}
+            if fixed is None:  # a text that is repeated leaves attention as it is
+                return size * math.lcm(*rows)
+            needed, multiple = size * max(rows), fixed % size == 0
+        else:
+            n_tokens = max(len(tokens.ids) for column in columns for tokens in column)
+            if fixed is None:
+                return positions_for(n_tokens, [context_length(encoder) for encoder in encoders])
+            needed, multiple = n_tokens + 2, reading != "kohya" or (fixed - 2) % (TRAINED_POSITIONS - 2) == 0
+        if needed > fixed or not multiple:
             raise ValueError(
-                f"a text of {n_tokens} tokens, BOS and EOS do not fit the {fixed} positions: encode prompt and negative"
-                " prompt together, so that they share a length, or call set_long_prompt with more positions."
+                f"a text that takes {needed} positions, read as {reading!r}, does not fit the {fixed} positions: encode"
+                " prompt and negative prompt together, so that they share a length, or call set_long_prompt with other"
+                " positions."
             )
         return fixed
 
@@ -227,10 +317,17 @@ class LongPromptMixin:
             inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
             return self._states(encoder, ids.to(inputs), clip_skip)
 
-        embeds, pooled, overlap = [], None, self._long_prompt.reading != "separate"
+        embeds, pooled, options = [], None, self._long_prompt
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
             embedded, pooled = encode_texts(
-                encoder, tokenizer, batch, length, overlap=overlap, states=states, device=device
+                encoder,
+                tokenizer,
+                batch,
+                length,
+                reading=options.reading,
+                emphasis=options.weights,
+                states=states,
+                device=device,
             )
             embeds.append(embedded)
         return torch.concat(embeds, dim=-1), pooled

@@ -1,7 +1,12 @@
-"""Weights in a prompt: `(word:1.3)`, `((word))`, `[word]`, `word++`, and BREAK."""
+"""Weights in a prompt, `(word:1.3)`, `((word))`, `[word]`, `word++`, and BREAK, as we and other programs read them."""
 
+import itertools
 import math
 import re
+from collections.abc import Iterator
+
+from debias_diffusion.chunks import Emphasis, Reading
+from debias_diffusion.reading import Part
 
 STEP = 1.1  # factor of a bracket or a plus sign
 MOST_WEIGHT = 100  # far beyond use; larger ones overflow half precision
@@ -14,7 +19,7 @@ _PIECE = re.compile(
     | (?P<open>[(\[])
     | :\s*(?P<number>{_NUMBER})\s*\)                  # ends a round bracket: (word:1.3)
     | (?P<close>[)\]])(?P<close_signs>(?:\++|-+)(?![\w+-]))?  # (two words)++
-    | \s*\bBREAK\b\s*(?P<break>)
+    | \s*\bBREAK\b(?::(?P<strength>{_NUMBER}))?\s*(?P<break>)
     | (?<!{_IN_WORD})(?P<word>(?![+-]){_IN_WORD}+?)(?P<word_signs>\++|-+)(?=[\s,.;:!?)\]]|$)  # word++
     | (?P<text>\w+|\s+|.)
     """,
@@ -22,11 +27,39 @@ _PIECE = re.compile(
 )
 
 Run = tuple[str, float]  # a piece of text and its weight
+_BREAK = re.compile(r"\s*\bBREAK\b\s*")
+_A1111_NUMBER = r":\s*(?P<weight>[+-]?[.\d]+)\s*\)"
+_KOHYA_NUMBER = r":(?P<weight>[+-]?[.\d]+)\)"
 _ROUND = "("
 _OPENING = {")": _ROUND, "]": "["}
 
 
-def parse_weights(prompt: str) -> list[list[Run]]:
+def parse_prompt(prompt: str, reading: Reading, emphasis: Emphasis) -> list[Part]:
+    """The parts of a prompt between BREAKs and their runs of text with weights, in the syntax that `reading` reads.
+
+    Args:
+        emphasis: "none": all is text; "ignore": signs are read, but every weight is 1.
+
+    Raises:
+        ValueError: a weight that is no number or out of range.
+    """
+    if emphasis == "none":
+        return [Part([(prompt, 1.0)])]
+    if reading in ("a1111", "kohya"):
+        parts = _parse_a1111(prompt, breaks=reading == "a1111")
+    else:
+        parts = [Part(_parse_comfyui(prompt))] if reading == "comfyui" else parse_weights(prompt)
+    for text, weight in (run for part in parts for run in part.runs):
+        if not abs(weight) <= MOST_WEIGHT:
+            raise ValueError(
+                f"the weight of {text!r} is {weight:g}, but must be from -{MOST_WEIGHT} to {MOST_WEIGHT}, such as 1.3"
+            )
+    if emphasis == "ignore":
+        parts = [part._replace(runs=[(text, 1.0) for text, _ in part.runs]) for part in parts]
+    return parts
+
+
+def parse_weights(prompt: str) -> list[Part]:
     r"""Splits a prompt into runs of text with weights, in the syntax of A1111's web interface and compel's signs.
 
     | syntax | weight of the enclosed text |
@@ -37,18 +70,17 @@ def parse_weights(prompt: str) -> list[list[Run]]:
     | `word++`, `(two words)++` | 1.1 for each plus sign |
     | `word--`, `(two words)--` | 0.9 for each minus sign |
     | `\(`, `\)`, `\[`, `\]`, `\+`, `\-`, `\\` | the character itself |
-    | `BREAK`, in capitals | a new chunk begins |
+    | `BREAK`, in capitals | a new chunk begins, or a part that is averaged with the others |
+    | `BREAK:0.7` | the strength of the part after it is 0.7 |
 
     Nested weights multiply. An unclosed bracket reaches to the end, as in A1111; an unopened one is text. Signs count
     only at the end of a word: `state-of-the-art` is text, but `C++` must be written `C\+\+`.
 
     Returns:
         for each part between BREAKs (at least one), its runs of equal weight in order; no run is empty.
-
-    Raises:
-        ValueError: a weight, with those that multiply it, is not from -100 to 100.
     """
     parts: list[list[list]] = [[]]  # of [text, weight]
+    strengths = [1.0]
     opened: list[tuple[str, int, int]] = []  # bracket, start of its content: part, run
 
     def multiply(since: tuple[int, int], factor: float) -> None:
@@ -74,28 +106,99 @@ def parse_weights(prompt: str) -> list[list[Run]]:
             multiply(since, _signed(signs) if signs else STEP if bracket == _ROUND else 1 / STEP)
         elif kind == "break":
             parts.append([])
+            strengths.append(float(groups["strength"] or 1))
         elif kind == "word_signs":
             add(groups["word"], _signed(groups["word_signs"]))
         else:
             add(match[0])
     for bracket, *since in opened:
         multiply(since, STEP if bracket == _ROUND else 1 / STEP)
-    return [_merge(part) for part in parts]
+    return [Part(_merged(part), strength) for part, strength in zip(parts, strengths, strict=True)]
 
 
 def _signed(signs: str) -> float:
     return math.prod([STEP if signs[0] == "+" else 0.9] * len(signs))
 
 
-def _merge(part: list[list]) -> list[Run]:
-    runs: list[Run] = []
-    for text, weight in part:
-        if not abs(weight) <= MOST_WEIGHT:
-            raise ValueError(
-                f"the weight of {text!r} is {weight:g}, but must be from -{MOST_WEIGHT} to {MOST_WEIGHT}, such as 1.3"
-            )
-        if runs and runs[-1][1] == weight:
-            runs[-1] = (runs[-1][0] + text, weight)
+def _merged(runs: list[list]) -> list[Run]:
+    """With neighbours of one weight as one run."""
+    groups = itertools.groupby(runs, key=lambda run: run[1])
+    return [("".join(text for text, _ in group), weight) for weight, group in groups]
+
+
+def _parse_a1111(prompt: str, breaks: bool) -> list[Part]:
+    """As A1111's interface and Forge do; `breaks=False`: as kohya's scripts do.
+
+    Round and square brackets are matched apart, a backslash goes even if it escapes nothing, and BREAK in brackets is
+    text.
+    """
+    number = _A1111_NUMBER if breaks else _KOHYA_NUMBER
+    runs: list[list] = []
+    opened: dict[str, list[int]] = {"(": [], "[": []}
+    factors = {")": STEP, "]": 1 / STEP}
+    for match in re.finditer(rf"\\(?P<escaped>[()\[\]\\]?)|[(\[]|{number}|[)\]]|[^\\()\[\]:]+|:", prompt):
+        piece, (escaped, weight) = match[0], match.group("escaped", "weight")
+        opening = {")": "(", "]": "["}.get(piece)
+        if escaped is not None:
+            runs.append([escaped, 1.0])
+        elif piece in opened:
+            opened[piece].append(len(runs))
+        elif weight is not None and opened["("]:
+            _multiply(runs, opened["("].pop(), float(weight))
+        elif opening and opened[opening]:
+            _multiply(runs, opened[opening].pop(), factors[piece])
         else:
-            runs.append((text, weight))
-    return runs
+            for index, text in enumerate(_BREAK.split(piece) if breaks else [piece]):
+                runs += [["BREAK", -1.0]] * (index > 0) + [[text, 1.0]]
+    for bracket, starts in opened.items():
+        for start in starts:
+            _multiply(runs, start, STEP if bracket == "(" else 1 / STEP)
+    merged, parts = _merged(runs), [[]]
+    for run in merged:
+        if breaks and run == ("BREAK", -1.0):
+            parts.append([])
+        else:
+            parts[-1].append(run)
+    return [Part(part) for part in parts]
+
+
+def _multiply(runs: list[list], start: int, factor: float) -> None:
+    for run in runs[start:]:
+        run[1] *= factor
+
+
+def _parse_comfyui(prompt: str, weight: float = 1.0) -> list[Run]:
+    """As ComfyUI does: `(words)` times 1.1, and `(words:1.3)` is 1.3, whatever encloses it."""
+    hidden = prompt.replace("\\)", "\0\1").replace("\\(", "\0\2")
+    return [(text.replace("\0\1", ")").replace("\0\2", "("), weight) for text, weight in _nested(hidden, weight)]
+
+
+def _nested(text: str, weight: float) -> Iterator[Run]:
+    for piece in _outermost(text):
+        if len(piece) < 2 or piece[0] != "(" or piece[-1] != ")":
+            yield piece, weight
+            continue
+        inner, colon, number = piece[1:-1].rpartition(":")
+        try:
+            given = float(number) if colon and inner else None
+        except ValueError:
+            given = None
+        yield from _nested(piece[1:-1], weight * STEP) if given is None else _nested(inner, given)
+
+
+def _outermost(text: str) -> Iterator[str]:
+    """The text cut before and after its outermost round brackets. After a stray `)` none is outermost."""
+    depth = start = 0
+    for at, sign in enumerate(text):
+        if sign == "(":
+            if depth == 0 and at > start:
+                yield text[start:at]
+                start = at
+            depth += 1
+        elif sign == ")":
+            depth -= 1
+            if depth == 0:
+                yield text[start : at + 1]
+                start = at + 1
+    if start < len(text):
+        yield text[start:]

@@ -15,13 +15,14 @@ from torch import Tensor
 from torchvision.transforms.v2 import CenterCrop, Compose, InterpolationMode, PILToTensor, Resize
 from transformers import PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, split_text, tokenize_text
+from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, split_text
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.data.dataset import RecordDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.base import Key
 from debias_diffusion.methods.sampling import draw_generator
 from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.reading import tokenize_text
 from debias_diffusion.sentences import join_sentences, split_sentences
 from debias_diffusion.tokens import clean
 from debias_diffusion.training.feature_cache import FrozenEncoder, check_features
@@ -144,9 +145,7 @@ class AlignDataset(RecordDataset):
         share, sentences, part = 1 - rng.random() ** 2, split_sentences(record.caption), None
         if sentences and rng.random() < PART:
             some = self._tokenize(join_sentences(rng.sample(sentences, rng.randint(1, len(sentences)))))
-            part = tuple(
-                text.first(split_text(text, TRAINED_POSITIONS - 2, overlap=False)[0].kept.stop) for text in some
-            )
+            part = tuple(text.first(split_text(text, TRAINED_POSITIONS - 2, "separate")[0].kept.stop) for text in some)
         text, shares = self._tokenize(record.caption), torch.tensor([share])
         return AlignBatch([record.sample_id], latents[None], noise[None], shares, [text], [part], bad)
 

@@ -31,7 +31,7 @@ class Encoder(NamedTuple):
 
     def read(self, texts: list[Tokens], length: int, overlap: bool = True) -> tuple[Tensor, Tensor | None]:
         """Hidden states [texts, length, width] and pooled [texts, pooled width]."""
-        return encode_texts(self.model, self.tokenizer, texts, length, overlap=overlap)
+        return encode_texts(self.model, self.tokenizer, texts, length, reading="overlap" if overlap else "separate")
 
     @property
     def context_length(self) -> int:

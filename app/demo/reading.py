@@ -64,7 +64,7 @@ def read_prompt(
     reading, slots, kept = models.reading(label, request.reading), models.context_length(label) - 2, tokens
     if reading == "cut":
         kept = tokens.first(min(slots, models.stock_context - 2))
-    return PromptReading(tokens.ids, split_text(kept, slots, overlap=reading != "separate"))
+    return PromptReading(tokens.ids, split_text(kept, slots, reading))
 
 
 def count_tokens(

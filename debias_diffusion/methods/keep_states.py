@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_text, tokenize_text
+from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
 from ..errors import UserError
 from ..limits import PositiveFloat
 from ..models.backbone import Backbone
 from ..models.text_tower import TextTower
+from ..reading import tokenize_text
 from ..sentences import join_sentences, split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Term, at_least_float
@@ -167,7 +168,7 @@ def _draw_text(caption: str, tokenizer: CaptionTokenizer, rng: random.Random) ->
         caption = join_sentences([sentences[number] for number in numbers])
     tokens, _ = tokenize_text(tokenizer.cleaning(caption), tokenizer.tokenizer)
     if is_part:
-        first = split_text(tokens, TRAINED_POSITIONS - 2, overlap=False)[0].kept
+        first = split_text(tokens, TRAINED_POSITIONS - 2, "separate")[0].kept
         tokens = tokens.first(first.stop)
     return tokens
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Tokens, tokenize_text
+from debias_diffusion.chunks import Tokens
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.weight_files import weights_digest
-from debias_diffusion.reading import encode_texts
+from debias_diffusion.reading import encode_texts, tokenize_text
 from debias_diffusion.tokens import clean
 
 from ..intervals import mean_interval, paired_difference

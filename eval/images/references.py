@@ -76,7 +76,7 @@ def sentences_by_chunk(caption: Caption, count_tokens: Callable[[str], int], ove
     cuts = [cut for n in lengths for cut in [Cut.TOKEN] * (n - 1) + [Cut.SENTENCE]]
     number_of = [number for number, n in enumerate(lengths) for _ in range(n)]
     tokens, slots = Tokens(number_of, cuts, []), TRAINED_POSITIONS - 2
-    chunks = [chunk.read for chunk in split_text(tokens, slots, overlap)]
+    chunks = [chunk.read for chunk in split_text(tokens, slots, "overlap" if overlap else "separate")]
     numbers = [[number_of[at] for at in chunk] for chunk in chunks]
     return [[number for number in dict.fromkeys(chunk) if chunk.count(number) == lengths[number]] for chunk in numbers]
 
