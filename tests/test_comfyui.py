@@ -19,13 +19,14 @@ from helpers.comfyui import COMFYUI, LONG, SENTENCE, difference, importable_comf
 from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 
-from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS, long_prompt_node
-from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt, read_text
+from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS
+from debias_diffusion.app.comfyui.long_prompt_node import READINGS, LongPromptEncode, read_text
 from debias_diffusion.app.comfyui.write import WORKFLOW, WORKFLOW_248, WORKFLOWS, write_node
 from debias_diffusion.app.options import ComfyUIConfig
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, tokenize_text
+from debias_diffusion.chunks import TRAINED_POSITIONS, Cut
 from debias_diffusion.interchange.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
+from debias_diffusion.reading import tokenize_text
 from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -34,6 +35,7 @@ SHORT = "A red cat sleeps on a blue sofa."
 LONGER = LONG.replace("(and birds)", "and birds") * 2  # 280 tokens: more than 248 positions
 WEIGHTED = SENTENCE * 5 + "A (green (small:1) tree:1.3), and (a dog:0.6)."
 BOS, EOS = 49406, 49407
+PADS = {"l": EOS, "g": 0}
 
 
 def encoders(width, width_2, positions):
@@ -64,32 +66,41 @@ class StandIn:
         parts = [(unescape(part), weight) for part, weight in token_weights(escape(text), 1.0)]
         rows = {}
         for name, model in self.models.items():
-            words = [(token, weight, 1) for part, weight in parts for token in self.tokens(part, name)]
-            slots, pad = model.config.max_position_embeddings - 2, {"l": EOS, "g": 0}[name]
-            chunks = [words[start : start + slots] for start in range(0, max(1, len(words)), slots)]
+            words = [
+                [(token, weight, 1) for token in word] for part, weight in parts for word in self.words(part, name)
+            ]
+            slots, pad = model.config.max_position_embeddings - 2, PADS[name]
+            chunks = [[]]
+            for word in words:
+                if len(word) < 8 and len(chunks[-1]) + len(word) > slots:
+                    chunks.append([])
+                for token in word:
+                    if len(chunks[-1]) == slots:
+                        chunks.append([])
+                    chunks[-1].append(token)
             padded = [[(BOS, 1.0, 0), *c, (EOS, 1.0, 0), *[(pad, 1.0, 0)] * (slots - len(c))] for c in chunks]
             rows[name] = padded if return_word_ids else [[pair[:2] for pair in row] for row in padded]
         return rows
 
-    def tokens(self, text, name):
+    def words(self, text, name):
         """Ids and vectors: of a file whose name stands behind "embedding:", which ComfyUI finds after spaces only."""
-        tokens = []
+        words = []
         for part in re.split(r"[ \n](?=embedding:)", text):
             if part.startswith("embedding:"):
-                file, *words = part[len("embedding:") :].split()
-                tokens += self.embeddings[file][f"clip_{name}"]
-                part = " ".join(words)
-            tokens += self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        return tokens
+                file, *rest = part[len("embedding:") :].split()
+                words.append(self.embeddings[file][f"clip_{name}"])
+                part = " ".join(rest)
+            words.append(self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+        return words
 
     def encode_from_tokens_scheduled(self, rows):
-        outputs = {name: self.encode(model, rows[name]) for name, model in self.models.items()}
+        outputs = {name: self.encode(model, rows[name], PADS[name]) for name, model in self.models.items()}
         shortest = min(states.shape[1] for states, _ in outputs.values())
         states = torch.cat([states[:, :shortest] for states, _ in outputs.values()], dim=-1)
         return [[states, {"pooled_output": list(outputs.values())[-1][1]}]]
 
-    def encode(self, model, rows):
-        empty = [[(BOS, 1.0), (EOS, 1.0), *[rows[0][-1]] * (len(rows[0]) - 2)]]
+    def encode(self, model, rows, pad):
+        empty = [[(BOS, 1.0), (EOS, 1.0), *[(pad, 1.0)] * (len(rows[0]) - 2)]]
         tokens = [[token for token, _ in row] for row in rows + empty]
         ids = torch.tensor([[0 if torch.is_tensor(token) else token for token in row] for row in tokens])
         weights = torch.tensor([[weight for _, weight in row] for row in rows])[..., None]
@@ -112,8 +123,8 @@ class StandIn:
 
 
 def encode(clip, text, **options):
-    """The conditioning alone."""
-    return encode_long_prompt(clip, text, **options)[0]
+    """The conditioning alone, of the length of our pipelines unless told otherwise."""
+    return LongPromptEncode().encode(clip, text, **{"multiple_of_77": False} | options)[0]
 
 
 def escape(text):
@@ -189,46 +200,72 @@ def tokenizing(load):
     return make(encoders(*widths, positions=77))
 
 
-@pytest.mark.parametrize("reading", ["overlap", "separate"])
-@pytest.mark.parametrize("prompt", [SHORT, LONG, LONGER, WEIGHTED, ""], ids=["short", "long", "longer", "weighted", ""])
+PROMPTS = {"short": SHORT, "long": LONG, "longer": LONGER, "weighted": WEIGHTED, "empty": ""}
+
+
+@pytest.mark.parametrize("reading", ["overlap", "separate", "a1111", "kohya"])
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_conditioning_is_that_of_our_pipeline(sdxl, prompt, reading):
     clip, pipe = sdxl
-    pipe.set_long_prompt(weighting=True, reading=reading)
+    pipe.set_long_prompt(emphasis="comfyui", reading=reading)
     plain = prompt.replace("(and birds)", "\\(and birds\\)")
     # ComfyUI's inner weight replaces the outer one, and ours multiply
     embeds, _, pooled, _ = pipe.encode_prompt(plain.replace("(small:1)", f"(small:{1 / 1.3})"), negative_prompt="")
-    node = NODE_CLASS_MAPPINGS["DebiasLongPromptEncode"]()
-    conditioning, _ = getattr(node, node.FUNCTION)(clip, plain, reading, multiple_of_77=False)
+    conditioning = encode(clip, plain, reading=reading)
     assert embeds.std() > 0.1
     assert difference(conditioning, embeds, pooled) < 1e-4
     if prompt == WEIGHTED:
-        pipe.set_long_prompt(reading=reading)
+        pipe.set_long_prompt(reading=reading, emphasis="ignore")
         unweighted = pipe.encode_prompt(re.sub(r"[()]|:[\d.]+", "", plain), negative_prompt="")[0]
         assert difference(conditioning, unweighted) > 0.01
+
+
+BROKEN = SENTENCE * 4 + "BREAK (a BREAK green tree:1.2), " + SENTENCE * 2 + "BREAK"
+
+
+@pytest.mark.parametrize("reading", ["overlap", "separate"])
+def test_break_begins_a_chunk_if_it_counts(sdxl, reading):
+    clip, pipe = sdxl
+    pipe.set_long_prompt(emphasis="comfyui", reading=reading)
+    embeds, _, pooled, _ = pipe.encode_prompt(BROKEN, negative_prompt="")
+    assert difference(encode(clip, BROKEN, reading=reading, breaks=True), embeds, pooled) < 1e-4
+    pipe.set_long_prompt(emphasis="comfyui", reading=reading)
+    embeds, *_ = pipe.encode_prompt(BROKEN.replace("BREAK", "break"), negative_prompt="")
+    assert difference(encode(clip, BROKEN, reading=reading), embeds) < 1e-4
+    assert encode(clip, "a BREAK b", reading="a1111", breaks=True)[0][0].shape[1] == 2 * TRAINED_POSITIONS
+
+
+def test_reading_comfyui_is_that_of_comfyui(tokenizing):
+    cut_words = "a " * 70 + "antidisestablishmentarianism " * 30
+    kept_words = SENTENCE * 4 + "(pale white:1.2) (" + "curtains, " * 4 + ":1.1) end"
+    for text in (*PROMPTS.values(), cut_words, kept_words, "A 🐈‍⬛ cat. " * 60):
+        ((theirs, extras),) = tokenizing.encode_from_tokens_scheduled(tokenizing.tokenize(text))
+        for multiple in (False, True):
+            ours = encode(tokenizing, text, reading="comfyui", multiple_of_77=multiple)
+            assert difference(ours, theirs, extras["pooled_output"]) == 0
 
 
 def test_a_negative_prompt_matches_the_positive_one(sdxl):
     clip, pipe = sdxl
     pipe.set_long_prompt()
-    node, long = NODE_CLASS_MAPPINGS["DebiasLongPromptEncode"](), LONG.replace("(", "").replace(")", "")
-    positive, _ = node.encode(clip, long, multiple_of_77=False)
-    negative, _ = node.encode(clip, SHORT, multiple_of_77=False, match=positive)
+    long = LONG.replace("(", "").replace(")", "")
     _, embeds, _, pooled = pipe.encode_prompt(long, negative_prompt=SHORT)
-    assert difference(negative, embeds, pooled) < 1e-4
-    assert node.encode(clip, SHORT)[0][0][0].shape[1] == TRAINED_POSITIONS
+    assert difference(encode(clip, SHORT, match=encode(clip, long)), embeds, pooled) < 1e-4
+    assert encode(clip, SHORT)[0][0].shape[1] == TRAINED_POSITIONS
 
 
-def test_a_short_prompt_is_read_as_by_comfyui(sdxl):
+@pytest.mark.parametrize("reading", set(READINGS) - {"kohya"})
+def test_a_short_prompt_is_read_as_by_comfyui(sdxl, reading):
     clip, _ = sdxl
     ((theirs, extras),) = clip.encode_from_tokens_scheduled(clip.tokenize("a (red:1.2) cat"))
-    assert difference(encode(clip, "a (red:1.2) cat"), theirs, extras["pooled_output"]) == 0
+    assert difference(encode(clip, "a (red:1.2) cat", reading=reading), theirs, extras["pooled_output"]) == 0
 
 
 def test_sd15(load):
     make, (width, _) = load
     model, prompt = encoders(width, 64, 77)[0], WEIGHTED.replace("(small:1)", "small")
     parts = tiny_sdxl.sd15_parts() | {"text_encoder": model, "tokenizer": clip_tokenizer(77)}
-    pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(weighting=True)
+    pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(emphasis="comfyui")
     embeds, _ = pipe.encode_prompt(prompt, "cpu", 1, True)
     assert difference(encode(make([model]), prompt), embeds) < 1e-4
 
@@ -262,9 +299,9 @@ def test_tokens_are_those_of_comfyui(tokenizing):
 def test_other_encoders_are_refused(tokenizing):
     flux = SimpleNamespace(tokenize=lambda text: tokenizing.tokenize(text) | {"t5xxl": [[(1, 1.0)]]})
     with pytest.raises(ValueError, match="g, l, t5xxl, and the long-prompt node reads"):
-        encode_long_prompt(flux, SHORT)
+        encode(flux, SHORT)
     with pytest.raises(RuntimeError, match="the clip input is None"):
-        long_prompt_node.LongPromptEncode().encode(None, SHORT)
+        encode(None, SHORT)
 
 
 def test_patches_and_clip_skip_of_comfyui_count(comfyui):
@@ -346,27 +383,28 @@ def test_embeddings_are_found_where_comfyui_finds_them(embedded):
 
 def test_lengths_compose_with_those_of_comfyui(sdxl):
     clip, _ = sdxl
-    node = long_prompt_node.LongPromptEncode()
     for text in (SHORT, LONG, LONGER):
-        rounded, plain = node.encode(clip, text)[0][0][0], node.encode(clip, text, multiple_of_77=False)[0][0][0]
+        rounded, plain = encode(clip, text, multiple_of_77=True)[0][0], encode(clip, text)[0][0]
         assert rounded.shape[1] % TRAINED_POSITIONS == 0 and 0 <= rounded.shape[1] - plain.shape[1] < TRAINED_POSITIONS
         assert torch.allclose(rounded[:, : plain.shape[1]], plain, atol=1e-5)
 
 
 def test_chunks_are_shown(tokenizing):
     long = SENTENCE * 5 + "It (dreams:1.2) of fish."
-    _, shown = encode_long_prompt(tokenizing, long, overlap=False)
+    node = LongPromptEncode()
+    _, shown = node.encode(tokenizing, long, "separate")
     text = f"CLIP-L: 95 tokens, chunks: 2\n1. 72 tokens: {SENTENCE * 4}\n2. 23 tokens: {SENTENCE}It dreams of fish."
     assert shown == "\n\n".join(text.replace("CLIP-L", name).replace(" \n", "\n") for name in ("CLIP-L", "bigG"))
-    assert f"[{SENTENCE * 2}".strip() in encode_long_prompt(tokenizing, long)[1]
-    assert encode_long_prompt(tokenizing, "")[1].startswith("CLIP-L: 0 tokens, chunks: 1\n1. 0 tokens: \n\nbigG")
+    assert f"[{SENTENCE * 2}".strip() in node.encode(tokenizing, long)[1]
+    assert node.encode(tokenizing, "")[1].startswith("CLIP-L: 0 tokens, chunks: 1\n1. 0 tokens: \n\nbigG")
+    assert node.encode(tokenizing, "a " * 300, "kohya")[1].startswith("CLIP-L: 225 tokens, chunks: 3")
 
 
 def test_only_the_class_changes_in_a_workflow_of_comfyui():
-    inputs = long_prompt_node.LongPromptEncode.INPUT_TYPES()
+    inputs = LongPromptEncode.INPUT_TYPES()
     assert set(inputs["required"]) == {"clip", "text"}  # those of ComfyUI's CLIPTextEncode
     assert all("tooltip" in options for kind in inputs.values() for _, options in kind.values())
-    assert len(long_prompt_node.LongPromptEncode.OUTPUT_TOOLTIPS) == len(long_prompt_node.LongPromptEncode.RETURN_TYPES)
+    assert len(LongPromptEncode.OUTPUT_TOOLTIPS) == len(LongPromptEncode.RETURN_TYPES)
 
 
 def test_the_written_pack_is_whole(tmp_path):
@@ -386,7 +424,7 @@ def test_workflows_name_the_node_and_its_inputs(tmp_path, name):
     folder = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt")))
     workflow = json.loads((folder / WORKFLOWS / name).read_text())
     nodes = [node for node in workflow.values() if node["class_type"] in NODE_CLASS_MAPPINGS]
-    inputs = long_prompt_node.LongPromptEncode.INPUT_TYPES()
+    inputs = LongPromptEncode.INPUT_TYPES()
     assert [set(node["inputs"]) for node in nodes] == [set(inputs["required"])] * 2
     loader = {WORKFLOW: "CheckpointLoaderSimple", WORKFLOW_248: "DualCLIPLoader"}[name]
     assert {workflow[node["inputs"]["clip"][0]]["class_type"] for node in nodes} == {loader}

@@ -33,7 +33,7 @@ def sdxl_pipeline(models):
     """Our pipeline with these two text encoders, and CLIP's own vocabulary, which is ComfyUI's."""
     parts = tiny_sdxl.sdxl_parts() | {"text_encoder": models[0], "text_encoder_2": models[1]}
     parts |= {"tokenizer": clip_tokenizer(77), "tokenizer_2": clip_tokenizer(77, pad_token="!")}
-    return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, parts).set_long_prompt(weighting=True)
+    return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, parts).set_long_prompt(emphasis="comfyui")
 
 
 def difference(conditioning, embeds, pooled=None):
