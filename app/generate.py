@@ -87,7 +87,7 @@ def generate(config: GenerateConfig) -> Path:
         pick_device(config.device),
         DTYPES.get(config.precision),
         encoder_2=config.encoder_2,
-        weighting=config.weighting,
+        emphasis=config.emphasis,
         batch=config.batch,
         low_memory=config.low_memory,
         show_steps=not config.several,

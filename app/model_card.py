@@ -55,7 +55,7 @@ pipe.load_components()
 image = pipe(prompt="A street at night. A man in a green coat waits. ...", output="images")[0]
 ```
 
-More arguments of the call: `weighting=True` reads `(word:1.3)`, `word++` and BREAK; `reading="separate"` reads each
+More arguments of the call: `emphasis="comfyui"` reads `(word:1.3)`, `word++` and BREAK; `reading="separate"` reads each
 chunk by itself; `positions=227` fixes the length of all embeddings; `strict=True` refuses what takes two chunks.
 """
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, Reading, parse_encoders
+from debias_diffusion.chunks import Emphasis, Reading
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import TOYS, check_output, check_source
 from debias_diffusion.limits import (
@@ -276,10 +277,13 @@ class GenerateConfig(Checked):
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
         low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
         reading: Of a prompt longer than a text encoder's context length. overlap, the default, reads chunks, each but
-            the first with the end of the text before it, so that pronouns keep their antecedents; up to twice the work
-            of the text encoders. separate reads each chunk by itself, as other programs do. cut cuts the prompt at
-            77 tokens, as diffusers does.
-        weighting: (word:1.3), ((word)), [word], word++ and BREAK in prompts are weights; otherwise they are text.
+            the first with the end of the text before it, so that pronouns keep their antecedents; at most twice the
+            chunks. separate reads each chunk by itself. cut cuts the prompt at 77 tokens, as diffusers does. a1111
+            (Forge too), kohya and comfyui read as these programs do.
+        emphasis: What weights such as (word:1.3), ((word)), [word], word++ and BREAK do; by default what the reading's
+            program does, of overlap, separate and cut none. none: they are text. ignore: they are read and dropped.
+            comfyui: they move words away from the empty prompt. original and no_norm: as A1111's settings of these
+            names.
         steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
         guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. The
             default is above diffusers' 5, for the details of long prompts; above 10 colours oversaturate.
@@ -290,7 +294,7 @@ class GenerateConfig(Checked):
     """
 
     GROUPS = {  # noqa: RUF012 - without an annotation, so no option
-        "Prompts": ("prompt", "prompts", "negative_prompt", "weighting", "reading"),
+        "Prompts": ("prompt", "prompts", "negative_prompt", "emphasis", "reading"),
         "Models": ("base", "encoder", "encoder_2"),
         "Images": ("output", "overwrite", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
         "Speed and memory": ("batch", "low_memory", "device", "precision"),
@@ -314,7 +318,7 @@ class GenerateConfig(Checked):
     images_per_prompt: PositiveInt = 1
     batch: PositiveInt = 1
     low_memory: bool = False
-    weighting: bool = False
+    emphasis: Emphasis | None = None
     reading: Reading | None = None
 
     def __post_init__(self):

@@ -22,7 +22,7 @@ PROGRAMS: dict[Reading, Emphasis] = {"a1111": "original", "kohya": "none", "comf
 WHOLE_ROWS = ("a1111", "comfyui")  # these give the UNet each chunk's BOS, EOS and pads, too
 KOHYA_POSITIONS = 227  # of `max_token_length=225`
 _BACKTRACK = 20  # A1111's default: how many tokens move to the next chunk, so that this one ends with a comma
-_LARGE_WORD = 8  # ComfyUI cuts words of so many tokens
+_LARGE_RUN = 8  # ComfyUI cuts runs of one weight with so many tokens
 
 
 class Cut(IntEnum):
@@ -44,12 +44,20 @@ class Tokens(NamedTuple):
         weights: for each token, its weight; 1 changes nothing.
         breaks: numbers of tokens before which a chunk ends, however short it is; not descending, and twice for an empty
             chunk.
+        strengths: of the parts between breaks, where they are averaged; all 1 if empty.
     """
 
     ids: list[int]
     cuts: list[Cut]
     weights: list[float]
     breaks: Sequence[int] = ()
+    strengths: Sequence[float] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence["Tokens"], strengths: Sequence[float] = ()) -> "Tokens":
+        """One text of parts with breaks between them."""
+        columns = [list(itertools.chain(*column)) for column in zip(*(part[:3] for part in parts), strict=True)]
+        return cls(*columns, list(itertools.accumulate(len(part.ids) for part in parts[:-1])), strengths)
 
     def first(self, count: int) -> "Tokens":
         """The first `count` tokens."""
@@ -60,6 +68,11 @@ class Tokens(NamedTuple):
     def parts(self) -> list[tuple[int, int]]:
         """Start and end of the parts between breaks."""
         return list(itertools.pairwise([0, *self.breaks, len(self.ids)]))
+
+    @property
+    def alone(self) -> list["Tokens"]:
+        """The parts between breaks as texts of their own."""
+        return [Tokens(self.ids[a:b], self.cuts[a:b], self.weights[a:b]) for a, b in self.parts]
 
 
 class Chunk(NamedTuple):
@@ -142,7 +155,7 @@ def split_text(tokens: Tokens, slots: int, reading: Reading = "overlap") -> list
       does and after a break. Up to three quarters are new where there would be more than twice as many chunks as
       without overlap, or a last one of a single token.
     - "a1111": full chunks, but one ends after its last comma if fewer than 20 tokens then move to the next.
-    - "comfyui": full chunks, but no word of fewer than eight tokens is cut.
+    - "comfyui": full chunks, but no run of one weight with fewer than eight tokens is cut.
     - "kohya" and "cut": full chunks.
 
     Returns:
@@ -150,9 +163,7 @@ def split_text(tokens: Tokens, slots: int, reading: Reading = "overlap") -> list
     """
     if reading == "overlap":
         return [chunk for part in tokens.parts for chunk in _overlapping(tokens.cuts, *part, slots)]
-    split = {"separate": _split_at_best, "a1111": _split_at_commas, "comfyui": _split_at_words}.get(
-        reading, _split_full
-    )
+    split = {"separate": _split_at_best, "a1111": _split_at_commas, "comfyui": _split_at_runs}.get(reading, _split_full)
     chunks = []
     for start, end in tokens.parts:
         places = [start, *split(tokens.cuts, start, end, slots), end]
@@ -202,11 +213,11 @@ def _split_at_commas(cuts: Sequence[Cut], start: int, end: int, slots: int) -> l
     return places
 
 
-def _split_at_words(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[int]:
-    """Where ComfyUI cuts: between words, which end at `Cut.WORD` or better, and in long words."""
+def _split_at_runs(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[int]:
+    """Where ComfyUI cuts: between runs of one weight, which end at `Cut.WORD` or better, and in long ones."""
     places = []
     for at, stop in _groups(cuts, start, end, Cut.WORD):
-        if stop - start > slots and stop - at < _LARGE_WORD and at > start:
+        if stop - start > slots and stop - at < _LARGE_RUN and at > start:
             places.append(start := at)
         while stop - start > slots:
             places.append(start := start + slots)

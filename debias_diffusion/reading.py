@@ -175,9 +175,8 @@ def tokenize_parts(
     """
     tokens = [_part_tokens(part.runs, tokenizer, reading, split_special_tokens) for part in parts]
     last = max((number for number, part in enumerate(tokens) if part.ids), default=0)
-    tokens = [part for part in tokens[: last + 1] if part.ids or reading in PROGRAMS] or tokens[:1]
-    ids, cuts, weights, _ = (list(itertools.chain(*column)) for column in zip(*tokens, strict=True))
-    return Tokens(ids, cuts, weights, list(itertools.accumulate(len(part.ids) for part in tokens[:-1])))
+    kept = [at for at, part in enumerate(tokens[: last + 1]) if part.ids or reading in PROGRAMS] or [0]
+    return Tokens.joined([tokens[at] for at in kept], [parts[at].strength for at in kept])
 
 
 def _part_tokens(
@@ -191,12 +190,12 @@ def _part_tokens(
     ids, cuts, weights = [], [], []
     comma = tokenizer.convert_tokens_to_ids(",</w>")
     for run, weight in runs:
-        tokens, spans = tokenize_text(run, tokenizer, split_special_tokens=True)
-        ends = [*(start for start, _ in spans[1:]), len(run) + 1][: len(spans)]
-        for token, rated, (_, end), following in zip(tokens.ids, tokens.cuts, spans, ends, strict=True):
-            word = reading == "comfyui" and (following > len(run) or set(run[end:following]) & {" ", "\n"})
-            cut = Cut.WORD if word else Cut.COMMA if reading == "a1111" and token == comma else Cut.TOKEN
-            cuts.append(rated if rated == Cut.NEVER else cut)
+        tokens, _ = tokenize_text(run, tokenizer, split_special_tokens=True)
+        for token, rated in zip(tokens.ids, tokens.cuts, strict=True):
+            is_comma = reading == "a1111" and token == comma
+            cuts.append(rated if rated == Cut.NEVER else Cut.COMMA if is_comma else Cut.TOKEN)
+        if reading == "comfyui" and tokens.ids:
+            cuts[-1] = Cut.WORD
         ids += tokens.ids
         weights += [weight] * len(tokens.ids)
     return Tokens(ids, cuts, weights)

@@ -16,7 +16,7 @@ _MODULES = {
     "StableDiffusionXLLongPromptImg2ImgPipeline": ".classes",
     "StableDiffusionXLLongPromptInpaintPipeline": ".classes",
     "StableDiffusionXLLongPromptPipeline": ".classes",
-    "parse_weights": ".weighting",
+    "parse_prompt": ".weighting",
     "with_long_prompts": ".classes",
     "write_block": ".custom_pipeline",
     "write_custom_pipeline": ".custom_pipeline",

@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from debias_diffusion.chunks import (
     split_text,
 )
 from debias_diffusion.reading import (
+    Part,
     chunk_length,
     context_length,
     encode_texts,
@@ -66,6 +67,10 @@ class PromptLayout(NamedTuple):
     chunks: tuple[int, ...]
     cut_at: int | None = None
     texts: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    def settings(self) -> dict:
+        """What an image's settings say of it."""
+        return {name: value for name, value in self._asdict().items() if name != "texts"}
 
 
 Breaks = Literal["concatenate", "average"]
@@ -178,19 +183,18 @@ class LongPromptMixin:
         return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
-        split = [
-            [self._split(tokens, encoder, positions) for tokens in batch]
-            for (_, encoder), batch in zip(self._text_encoders(), self._cut(texts), strict=True)
-        ]
-        shown = tuple(
-            tuple(
-                (tokenizer.decode(batch[0].ids[chunk.kept.start : chunk.kept.stop]), len(chunk.kept))
-                for chunk in chunks[0]
-            )
-            for (tokenizer, _), batch, chunks in zip(self._text_encoders(), texts, split, strict=True)
-        )
-        counts = tuple(max(map(len, chunks)) for chunks in split)
-        return PromptLayout(_longest(texts), positions, counts, self._cut_at, shown)
+        read = [[self._alone(tokens) for tokens in batch] for batch in self._cut(texts)]  # [encoders][batch][texts]
+        counts, shown = [], []
+        for (tokenizer, encoder), batch in zip(self._text_encoders(), read, strict=True):
+            split = [[self._split(text, encoder, positions) for text in alone] for alone in batch]
+            counts.append(max(len(chunks) for alone in split for chunks in alone))
+            first = [(text.ids, chunk.kept) for text, own in zip(batch[0], split[0], strict=True) for chunk in own]
+            shown.append(tuple((tokenizer.decode(ids[kept.start : kept.stop]), len(kept)) for ids, kept in first))
+        return PromptLayout(_longest(texts), positions, tuple(counts), self._cut_at, tuple(shown))
+
+    def _alone(self, tokens: Tokens) -> list[Tokens]:
+        """The texts that are encoded apart: a prompt, or its parts between BREAKs."""
+        return tokens.alone if self._long_prompt.breaks == "average" else [tokens]
 
     def _split(self, tokens: Tokens, encoder: PreTrainedModel, positions: int | None = None) -> list[Chunk]:
         reading = self._long_prompt.reading
@@ -207,7 +211,12 @@ class LongPromptMixin:
     def _cut(self, texts: list[list[Tokens]]) -> list[list[Tokens]]:
         """What is read of the tokens."""
         end = self._cut_at and self._cut_at - 2
-        return [[tokens.first(end) for tokens in batch] for batch in texts] if end else texts
+        if not end:
+            return texts
+        return [
+            [Tokens.joined([text.first(end) for text in self._alone(tokens)], tokens.strengths) for tokens in batch]
+            for batch in texts
+        ]
 
     def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
@@ -258,6 +267,10 @@ class LongPromptMixin:
         for text in texts:
             text.encode()  # raises ValueError for half of a surrogate pair, which is no character
             parts = parse_prompt(text, options.reading, options.weights)
+            if options.breaks == "concatenate":
+                parts = [Part([(run, weight * part.strength) for run, weight in part.runs]) for part in parts]
+            elif not sum(part.strength for part in parts):
+                raise ValueError(f"the strengths of the parts of {text[:80]!r} add up to 0, so they have no mean")
             if converts:
                 parts = [
                     part._replace(runs=[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part.runs])
@@ -274,18 +287,30 @@ class LongPromptMixin:
         fixed = next((embeds.shape[1] for embeds in given if embeds is not None), self._long_prompt.positions)
         if fixed is None and reading == "kohya":
             fixed = KOHYA_POSITIONS
-        columns = [column for texts in (prompts, negatives) if texts for column in zip(*texts, strict=True)]
+        columns = [
+            [self._alone(tokens) for tokens in column]
+            for texts in (prompts, negatives)
+            if texts
+            for column in zip(*texts, strict=True)
+        ]
         if not columns:
             return fixed
         encoders = [encoder for _, encoder in self._text_encoders()]
         if reading in WHOLE_ROWS:
             size = chunk_length(encoders[0], reading)
-            rows = {max(len(self._split(*pair)) for pair in zip(column, encoders, strict=True)) for column in columns}
+            rows = {
+                max(
+                    len(self._split(text, encoder))
+                    for texts, encoder in zip(column, encoders, strict=True)
+                    for text in texts
+                )
+                for column in columns
+            }
             if fixed is None:  # a text that is repeated leaves attention as it is
                 return size * math.lcm(*rows)
             needed, multiple = size * max(rows), fixed % size == 0
         else:
-            n_tokens = max(len(tokens.ids) for column in columns for tokens in column)
+            n_tokens = max(len(text.ids) for column in columns for texts in column for text in texts)
             if fixed is None:
                 return positions_for(n_tokens, [context_length(encoder) for encoder in encoders])
             needed, multiple = n_tokens + 2, reading != "kohya" or (fixed - 2) % (TRAINED_POSITIONS - 2) == 0
@@ -319,17 +344,20 @@ class LongPromptMixin:
 
         embeds, pooled, options = [], None, self._long_prompt
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
+            alone = [self._alone(tokens) for tokens in batch]
             embedded, pooled = encode_texts(
                 encoder,
                 tokenizer,
-                batch,
+                [text for texts in alone for text in texts],
                 length,
                 reading=options.reading,
                 emphasis=options.weights,
                 states=states,
                 device=device,
             )
-            embeds.append(embedded)
+            strengths = [tokens.strengths[: len(texts)] for tokens, texts in zip(batch, alone, strict=True)]
+            embeds.append(_means(embedded, strengths))
+            pooled = None if pooled is None else _means(pooled, strengths)
         return torch.concat(embeds, dim=-1), pooled
 
     def _encode_pair(
@@ -553,6 +581,15 @@ class SDLongPromptMixin(LongPromptMixin):
 
 def _longest(texts: list[list[Tokens]]) -> int:
     return max(len(tokens.ids) for batch in texts for tokens in batch)
+
+
+def _means(encoded: torch.Tensor, strengths: Sequence[Sequence[float]]) -> torch.Tensor:
+    """The weighted mean of each prompt's parts, [parts of all prompts, ...] -> [prompts, ...]."""
+    means = []
+    for part, weights in zip(encoded.split([len(own) for own in strengths]), strengths, strict=True):
+        shares = part.new_tensor(weights).view(-1, *[1] * (part.ndim - 1)) / sum(weights)
+        means.append(part[0] if len(weights) == 1 else (part * shares).sum(0))
+    return torch.stack(means)
 
 
 def _repeat(embeds: torch.Tensor | None, times: int) -> torch.Tensor | None:

@@ -25,6 +25,7 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 from PIL import Image
 from tqdm import tqdm
 
+from debias_diffusion.chunks import PROGRAMS, Emphasis
 from debias_diffusion.encoders import EncoderSpec, Kind, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError, near_matches, reason
 from debias_diffusion.jobs import Job
@@ -33,7 +34,7 @@ from debias_diffusion.tokens import clean
 
 from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline
 from .classes import StableDiffusionXLLongPromptPipeline
-from .long_prompt import PromptLayout
+from .long_prompt import LongPromptOptions, PromptLayout
 from .png import first_difference, sampler, settings_text, write_png
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
@@ -67,17 +68,23 @@ class ImagePrompt:
     negative_prompt: str | None = None
     prompt_2: str | None = None
 
-    def cleaned(self, weighting: bool) -> "ImagePrompt":
-        """With the texts as pipelines read them, see `cleaned`."""
+    def cleaned(self, options: LongPromptOptions) -> "ImagePrompt":
+        """With the texts as pipelines of these options read them, see `cleaned`."""
         texts = {name: getattr(self, name) for name in ("prompt", "negative_prompt", "prompt_2")}
-        return replace(self, **{name: text and cleaned(text, weighting) for name, text in texts.items()})
+        return replace(self, **{name: text and cleaned(text, options) for name, text in texts.items()})
 
 
-def cleaned(text: str, weighting: bool) -> str:
-    """A prompt as pipelines read it: cleaned like training captions; with weights, BREAK stays in capitals."""
-    if not weighting:
+def cleaned(text: str, options: LongPromptOptions) -> str:
+    """A prompt as pipelines read it: cleaned like training captions, BREAK in capitals if it is read.
+
+    Where another program is imitated, the text stays as it is.
+    """
+    if options.reading in PROGRAMS:
+        return text
+    if options.weights == "none":
         return clean(text)
-    return " BREAK ".join(clean(part) for part in re.split(r"\bBREAK\b", text))  # cleaning lowers case
+    pieces = re.split(r"(\bBREAK\b(?::[-+]?[.\d]+)?)", text)  # cleaning lowers case
+    return " ".join(piece if number % 2 else clean(piece) for number, piece in enumerate(pieces))
 
 
 @dataclass(frozen=True)
@@ -314,7 +321,7 @@ class Renderer:
         sampling: of all images; without height and width, in the checkpoint's size.
         encoder_2: replaces SDXL's second encoder, but for encoders that `align` fitted one with; see `load_pipeline`.
         scheduler: one of SCHEDULERS; None keeps the checkpoint's.
-        weighting: prompts hold weights, see `parse_weights`.
+        emphasis: what weights in prompts do, see `LongPromptOptions`.
         batch: images rendered at once.
         low_memory: either the text encoders or the UNet are in memory, never both.
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
@@ -329,7 +336,7 @@ class Renderer:
     dtype: torch.dtype | None = None
     encoder_2: str | None = None
     scheduler: str | None = None
-    weighting: bool = False
+    emphasis: Emphasis | None = None
     batch: int = 1
     low_memory: bool = False
     show_steps: bool = False
@@ -350,10 +357,14 @@ class Renderer:
         return {
             "reading": encoder.reading,
             "scheduler": self.scheduler,
-            "weighting": self.weighting,
+            "emphasis": self.options(encoder).weights,
             **asdict(self.sampling),
             **runtime_settings(self.device, self.dtype),
         }
+
+    def options(self, encoder: EncoderSpec) -> LongPromptOptions:
+        """How prompts are read."""
+        return LongPromptOptions(reading=encoder.reading, emphasis=self.emphasis)
 
     def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
         """The digests of the models, read from their files; None for an encoder of the checkpoint."""
@@ -387,7 +398,7 @@ class Renderer:
     ) -> dict[str, str]:
         """The text chunks of an image's PNG, with all its settings, see `settings_text`."""
         scheduler = type(pipe.scheduler).__name__
-        settings = self.png_settings(encoder, prompt) | layout._asdict() | {"scheduler": sampler(scheduler)}
+        settings = self.png_settings(encoder, prompt) | layout.settings() | {"scheduler": sampler(scheduler)}
         return settings_text(settings, scheduler)
 
     def pipeline(self, encoder: EncoderSpec) -> DiffusionPipeline:
@@ -400,11 +411,11 @@ class Renderer:
             UserError: it cannot be loaded, or does not fit.
         """
         pipe = self._load(encoder, "encoders" if self.low_memory else "all")
-        return pipe.set_long_prompt(reading=encoder.reading, weighting=self.weighting)
+        return pipe.set_long_prompt(**asdict(self.options(encoder)))
 
     def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
         """How a prompt is read, see `read_layout`."""
-        return read_layout(pipe, prompt.cleaned(self.weighting), self.sampling)
+        return read_layout(pipe, prompt.cleaned(pipe._long_prompt), self.sampling)
 
     def render(
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]
@@ -414,7 +425,8 @@ class Renderer:
         In low memory in rounds, because the embeddings of thousands of prompts take more memory than the encoders,
         which are removed from `pipe`.
         """
-        cleaned_batches = [[prompt.cleaned(self.weighting) for prompt in batch] for batch in batches]
+        options = self.options(encoder)
+        cleaned_batches = [[prompt.cleaned(options) for prompt in batch] for batch in batches]
         if not self.low_memory:
             for batch in cleaned_batches:
                 yield render_batch(pipe, batch, self.sampling)
@@ -580,7 +592,7 @@ def _render_share(
                 if index in missing and isinstance(image, str):
                     failed.append((f"{task.place}, seed {task.prompt.seed}", image))
                 elif index in missing:
-                    notes = asdict(task.prompt) | layouts[index]._asdict()
+                    notes = asdict(task.prompt) | layouts[index].settings()
                     text = renderer.png_text(pipe, encoder, task.prompt, layouts[index])
                     with job.write(task.file, **notes, seconds=seconds) as temporary:
                         write_png(image, temporary, text)

@@ -289,7 +289,7 @@ def test_no_float64(loaded):
     pipe = ours(loaded)
     with NoFloat64():
         pipe.encode_prompt([LONG, SHORT], negative_prompt="grey", num_images_per_prompt=2, lora_scale=0.5, clip_skip=1)
-        pipe.set_long_prompt(weighting=True).encode_prompt(f"(red:1.3) {LONG}")
+        pipe.set_long_prompt(emphasis="comfyui").encode_prompt(f"(red:1.3) {LONG}")
     with pytest.raises(AssertionError), NoFloat64():
         torch.ones(1, dtype=torch.float64)
 

@@ -57,7 +57,10 @@ def texts_of(pipe, text):
 
 def chunks_of(tokens, slots, overlap=False):
     """The ids of each chunk."""
-    return [[tokens.ids[at] for at in chunk.read] for chunk in split_text(tokens, slots, overlap)]
+    return [
+        [tokens.ids[at] for at in chunk.read]
+        for chunk in split_text(tokens, slots, "overlap" if overlap else "separate")
+    ]
 
 
 # ---- prompts that fit: diffusers' own results, bit for bit
@@ -168,8 +171,8 @@ def test_prompt_layout_says_what_encode_prompt_does(base, long):
 
 def test_a_cut_layout_holds_the_tokens_before_cutting(long):
     cut = type(long)(**long.components).set_long_prompt(reading="cut", strict=True)
-    assert cut.prompt_layout(words(300), negative_prompt=words(100)) == (300, 77, (1, 1), 77)
-    assert cut.prompt_layout("cat") == (1, 77, (1, 1), 77)
+    assert cut.prompt_layout(words(300), negative_prompt=words(100))[:4] == (300, 77, (1, 1), 77)
+    assert cut.prompt_layout("cat") == (1, 77, (1, 1), 77, ((("cat", 1),),) * 2)
     assert all(map(same, cut.encode_prompt(words(300)), cut.encode_prompt(words(75))))
 
 
@@ -186,7 +189,7 @@ def layout_by_hand(tokenizer, encoder, tokens, length, overlap=False):
         return encoder(torch.tensor([ids]), output_hidden_states=True).hidden_states[-2][0]
 
     states = []
-    for chunk in split_text(tokens, context_length - 2, overlap):
+    for chunk in split_text(tokens, context_length - 2, "overlap" if overlap else "separate"):
         out = run([tokens.ids[at] for at in chunk.read])
         states += [*out[: not states], *out[1 + chunk.again : 1 + len(chunk.read)]]
     states += out[1 + len(chunk.read) :]
@@ -301,7 +304,7 @@ def test_a_chunk_ends_at_the_best_place(ours, text, first_chunk):
 
 
 def test_a_character_of_several_tokens_ends_with_the_last_of_them(ours):
-    ids, cuts, _ = texts_of(ours, "red ！ red")[0]
+    ids, cuts, *_ = texts_of(ours, "red ！ red")[0]
     assert len(ids) > 3
     assert cuts == [Cut.WORD, *[Cut.TOKEN] * (len(ids) - 3), Cut.SENTENCE, Cut.SENTENCE]
 
@@ -327,17 +330,32 @@ def test_overlapping_chunks_keep_every_token_once_and_know_what_came_before(ours
     chunks = split_text(tokens, slots)
     assert [at for chunk in chunks for at in chunk.kept] == list(range(len(tokens.ids)))
     assert all(chunk.read.stop == chunk.kept.stop and len(chunk.read) <= slots for chunk in chunks)
-    assert chunks[0].again == 0 and chunks[0].kept == split_text(tokens, slots, overlap=False)[0].kept
+    apart = split_text(tokens, slots, "separate")
+    assert chunks[0].again == 0 and chunks[0].kept == apart[0].kept and len(chunks) <= 2 * len(apart)
     for chunk in chunks[1:]:
-        assert 0 < len(chunk.kept) <= max(1, slots // 2) and chunk.again >= slots // 4
+        assert 0 < len(chunk.kept) <= slots - slots // 4 and chunk.again >= slots // 4
         if chunk.read.start:  # at the best place of those where it may begin, and at the first of them
             places = range(chunk.read.stop - slots, chunk.kept.start - slots // 4 + 1)
             best = max(tokens.cuts[at - 1] for at in places)
             assert chunk.read.start == next(at for at in places if tokens.cuts[at - 1] == best)
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (words(150), [75, 37, 38]),  # no chunk of the last word alone
+        (
+            (words(25, ".") + " ") * 9,
+            [75, 50, 50, 50],
+        ),  # sentences of 25 tokens would each take a chunk: 7 rows instead of 3
+    ],
+)
+def test_overlap_takes_at_most_twice_the_chunks(ours, text, kept):
+    assert [len(chunk.kept) for chunk in split_text(texts_of(ours, text)[0], 75)] == kept
+
+
 def test_nothing_is_read_across_a_break(ours):
-    pipe = type(ours)(**ours.components).set_long_prompt(weighting=True)
+    pipe = type(ours)(**ours.components).set_long_prompt(emphasis="comfyui")
     tokens = pipe._tokenize(f"{words(100)} BREAK {words(100)}", None)[0][0]
     chunks = split_text(tokens, 75)
     second = next(number for number, chunk in enumerate(chunks) if chunk.kept.start == 100)
@@ -382,7 +400,7 @@ def test_no_warning_of_texts_that_are_read_in_full(inverted, caplog):
         logger.addHandler(caplog.handler)
     try:
         inverted.encode_prompt(prompt, negative_prompt=prompt)
-        inverted.set_long_prompt(weighting=True).prompt_layout(prompt)
+        inverted.set_long_prompt(emphasis="comfyui").prompt_layout(prompt)
         assert caplog.records == []
         Stock(**inverted.components).encode_prompt(prompt)
         assert "indexing errors" in caplog.text and "truncated" in caplog.text
@@ -438,7 +456,7 @@ def test_errors(ours, base):
         ("cat", {"clip_skip": 3}, "`clip_skip` is 3, but must be from 0 to 2"),
         ("a cat \ud83d", {}, "surrogates not allowed"),
         ([], {}, "the batch of prompts is empty"),
-        (None, given | {"negative_prompt": words(80)}, "text of 80 tokens, BOS and EOS do not fit the 77 positions"),
+        (None, given | {"negative_prompt": words(80)}, "takes 82 positions, .* does not fit the 77 positions"),
     ):
         with pytest.raises(ValueError, match=message):
             ours.encode_prompt(prompt, **call)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion.app.cli import main
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text, tokenize_text
+from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
 from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.jobs import Job
@@ -21,6 +21,7 @@ from debias_diffusion.methods import METHODS, Method, find_method
 from debias_diffusion.methods.base import MethodAndTerms
 from debias_diffusion.methods.keep_states import SHARE, KeepStates, Teacher, state_errors
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.reading import tokenize_text
 from debias_diffusion.tokens import CaptionTokenizer
 from debias_diffusion.training.checkpoints import TrainState, load_checkpoint, save_checkpoint
 from debias_diffusion.training.loop import train
@@ -208,7 +209,7 @@ def test_a_quarter_of_the_samples_and_of_these_a_third_in_part():
     parts = [row for row in drawn if row != whole.ids]
     assert len(drawn) == pytest.approx(2000 * SHARE, abs=80)
     assert len(parts) == pytest.approx(len(drawn) / 3, abs=40) and len({*map(tuple, parts)}) > 0.9 * len(parts)
-    first = whole.ids[: split_text(whole, 40, overlap=False)[0].kept.stop]
+    first = whole.ids[: split_text(whole, 40, "separate")[0].kept.stop]
     assert {row[:8] == first[:8] for row in parts} == {True, False}
 
 

@@ -76,18 +76,18 @@ def test_short_prompts_are_those_of_diffusers_and_long_ones_are_read(stock, ours
 
 
 def test_embeddings_are_those_of_the_pipeline(ours, parts):
-    pipe = assemble(StableDiffusionXLLongPromptPipeline, parts).set_long_prompt(weighting=True, reading="separate")
+    pipe = assemble(StableDiffusionXLLongPromptPipeline, parts).set_long_prompt(emphasis="comfyui", reading="separate")
     prompt = f"A (red:1.4) cat. {LONG}"
     step = ours.blocks.sub_blocks["text_encoder"].init_pipeline()
     step.update_components(**{name: part for name, part in parts.items() if "text" in name or "token" in name})
-    outputs = step(prompt=prompt, negative_prompt=OTHER, weighting=True, reading="separate", output=list(NAMES))
+    outputs = step(prompt=prompt, negative_prompt=OTHER, emphasis="comfyui", reading="separate", output=list(NAMES))
     expected = pipe.encode_prompt(prompt, negative_prompt=OTHER)
     assert all(map(torch.equal, outputs.values(), expected))
 
 
 def test_the_options_are_arguments_of_the_call(ours):
     weighted = LONG.replace("bicycle", "(bicycle:1.5)")
-    assert not np.array_equal(draw(ours, weighted, weighting=True), draw(ours, weighted))
+    assert not np.array_equal(draw(ours, weighted, emphasis="comfyui"), draw(ours, weighted))
     assert same(ours, ours, SHORT, reading="cut") and not reads_the_end(ours, reading="cut")
     with pytest.raises(ValueError, match="`strict` allows one"):
         draw(ours, LONG, strict=True)

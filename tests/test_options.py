@@ -100,7 +100,11 @@ REFUSED = [
     (GenerateConfig, {"steps": 10**9}, "steps is 1000000000, but must be a whole number, from 1 to 1000."),
     (GenerateConfig, {"guidance_scale": NAN}, "guidance_scale is nan, but must be a number, from -1000.0 to 1000.0."),
     (GenerateConfig, {"height": 8 * 10**6, "width": 80}, "has 640,000,000; at most 89,478,485 can be"),
-    (GenerateConfig, {"reading": "chunks"}, "reading is 'chunks', but must be overlap or separate or cut, or null."),
+    (
+        GenerateConfig,
+        {"reading": "chunks"},
+        "reading is 'chunks', but must be overlap or separate or cut or a1111 or kohya or comfyui, or null.",
+    ),
     (GenerateConfig, {"encoder": "cut:toy/clip", "reading": "separate"}, "but both say how prompts are read"),
     (GenerateConfig, {"prompt": None}, "either a prompt or a file of prompts, not neither"),
     (GenerateConfig, {"prompts": "p.txt"}, "either a prompt or a file of prompts, not both"),

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import split_text, tokenize_text
+from debias_diffusion.chunks import split_text
 from debias_diffusion.eval.images.references import (
     ACROSS,
     ALL,
@@ -21,6 +21,7 @@ from debias_diffusion.eval.images.references import (
     sentences_by_chunk,
     truncated,
 )
+from debias_diffusion.reading import tokenize_text
 from debias_diffusion.tokens import clean, clip_tokenizer
 from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
 from debias_diffusion.toyworld.references import Claim, Reference
@@ -53,7 +54,7 @@ def test_chunks_are_those_that_an_encoder_reads(seed, style):
     caption = referring(seed, style)
     ids = [TOKENIZER(clean(part.text), add_special_tokens=False)["input_ids"] for part in caption.sentences]
     text, _ = tokenize_text(clean(caption.text), TOKENIZER)
-    expected = [[text.ids[at] for at in chunk.read] for chunk in split_text(text, SLOTS, overlap=False)]
+    expected = [[text.ids[at] for at in chunk.read] for chunk in split_text(text, SLOTS, "separate")]
     chunks = sentences_by_chunk(caption, tokens)
     assert [[token for number in chunk for token in ids[number]] for chunk in chunks] == expected
     read = truncated(caption, tokens)

@@ -7,10 +7,15 @@ from helpers.vocabulary import BOS, EOS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import split_text, tokenize_text
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_weights
+from debias_diffusion.chunks import split_text
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_prompt
+from debias_diffusion.reading import tokenize_text
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def parse_weights(prompt):
+    return [part.runs for part in parse_prompt(prompt, "overlap", "comfyui")]
 
 
 def rounded(prompt):
@@ -124,7 +129,7 @@ def pipe(base):
 
 @pytest.fixture(scope="module")
 def weighting(pipe):
-    return StableDiffusionXLLongPromptPipeline(**pipe.components).set_long_prompt(weighting=True)
+    return StableDiffusionXLLongPromptPipeline(**pipe.components).set_long_prompt(emphasis="comfyui")
 
 
 def test_off_by_default_and_without_syntax_nothing_changes(pipe, weighting):
@@ -179,7 +184,7 @@ def test_what_follows_a_break_does_not_see_what_was_before(weighting):
 def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
     pipe = tiny_sdxl.assemble_copy(StableDiffusionXLLongPromptPipeline, base)
     tiny_sdxl.add_inversions(pipe, {"<x>": 3})
-    tokens = pipe.set_long_prompt(weighting=True)._tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
+    tokens = pipe.set_long_prompt(emphasis="comfyui")._tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
     assert tokens.weights[:4] == [1, 1.5, 1.5, 1.5] and len(tokens.weights) == len(tokens.ids) > 6
     assert tokens.weights[4:] == [pytest.approx(1.21)] * (len(tokens.ids) - 4)
 

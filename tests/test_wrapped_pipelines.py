@@ -95,7 +95,7 @@ def test_every_call_has_the_positions_that_were_set(sdxl):
     # what fits in fewer is the same in more
     shorter = pipe.encode_prompt(LONG)[0]
     assert torch.equal(shorter[:, :152], pipe.set_long_prompt().encode_prompt(LONG)[0])
-    with pytest.raises(ValueError, match="do not fit the 77 positions.* set_long_prompt with more positions"):
+    with pytest.raises(ValueError, match="does not fit the 77 positions.* set_long_prompt with other positions"):
         pipe.set_long_prompt(positions=77).encode_prompt(LONG)
     with pytest.raises(ValueError, match="positions is 50, but must be at least 77, or None"):
         pipe.set_long_prompt(positions=50)
@@ -142,7 +142,7 @@ class Mine(StableDiffusionXLPipeline):
 @pytest.mark.parametrize("cls", [StableDiffusionXLPipeline, Mine])
 def test_pickled_and_saved_as_the_class_that_was_wrapped(cls, tmp_path):
     stock = assemble(cls, tiny_sdxl.sdxl_parts())
-    pipe = with_long_prompts(stock).set_long_prompt(weighting=True)
+    pipe = with_long_prompts(stock).set_long_prompt(emphasis="comfyui")
     prompt = f"(a red cat:1.3) {LONG}"
     pickled = pickle.dumps(pipe)  # before its first use, in which transformers adds hooks that cannot be pickled
     for again in (pickle.loads(pickled), copy.deepcopy(pipe)):

@@ -5,13 +5,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import asdict
 
 import torch
 from diffusers import SchedulerMixin
 
-from debias_diffusion.encoders import ORIGINAL, READINGS, Kind, Reading, labels, parse_encoders
+from debias_diffusion.chunks import Reading
+from debias_diffusion.encoders import ORIGINAL, READINGS, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines import LongPromptOptions, StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.checkpoints import Checkpoint, default_dtype, load_pipeline
 from debias_diffusion.pipelines.png import SAMPLERS, sampler
 from debias_diffusion.pipelines.rendering import SCHEDULERS, explain_memory, make_scheduler, replace_encoder
@@ -30,7 +32,7 @@ class DemoModels:
     Args:
         base: SDXL checkpoint, see `Checkpoint.parse`.
         encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
-            the checkpoint's own; "cut:", "separate:" or "overlap:" before a name says how it reads.
+            the checkpoint's own; "cut:" or another of READINGS before a name says how it reads.
         device: device of all models.
         dtype: dtype of all models; `default_dtype(device)` if None.
 
@@ -110,9 +112,9 @@ class DemoModels:
         """How this encoder reads a long prompt of a request with this reading."""
         return self._readings.get(label, chosen)
 
-    def pipeline(self, label: str, chosen: Reading, weighting: bool) -> StableDiffusionXLLongPromptPipeline:
-        """The pipeline of an encoder that reads as a request says; for the caller alone, like the scheduler in it."""
-        return self.encoders[label].set_long_prompt(weighting=weighting, reading=self.reading(label, chosen))
+    def pipeline(self, label: str, options: LongPromptOptions) -> StableDiffusionXLLongPromptPipeline:
+        """The pipeline of an encoder that reads so; for the caller alone, like the scheduler in it."""
+        return self.encoders[label].set_long_prompt(**asdict(options))
 
     def make_scheduler(self, name: str) -> SchedulerMixin:
         """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""

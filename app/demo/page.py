@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from html import escape
 from math import sqrt
-from typing import Any
+from typing import Any, get_args
 
 import gradio as gr
 from PIL import Image
 
-from debias_diffusion.encoders import READINGS, Reading
+from debias_diffusion.chunks import Emphasis, Reading
+from debias_diffusion.encoders import READINGS
 from debias_diffusion.errors import UserError
 
 from ..prompts import parse_seed
@@ -98,7 +99,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
                     count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
                     scheduler = gr.Dropdown(models.schedulers, value=defaults.scheduler, label="Scheduler")
-                    weighting = gr.Checkbox(False, label="Read weights: (word:1.3), [word], BREAK")
+                    choices = [("as the reading does", None), *((name, name) for name in get_args(Emphasis))]
+                    emphasis = gr.Dropdown(choices, value=None, label="Weights: (word:1.3), [word], BREAK")
                     hint = "An encoder whose name says how it reads always reads so."
                     choices = [(title.capitalize(), name) for name, title in READINGS.items()]
                     reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
@@ -111,8 +113,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 analysis = [gr.HighlightedText(visible=False) for _ in models.labels]
                 analysis.append(gr.Dataframe(visible=False, interactive=False, wrap=True, elem_id="movement"))
 
-        text = [prompt, encoders, weighting, reading]
-        settings = [negative, seed, steps, guidance, height, width, count, scheduler, weighting, reading]
+        text = [prompt, encoders, emphasis, reading]
+        settings = [negative, seed, steps, guidance, height, width, count, scheduler, emphasis, reading]
         request, on_status = [prompt, encoders, *settings], {"show_progress_on": status, **TURN}
         changes = [component.change for component in text]
         counted = {"api_name": "tokens", "trigger_mode": "always_last", **BESIDE}
@@ -150,14 +152,14 @@ class _Endpoints:
 
     def render(
         self, scene, prompt, encoders, negative_prompt, seed, steps, guidance_scale, height, width, images, scheduler,
-        weighting, reading, progress=gr.Progress(),  # noqa: B008
+        emphasis, reading, progress=gr.Progress(),  # noqa: B008
     ) -> Iterator[list[tuple]]:  # fmt: skip
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             labels = [label for label in self.models.labels if label in encoders]
             request = Request(
                 prompt, labels, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
-                scheduler, weighting, reading, scene,
+                scheduler, emphasis, reading, scene,
             )  # fmt: skip
             shown = _reference(scene, prompt)
             with closing(render_request(self.models, request, self.budget)) as items:
@@ -170,10 +172,10 @@ class _Endpoints:
                         progress(*item)
                         yield gr.skip()  # here a stopped request ends
 
-    def count(self, prompt: str, encoders: list[str], weighting: bool, reading: Reading) -> tuple:
+    def count(self, prompt: str, encoders: list[str], emphasis: Emphasis | None, reading: Reading) -> tuple:
         """Counts a prompt's tokens with the encoders' tokenizer: each with who reads it, and how each encoder reads."""
         try:  # without any encoder, as all read it
-            request = Request(prompt, encoders or self.models.labels, weighting=weighting, reading=reading)
+            request = Request(prompt, encoders or self.models.labels, emphasis=emphasis, reading=reading)
             counted, sentences, readings = count_tokens(self.models, request)
         except UserError as error:
             return gr.HighlightedText([(str(error), None)], label="Tokens"), ""
@@ -182,11 +184,11 @@ class _Endpoints:
         lines = [f"- **{escape(label)}** {each.in_words()}" for label, each in readings.items()]
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 
-    def analyse(self, prompt: str, encoders: list[str], weighting: bool, reading: Reading) -> list:
+    def analyse(self, prompt: str, encoders: list[str], emphasis: Emphasis | None, reading: Reading) -> list:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
         with _shown_errors(), self.models.alone():
-            request = Request(prompt, encoders, weighting=weighting, reading=reading)
+            request = Request(prompt, encoders, emphasis=emphasis, reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [
             _attention(label, shares[label]) if label in shares else gr.HighlightedText(visible=False)
@@ -198,7 +200,7 @@ class _Endpoints:
         ]
         headers, widths = ["1 - cosine after", *shares], ["190px", *["84px"] * len(shares)]
         table = gr.Dataframe(rows, headers=headers, column_widths=widths, visible=bool(rows))
-        return [*shown, table, [prompt, encoders, weighting, reading]]
+        return [*shown, table, [prompt, encoders, emphasis, reading]]
 
     def hide_stale(self, analysed: list | None, *text) -> list:
         """Hides an analysis of another prompt, whether it was shown before or came late."""

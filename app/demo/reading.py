@@ -1,19 +1,20 @@
 """What the encoders read of a prompt: its tokens, the attention to its words, and the effect of its sentences."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 import torch
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Chunk, Tokens, split_text
+from debias_diffusion.chunks import KOHYA_POSITIONS, Chunk, Tokens, split_text
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import Reader, look_at_tokens
 from debias_diffusion.eval.robustness import move4
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines import SDXLLongPromptMixin
 from debias_diffusion.pipelines.rendering import cleaned
+from debias_diffusion.reading import chunk_length
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clean
 
@@ -58,13 +59,12 @@ def read_prompt(
     models: DemoModels, label: str, request: Request, tokenizer: CLIPTokenizer | None = None
 ) -> PromptReading:
     """How an encoder reads the prompt of a request, by its tokenizer or another one of its vocabulary."""
-    reader, text = SDXLLongPromptMixin(), cleaned(request.prompt, request.weighting)
-    reader.set_long_prompt(weighting=request.weighting)
+    options = request.options(models, label)
+    reader, text = SDXLLongPromptMixin().set_long_prompt(**asdict(options)), cleaned(request.prompt, options)
     tokens: Tokens = reader._tokens([text], tokenizer or models.encoders[label].tokenizer)[0]
-    reading, slots, kept = models.reading(label, request.reading), models.context_length(label) - 2, tokens
-    if reading == "cut":
-        kept = tokens.first(min(slots, models.stock_context - 2))
-    return PromptReading(tokens.ids, split_text(kept, slots, reading))
+    reading, slots = options.reading, chunk_length(models.encoders[label].text_encoder, options.reading) - 2
+    read = {"cut": min(slots, models.stock_context - 2), "kohya": KOHYA_POSITIONS - 2}.get(reading)
+    return PromptReading(tokens.ids, split_text(tokens.first(read), slots, reading))
 
 
 def count_tokens(
@@ -83,7 +83,8 @@ def count_tokens(
         UserError: the prompt is too long, a weight is infinite, or no encoder is chosen.
     """
     check_text_settings(request, models)
-    text = cleaned(without_weights(request.prompt, request.weighting), weighting=False)
+    options = request.options(models, request.encoders[0])
+    text = clean(without_weights(request.prompt, options))
     offsets = models.counter.backend_tokenizer.encode(text, add_special_tokens=False).offsets
     starts = [0, *(start for start, _ in offsets[1:])] if offsets else []
     readings = {label: read_prompt(models, label, request, models.counter) for label in request.encoders}
@@ -92,11 +93,11 @@ def count_tokens(
         (text[start:end], "all" if place < min(ends) else "some" if place < max(ends) else "none")
         for place, (start, end) in enumerate(pairwise([*starts, len(text)]))
     ]
-    return tokens, len(_sentences(request)), readings
+    return tokens, len(_sentences(models, request)), readings
 
 
-def _sentences(request: Request) -> list[str]:
-    text = without_weights(request.prompt, request.weighting)
+def _sentences(models: DemoModels, request: Request) -> list[str]:
+    text = without_weights(request.prompt, request.options(models, request.encoders[0]))
     return [sentence for sentence in split_sentences(text) if clean(sentence)]
 
 
@@ -150,7 +151,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
     """
     check_text_settings(request, models)
     check_prompt(request.prompt)
-    sentences = _sentences(request)
+    sentences = _sentences(models, request)
     if len(sentences) < 2:
         return []
     edits = [(f"sentences 1 and {min(4, len(sentences))} swapped", "", move4(sentences))]
@@ -161,7 +162,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
     def embedding(label: str, parts: list[str]) -> tuple[list[list[int]], torch.Tensor]:
         """The ids that an encoder reads in each chunk, and the mean of their embeddings."""
         encoder, tokenizer = models.encoders[label].text_encoder, models.encoders[label].tokenizer
-        reading = read_prompt(models, label, replace(request, prompt=join_sentences(parts), weighting=False))
+        reading = read_prompt(models, label, replace(request, prompt=join_sentences(parts), emphasis="none"))
         rows, features = [[reading.ids[at] for at in chunk.read] for chunk in reading.chunks], []
         for ids in rows:
             row = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]

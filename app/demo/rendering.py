@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from debias_diffusion.errors import UserError
@@ -106,8 +107,11 @@ def render_request(
         closed.set()
 
 
-def _prompt(request: Request) -> ImagePrompt:
-    return ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None).cleaned(request.weighting)
+def _read(models: DemoModels, request: Request, label: str) -> tuple[DiffusionPipeline, ImagePrompt]:
+    """The pipeline of an encoder, and the prompt as it reads it."""
+    options = request.options(models, label)
+    prompt = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
+    return models.pipeline(label, options), prompt.cleaned(options)
 
 
 def check_budget(models: DemoModels, request: Request, budget: int) -> None:
@@ -119,7 +123,7 @@ def check_budget(models: DemoModels, request: Request, budget: int) -> None:
 
     def positions(label: str) -> int:
         """Of a prompt's embeddings, or of all its chunks, whichever are more."""
-        pipe, prompt = models.pipeline(label, request.reading, request.weighting), _prompt(request)
+        pipe, prompt = _read(models, request, label)
         texts = filter(None, (prompt.prompt, prompt.negative_prompt))
         layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
         chunks = max(max(layout.chunks) for layout in layouts)
@@ -142,7 +146,7 @@ def check_budget(models: DemoModels, request: Request, budget: int) -> None:
 
 def _render_all(models: DemoModels, request: Request, report: Callable[[Step | RenderedImage], None]) -> None:
     sampling = Sampling(request.steps, request.guidance_scale, request.height, request.width)
-    prompt, encoded = _prompt(request), {}
+    encoded = {}
     places = [(number, label) for number in range(1, request.images + 1) for label in request.encoders]
 
     def report_step(place: int, step: int, steps: int) -> None:
@@ -152,7 +156,7 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
     for place, (number, label) in enumerate(places):
         report_step(place, 0, request.steps)
         if label not in encoded:
-            pipe = models.pipeline(label, request.reading, request.weighting)
+            pipe, prompt = _read(models, request, label)
             encoded[label] = pipe, encode(pipe, [prompt], sampling), read_layout(pipe, prompt, sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
         pipe, embeddings, layout = encoded[label]

@@ -4,11 +4,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.encoders import ORIGINAL, Reading
+from debias_diffusion.chunks import PROGRAMS, Emphasis, Reading
+from debias_diffusion.encoders import ORIGINAL
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
-from debias_diffusion.pipelines import PromptLayout, parse_weights
+from debias_diffusion.pipelines import LongPromptOptions, PromptLayout, parse_prompt
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import runtime_settings
 
@@ -35,9 +36,8 @@ class Request(Checked):
         height, width: in pixels.
         images: images by each encoder.
         scheduler: one of `DemoModels.schedulers`.
-        weighting: read (word:1.3), [word], word++ and BREAK as weights.
-        reading: how long prompts are read: "overlap", in overlapping chunks; "separate", in chunks that do not overlap;
-            "cut", the first 77 positions, as stock SDXL does. Encoders whose name says how they read always read so.
+        emphasis: what weights such as (word:1.3) and BREAK do, see `LongPromptOptions`.
+        reading: how long prompts are read, likewise. Encoders whose name says how they read always read so.
         scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
             image; it is for saying what an image shows.
     """
@@ -52,7 +52,7 @@ class Request(Checked):
     width: Side = 1024
     images: between(int, 1, MOST_IMAGES) = 1
     scheduler: str = "Euler"
-    weighting: bool = False
+    emphasis: Emphasis | None = None
     reading: Reading = "overlap"
     scene: int | None = None
 
@@ -62,6 +62,10 @@ class Request(Checked):
         toy = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE} if models.is_toy else {}
         height, width = models.size
         return cls("", models.labels, height=height, width=width, scheduler=models.schedulers[0], **toy)
+
+    def options(self, models: DemoModels, label: str) -> LongPromptOptions:
+        """How an encoder reads prompts."""
+        return LongPromptOptions(reading=models.reading(label, self.reading), emphasis=self.emphasis)
 
 
 def check(request: Request, models: DemoModels) -> Request:
@@ -88,17 +92,20 @@ def check(request: Request, models: DemoModels) -> Request:
 
 def check_text_settings(request: Request, models: DemoModels) -> None:
     """Raises UserError for texts (which may be empty) that cannot be used, and without an encoder."""
-    for name in ("prompt", "negative_prompt"):
-        check_text(name.replace("_", " "), getattr(request, name))
-        without_weights(getattr(request, name), request.weighting)
     if not request.encoders:
         raise UserError(f"No encoder is chosen. Choose at least one of: {', '.join(models.labels)}.")
+    for name in ("prompt", "negative_prompt"):
+        check_text(name.replace("_", " "), getattr(request, name))
+        for label in request.encoders:
+            without_weights(getattr(request, name), request.options(models, label))
 
 
-def without_weights(text: str, weighting: bool) -> str:
-    """A prompt as written, without the syntax of weights if they are read. Raises UserError for an infinite weight."""
+def without_weights(text: str, options: LongPromptOptions) -> str:
+    """A prompt as written, without the syntax of weights if they are read. Raises UserError for one beyond limits."""
+    between = " " if options.reading in PROGRAMS and options.weights != "none" else ""  # runs are tokenized apart
     try:
-        return " ".join("".join(run for run, _ in part) for part in parse_weights(text)) if weighting else text
+        parts = parse_prompt(text, options.reading, options.weights)
+        return " ".join(between.join(run for run, _ in part.runs) for part in parts)
     except ValueError as error:
         raise UserError(f"The prompt's weights cannot be read: {reason(error)}.") from error
 
@@ -126,7 +133,7 @@ def to_settings(models: DemoModels, request: Request, label: str, number: int, l
         "reading": models.reading(label, request.reading),
         "chosen_reading": request.reading,
         **runtime_settings(models.device, models.dtype),
-        **layout._asdict(),
+        **layout.settings(),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from debias_diffusion.encoders import Reading
+from debias_diffusion.chunks import Reading
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.limits import Checked
 

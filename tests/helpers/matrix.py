@@ -171,7 +171,7 @@ def clip_skip(both: Pipelines) -> None:
 
 
 def weights(both: Pipelines) -> None:
-    weighted = both.ours.set_long_prompt(weighting=True)
+    weighted = both.ours.set_long_prompt(emphasis="comfyui")
     text = LONG.replace("bicycle", "(bicycle:1.5)")
     assert not np.array_equal(both.draw(weighted, text), both.draw(weighted, LONG)) and both.same()
 

@@ -24,7 +24,7 @@ class ReadByCompel(Pipelines):
         super().__init__(name, copies)
         self.ours = self
 
-    def set_long_prompt(self, *, weighting: bool):
+    def set_long_prompt(self, *, emphasis: str):
         return self
 
     def draw(self, pipe, prompt, **call):
