@@ -1,7 +1,7 @@
 """ComfyUI's "CLIP Text Encode (long prompt)": chunks that end with sentences, both encoders of SDXL aligned."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,14 +112,10 @@ class LongPromptEncode:
             the CLIP's hooks follow a schedule.
 
         Raises:
-            RuntimeError: `clip` is None.
-            ValueError: `clip` has other text encoders than CLIP.
+            RuntimeError, ValueError: `clip` is None, or has other text encoders than CLIP.
         """
         if clip is None:
-            raise RuntimeError(
-                "the clip input is None. If it comes from a checkpoint loader, the checkpoint holds no text encoder: "
-                "use DualCLIPLoader"
-            )
+            raise RuntimeError("the clip input is None. If its checkpoint holds no text encoder, use DualCLIPLoader")
         empty = empty_rows(clip)
         texts, spans, plain = read_text(clip, text, tuple(empty), reading, breaks)
         positions = count_positions(list(texts.values()), [len(row) for row in empty.values()], reading)
@@ -131,14 +127,14 @@ class LongPromptEncode:
             [join_encoders(embeds, [given.kept for given in inputs.values()], extras["pooled_output"]), extras]
             for embeds, extras in clip.encode_from_tokens_scheduled(fill_rows(inputs, empty))
         ]
-        shown = [show_chunks(ENCODERS[name], inputs[name].chunks, spans[name], plain) for name in inputs]
+        shown = [show_chunks(ENCODERS[name], inputs[name].split, spans[name], plain) for name in inputs]
         return conditioning, "\n\n".join(shown)
 
 
 class EncoderInput(NamedTuple):
     """What one text encoder reads."""
 
-    chunks: list[chunks.Chunk]
+    split: list[chunks.Chunk]  # of the text
     rows: list[list[WeightedToken]]  # of each chunk, `[BOS, text, EOS, pads]`; empty rows follow
     kept: list[int]  # positions of the result, numbered through all rows
 
@@ -165,12 +161,12 @@ def embedding_width(clip: Clip, name: str) -> int:
 
 
 class Word(NamedTuple):
-    """A piece of a prompt that is tokenized by itself: its place, and the weight and the number of its run of text."""
+    """A piece of a prompt that is tokenized by itself."""
 
     start: int
     end: int
     weight: float
-    run: int
+    run: int  # number of the run of text of one weight
 
 
 def weighted_words(text: str, breaks: bool = False) -> tuple[list[Word], str, list[int]]:
@@ -179,31 +175,27 @@ def weighted_words(text: str, breaks: bool = False) -> tuple[list[Word], str, li
 
     words, plain, places = [], "", []
     for run, (part, weight) in enumerate(token_weights(escape_important(text), 1.0)):
-        for piece in re.split(r"\b(BREAK)\b", unescape_important(part)) if breaks else [unescape_important(part)]:
-            if breaks and piece == "BREAK":
-                places.append(len(plain))
-            else:
-                spans = [(len(plain) + word.start(), len(plain) + word.end()) for word in _PIECE.finditer(piece)]
-                words += [Word(*span, weight, run) for span in spans]
+        for piece in re.split(r"\b(BREAK)\b" if breaks else "(?!)", unescape_important(part)):
+            start = len(plain)
             plain += piece
+            if breaks and piece == "BREAK":
+                places.append(start)
+            else:
+                words += [Word(start + at.start(), start + at.end(), weight, run) for at in _PIECE.finditer(piece)]
     return words, plain, places
 
 
 def read_text(
     clip: Clip, text: str, names: Sequence[str], reading: chunks.Reading = "overlap", breaks: bool = False
 ) -> tuple[dict[str, chunks.Tokens], dict[str, list[tuple[int, int]]], str]:
-    """A text's tokens for the encoders `names`: those that ComfyUI finds, with its weights, and where to cut.
+    """By encoder, a text's tokens and their spans; and the text without the signs of weights, in which the spans are.
 
     ComfyUI's tokenizers do not say where in the text a token stands, so each piece is tokenized by itself. CLIP's
     tokens never reach across white space. Vectors of another width than an encoder's are left out for it, as ComfyUI
     does; that encoder's later tokens then stand as many positions earlier than the other's.
-
-    Returns:
-        tokens and their spans by encoder, and the text without the signs of weights, in which the spans are
     """
     words, plain, places = weighted_words(text, breaks)
-    # Brackets are escaped, because weights have been read.
-    escaped = [re.sub(r"[()]", r"\\\g<0>", plain[word.start : word.end]) for word in words]
+    escaped = [re.sub(r"[()]", r"\\\g<0>", plain[word.start : word.end]) for word in words]  # weights have been read
     tokenized = [clip.tokenize(word, return_word_ids=True) for word in escaped]
     texts, spans = {}, {}
     for name in names:
@@ -229,13 +221,12 @@ def rate_cuts(plain: str, found: list[tuple[Any, Word]], reading: chunks.Reading
     # What ComfyUI takes for a word: a run of text of one weight, or the vectors of a textual inversion.
     groups = [(word.run, word if torch.is_tensor(token) else None) for token, word in found]
     for at, (group, following) in enumerate(zip(groups, [*groups, None][1:], strict=True)):
-        is_vector = group[1] is not None
         if reading == "comfyui":
             cuts[at] = chunks.Cut.TOKEN if group == following else chunks.Cut.WORD
-        elif is_vector and group == following:
+        elif group[1] and group == following:
             cuts[at] = chunks.Cut.NEVER
         elif reading == "a1111":
-            cuts[at] = chunks.Cut.COMMA if not is_vector and found[at][0] == comma else chunks.Cut.TOKEN
+            cuts[at] = chunks.Cut.COMMA if not group[1] and found[at][0] == comma else chunks.Cut.TOKEN
     return cuts
 
 
@@ -259,12 +250,9 @@ def split_rows(
         split = split[: (positions - 2) // (length - 2)]
     bos, eos, *pads = empty
     texts = [[(tokens.ids[at], tokens.weights[at]) for at in chunk.read] for chunk in split]
+    rows = [[bos, *text, eos, *pads[len(text) :]] for text in texts]
     kept = chunks.positions_of(split, length, positions, reading)
-    return EncoderInput(
-        split,
-        [[bos, *text, eos, *pads[len(text) :]] for text in texts],
-        [at // length * len(empty) + at % length for at in kept],  # rows may be longer than what is used of them
-    )
+    return EncoderInput(split, rows, [at // length * len(empty) + at % length for at in kept])
 
 
 def show_chunks(title: str, split: Sequence[chunks.Chunk], spans: Sequence[tuple[int, int]], plain: str) -> str:
@@ -280,9 +268,7 @@ def show_chunks(title: str, split: Sequence[chunks.Chunk], spans: Sequence[tuple
     return "\n".join(lines)
 
 
-def fill_rows(
-    inputs: Mapping[str, EncoderInput], empty: Mapping[str, list[WeightedToken]]
-) -> dict[str, list[list[WeightedToken]]]:
+def fill_rows(inputs: dict[str, EncoderInput], empty: dict[str, list]) -> dict[str, list[list[WeightedToken]]]:
     """The rows of each encoder, and empty ones: SDXL's states are cut to the shorter of its two encoders'."""
     needed = 1 + max(max(given.kept) for given in inputs.values())
     return {
@@ -292,15 +278,11 @@ def fill_rows(
 
 
 def join_encoders(embeds: torch.Tensor, kept: Sequence[list[int]], pooled: torch.Tensor | None) -> torch.Tensor:
-    """The states of all encoders, each joined to one sequence.
+    """The positions `kept` of each encoder's states: [1, positions, width of all encoders].
 
     Args:
         embeds: [1, positions of all rows, width of all encoders], from ComfyUI.
-        kept: of each encoder, positions of the result.
         pooled: [1, width of the last encoder]; ComfyUI's projections are square.
-
-    Returns:
-        [1, positions, width of all encoders]
     """
     last = embeds.shape[-1] if len(kept) == 1 else pooled.shape[-1]
     widths = [embeds.shape[-1] - last, last] if len(kept) == 2 else [last]

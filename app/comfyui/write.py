@@ -13,7 +13,6 @@ from . import long_prompt_node
 
 WORKFLOWS = "example_workflows"  # where ComfyUI looks for them, for its list of templates
 WORKFLOW, WORKFLOW_248 = "long_prompt.json", "long_prompt_248.json"
-_DISTRIBUTION = "debias-diffusion"
 
 
 def write_node(config: ComfyUIConfig) -> Path:
@@ -36,26 +35,18 @@ def write_node(config: ComfyUIConfig) -> Path:
         (folder / WORKFLOWS).mkdir()
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    print(
-        f"Wrote {output}: restart ComfyUI, and look for 'CLIP Text Encode (long prompt)'. "
-        f"{output / WORKFLOWS / WORKFLOW} is a workflow: drag it into ComfyUI's page."
-    )
+    print(f"Wrote {output}: restart ComfyUI, and drag {output / WORKFLOWS / WORKFLOW} into its page.")
     return output
 
 
 def with_248_positions(workflow: dict) -> dict:
     """The workflow with the text encoders of two files, CLIP-L of 248 positions, in place of the checkpoint's."""
-    files = {"clip_name1": "debias_clip_l.safetensors", "clip_name2": "clip_g.safetensors"}
-    loader = {
-        "class_type": "DualCLIPLoader",
-        "inputs": files | {"type": "sdxl", "device": "default"},
-        "_meta": {"title": "DualCLIPLoader: CLIP-L of 248, bigG of 77"},
-    }
-    nodes = {
-        number: node | {"inputs": node["inputs"] | {"clip": ["2", 0]}} if "clip" in node["inputs"] else node
-        for number, node in workflow.items()
-    }
-    return nodes | {"2": loader}
+    inputs = {"clip_name1": "debias_clip_l.safetensors", "clip_name2": "clip_g.safetensors", "type": "sdxl"}
+    title = {"title": "DualCLIPLoader: CLIP-L of 248, bigG of 77"}
+    for node in workflow.values():
+        if "clip" in node["inputs"]:
+            node["inputs"]["clip"] = ["2", 0]
+    return workflow | {"2": {"class_type": "DualCLIPLoader", "inputs": inputs, "_meta": title}}
 
 
 def license_text() -> str:
@@ -63,25 +54,22 @@ def license_text() -> str:
     checkout = Path(__file__).parents[2] / "LICENSE"
     if checkout.is_file():
         return checkout.read_text(encoding="utf-8")
-    return distribution(_DISTRIBUTION).read_text("licenses/LICENSE")
+    return distribution("debias-diffusion").read_text("licenses/LICENSE")
 
 
 def pyproject() -> str:
     """What ComfyUI's registry and manager read."""
-    package = distribution(_DISTRIBUTION)
-    lines = [
-        "[project]",
-        'name = "long-prompt-encode"',
-        'description = "CLIP Text Encode for prompts of any length, in chunks that end with sentences"',
-        f'version = "{package.version}"',
-        'license = { file = "LICENSE" }',
-        "dependencies = []",
-    ]
-    urls = dict(url.split(", ", 1) for url in package.metadata.get_all("Project-URL") or [])
-    if "Repository" in urls:
-        lines += ["", "[project.urls]", f'Repository = "{urls["Repository"]}"']
-    lines += ["", "[tool.comfy]", 'PublisherId = ""  # yours at registry.comfy.org', 'DisplayName = "Long prompts"']
-    return "\n".join(lines) + "\n"
+    return f"""[project]
+name = "long-prompt-encode"
+description = "CLIP Text Encode for prompts of any length, in chunks that end with sentences"
+version = "{distribution("debias-diffusion").version}"
+license = {{ file = "LICENSE" }}
+dependencies = []
+
+[tool.comfy]
+PublisherId = ""  # yours at registry.comfy.org
+DisplayName = "Long prompts"
+"""
 
 
 README = f"""# CLIP Text Encode (long prompt)
@@ -89,13 +77,9 @@ README = f"""# CLIP Text Encode (long prompt)
 A node for ComfyUI that reads prompts of any length: in chunks that end with a sentence, with both text encoders of SDXL
 aligned token by token. It takes the place of CLIP Text Encode, and a prompt of up to 75 tokens gives the same image.
 
-Install: put this folder into ComfyUI's `custom_nodes` and restart ComfyUI. It needs nothing but ComfyUI.
-
-Workflows, in `{WORKFLOWS}`: drag one into ComfyUI's page.
-
-- `{WORKFLOW}`: an SDXL checkpoint with its own text encoders.
-- `{WORKFLOW_248}`: with a CLIP-L of 248 positions, as `debias-diffusion export --to comfyui` writes it, and SDXL's
-  `clip_g.safetensors`.
+Put this folder into ComfyUI's `custom_nodes`, restart ComfyUI, and drag a workflow from `{WORKFLOWS}` into its page:
+`{WORKFLOW}` uses an SDXL checkpoint's text encoders. `{WORKFLOW_248}` uses SDXL's `clip_g.safetensors` and
+a CLIP-L of 248 positions from `debias-diffusion export --to comfyui`.
 
 Written by `debias-diffusion comfyui`; changes belong into that package.
 """
