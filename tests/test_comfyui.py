@@ -236,8 +236,8 @@ def test_break_begins_a_chunk_if_it_counts(sdxl, reading):
 
 
 def test_reading_comfyui_is_that_of_comfyui(tokenizing):
-    cut_words = "a " * 70 + "antidisestablishmentarianism " * 30
-    kept_words = SENTENCE * 4 + "(pale white:1.2) (" + "curtains, " * 4 + ":1.1) end"
+    cut_words = "a " * 72 + "antidisestablishmentarianism " * 30
+    kept_words = SENTENCE * 4 + "(pale white:1.2) (" + "curtains, " * 3 + ":1.1) end"
     for text in (*PROMPTS.values(), cut_words, kept_words, "A 🐈‍⬛ cat. " * 60):
         ((theirs, extras),) = tokenizing.encode_from_tokens_scheduled(tokenizing.tokenize(text))
         for multiple in (False, True):
