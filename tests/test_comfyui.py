@@ -9,7 +9,7 @@ syntax of weights as the prompts need. The vocabulary is CLIP's own, the only on
 import json
 import re
 import sys
-from pathlib import Path
+from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,10 +19,11 @@ from helpers.comfyui import COMFYUI, LONG, SENTENCE, difference, importable_comf
 from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 
-from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS, long_prompt_node
-from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt, read_text
-from debias_diffusion.app.comfyui.write import WORKFLOW
-from debias_diffusion.chunks import TRAINED_POSITIONS
+from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS
+from debias_diffusion.app.comfyui.long_prompt_node import READINGS, LongPromptEncode, read_text
+from debias_diffusion.app.comfyui.write import WORKFLOW, WORKFLOW_248, WORKFLOWS, write_node
+from debias_diffusion.app.options import ComfyUIConfig
+from debias_diffusion.chunks import TRAINED_POSITIONS, Cut
 from debias_diffusion.interchange.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
 from debias_diffusion.reading import tokenize_text
@@ -34,6 +35,7 @@ SHORT = "A red cat sleeps on a blue sofa."
 LONGER = LONG.replace("(and birds)", "and birds") * 2  # 280 tokens: more than 248 positions
 WEIGHTED = SENTENCE * 5 + "A (green (small:1) tree:1.3), and (a dog:0.6)."
 BOS, EOS = 49406, 49407
+PADS = {"l": EOS, "g": 0}
 
 
 def encoders(width, width_2, positions):
@@ -53,42 +55,76 @@ def encoders(width, width_2, positions):
 class StandIn:
     """What the node calls of ComfyUI's CLIP, with transformers' encoders."""
 
-    def __init__(self, models):
+    def __init__(self, models, embeddings=None):
         self.models = dict(zip("lg", models, strict=False))
-        self.cond_stage_model = SimpleNamespace(**{f"clip_{name}": model for name, model in self.models.items()})
+        wrapped = {f"clip_{name}": SimpleNamespace(transformer=model) for name, model in self.models.items()}
+        self.cond_stage_model = SimpleNamespace(**wrapped)
         self.tokenizer = clip_tokenizer(TRAINED_POSITIONS)
+        self.embeddings = embeddings or {}
 
     def tokenize(self, text, return_word_ids=False):
         parts = [(unescape(part), weight) for part, weight in token_weights(escape(text), 1.0)]
-        words = [
-            (token, weight, 1)
-            for part, weight in parts
-            for token in self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-        ]
         rows = {}
         for name, model in self.models.items():
-            slots, pad = model.config.max_position_embeddings - 2, {"l": EOS, "g": 0}[name]
-            chunks = [words[start : start + slots] for start in range(0, max(1, len(words)), slots)]
+            words = [
+                [(token, weight, 1) for token in word] for part, weight in parts for word in self.words(part, name)
+            ]
+            slots, pad = model.config.max_position_embeddings - 2, PADS[name]
+            chunks = [[]]
+            for word in words:
+                if len(word) < 8 and len(chunks[-1]) + len(word) > slots:
+                    chunks.append([])
+                for token in word:
+                    if len(chunks[-1]) == slots:
+                        chunks.append([])
+                    chunks[-1].append(token)
             padded = [[(BOS, 1.0, 0), *c, (EOS, 1.0, 0), *[(pad, 1.0, 0)] * (slots - len(c))] for c in chunks]
             rows[name] = padded if return_word_ids else [[pair[:2] for pair in row] for row in padded]
         return rows
 
+    def words(self, text, name):
+        """Ids and vectors: of a file whose name stands behind "embedding:", which ComfyUI finds after spaces only."""
+        words = []
+        for part in re.split(r"[ \n](?=embedding:)", text):
+            if part.startswith("embedding:"):
+                file, *rest = part[len("embedding:") :].split()
+                words.append(self.embeddings[file][f"clip_{name}"])
+                part = " ".join(rest)
+            words.append(self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
+        return words
+
     def encode_from_tokens_scheduled(self, rows):
-        outputs = {name: self.encode(model, rows[name]) for name, model in self.models.items()}
+        outputs = {name: self.encode(model, rows[name], PADS[name]) for name, model in self.models.items()}
         shortest = min(states.shape[1] for states, _ in outputs.values())
         states = torch.cat([states[:, :shortest] for states, _ in outputs.values()], dim=-1)
         return [[states, {"pooled_output": list(outputs.values())[-1][1]}]]
 
-    def encode(self, model, rows):
-        empty = [[(BOS, 1.0), (EOS, 1.0), *[rows[0][-1]] * (len(rows[0]) - 2)]]
-        ids = torch.tensor([[token for token, _ in row] for row in rows + empty])
+    def encode(self, model, rows, pad):
+        empty = [[(BOS, 1.0), (EOS, 1.0), *[(pad, 1.0)] * (len(rows[0]) - 2)]]
+        tokens = [[token for token, _ in row] for row in rows + empty]
+        ids = torch.tensor([[0 if torch.is_tensor(token) else token for token in row] for row in tokens])
         weights = torch.tensor([[weight for _, weight in row] for row in rows])[..., None]
+
+        def put_vectors(module, inputs, embedded):
+            for at, row in enumerate(tokens):
+                for position, token in enumerate(row):
+                    if torch.is_tensor(token):
+                        embedded[at, position] = token
+            return embedded
+
+        hook = model.get_input_embeddings().register_forward_hook(put_vectors)
         output = model(ids, output_hidden_states=True)
+        hook.remove()
         states = output.hidden_states[-2] if len(self.models) == 2 else output.last_hidden_state
         states, empty = states[:-1], states[-1]
         states = torch.where(weights == 1, states, empty + weights * (states - empty))
         pooled = output.text_embeds if "text_embeds" in output else output.pooler_output
         return states.reshape(1, -1, states.shape[-1]), pooled[:1]
+
+
+def encode(clip, text, **options):
+    """The conditioning alone, of the length of our pipelines unless told otherwise."""
+    return LongPromptEncode().encode(clip, text, **{"multiple_of_77": False} | options)[0]
 
 
 def escape(text):
@@ -164,39 +200,65 @@ def tokenizing(load):
     return make(encoders(*widths, positions=77))
 
 
-@pytest.mark.parametrize("reading", ["overlap", "separate"])
-@pytest.mark.parametrize("prompt", [SHORT, LONG, LONGER, WEIGHTED, ""], ids=["short", "long", "longer", "weighted", ""])
+PROMPTS = {"short": SHORT, "long": LONG, "longer": LONGER, "weighted": WEIGHTED, "empty": ""}
+
+
+@pytest.mark.parametrize("reading", ["overlap", "separate", "a1111", "kohya"])
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_conditioning_is_that_of_our_pipeline(sdxl, prompt, reading):
     clip, pipe = sdxl
     pipe.set_long_prompt(emphasis="comfyui", reading=reading)
     plain = prompt.replace("(and birds)", "\\(and birds\\)")
     # ComfyUI's inner weight replaces the outer one, and ours multiply
     embeds, _, pooled, _ = pipe.encode_prompt(plain.replace("(small:1)", f"(small:{1 / 1.3})"), negative_prompt="")
-    node = NODE_CLASS_MAPPINGS["DebiasLongPromptEncode"]()
-    (conditioning,) = getattr(node, node.FUNCTION)(clip, plain, reading == "overlap")
+    conditioning = encode(clip, plain, reading=reading)
     assert embeds.std() > 0.1
     assert difference(conditioning, embeds, pooled) < 1e-4
     if prompt == WEIGHTED:
-        pipe.set_long_prompt(reading=reading)
+        pipe.set_long_prompt(reading=reading, emphasis="ignore")
         unweighted = pipe.encode_prompt(re.sub(r"[()]|:[\d.]+", "", plain), negative_prompt="")[0]
         assert difference(conditioning, unweighted) > 0.01
+
+
+BROKEN = SENTENCE * 4 + "BREAK (a BREAK green tree:1.2), " + SENTENCE * 2 + "BREAK"
+
+
+@pytest.mark.parametrize("reading", ["overlap", "separate"])
+def test_break_begins_a_chunk_if_it_counts(sdxl, reading):
+    clip, pipe = sdxl
+    pipe.set_long_prompt(emphasis="comfyui", reading=reading)
+    embeds, _, pooled, _ = pipe.encode_prompt(BROKEN, negative_prompt="")
+    assert difference(encode(clip, BROKEN, reading=reading, breaks=True), embeds, pooled) < 1e-4
+    pipe.set_long_prompt(emphasis="comfyui", reading=reading)
+    embeds, *_ = pipe.encode_prompt(BROKEN.replace("BREAK", "break"), negative_prompt="")
+    assert difference(encode(clip, BROKEN, reading=reading), embeds) < 1e-4
+    assert encode(clip, "a BREAK b", reading="a1111", breaks=True)[0][0].shape[1] == 2 * TRAINED_POSITIONS
+
+
+def test_reading_comfyui_is_that_of_comfyui(tokenizing):
+    cut_words = "a " * 72 + "antidisestablishmentarianism " * 30
+    kept_words = SENTENCE * 4 + "(pale white:1.2) (" + "curtains, " * 3 + ":1.1) end"
+    for text in (*PROMPTS.values(), cut_words, kept_words, "A 🐈‍⬛ cat. " * 60):
+        ((theirs, extras),) = tokenizing.encode_from_tokens_scheduled(tokenizing.tokenize(text))
+        for multiple in (False, True):
+            ours = encode(tokenizing, text, reading="comfyui", multiple_of_77=multiple)
+            assert difference(ours, theirs, extras["pooled_output"]) == 0
 
 
 def test_a_negative_prompt_matches_the_positive_one(sdxl):
     clip, pipe = sdxl
     pipe.set_long_prompt()
-    node, long = NODE_CLASS_MAPPINGS["DebiasLongPromptEncode"](), LONG.replace("(", "").replace(")", "")
-    (positive,) = node.encode(clip, long)
-    (negative,) = node.encode(clip, SHORT, match=positive)
+    long = LONG.replace("(", "").replace(")", "")
     _, embeds, _, pooled = pipe.encode_prompt(long, negative_prompt=SHORT)
-    assert difference(negative, embeds, pooled) < 1e-4
-    assert node.encode(clip, SHORT)[0][0][0].shape[1] == TRAINED_POSITIONS
+    assert difference(encode(clip, SHORT, match=encode(clip, long)), embeds, pooled) < 1e-4
+    assert encode(clip, SHORT)[0][0].shape[1] == TRAINED_POSITIONS
 
 
-def test_a_short_prompt_is_read_as_by_comfyui(sdxl):
+@pytest.mark.parametrize("reading", set(READINGS) - {"kohya"})
+def test_a_short_prompt_is_read_as_by_comfyui(sdxl, reading):
     clip, _ = sdxl
     ((theirs, extras),) = clip.encode_from_tokens_scheduled(clip.tokenize("a (red:1.2) cat"))
-    assert difference(encode_long_prompt(clip, "a (red:1.2) cat"), theirs, extras["pooled_output"]) == 0
+    assert difference(encode(clip, "a (red:1.2) cat", reading=reading), theirs, extras["pooled_output"]) == 0
 
 
 def test_sd15(load):
@@ -205,7 +267,7 @@ def test_sd15(load):
     parts = tiny_sdxl.sd15_parts() | {"text_encoder": model, "tokenizer": clip_tokenizer(77)}
     pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(emphasis="comfyui")
     embeds, _ = pipe.encode_prompt(prompt, "cpu", 1, True)
-    assert difference(encode_long_prompt(make([model]), prompt), embeds) < 1e-4
+    assert difference(encode(make([model]), prompt), embeds) < 1e-4
 
 
 TEXTS = [
@@ -223,12 +285,12 @@ def test_tokens_and_cuts_are_those_of_our_pipeline(tokenizing):
     for text in TEXTS:
         tokens, _ = tokenize_text(text, clip_tokenizer(TRAINED_POSITIONS))
         escaped = text.replace("(", "\\(").replace(")", "\\)")
-        assert list(read_text(tokenizing, escaped, ("l", "g")).values()) == [tokens] * 2
+        assert list(read_text(tokenizing, escaped, ("l", "g"))[0].values()) == [tokens] * 2
 
 
 def test_tokens_are_those_of_comfyui(tokenizing):
     for text in (LONG, WEIGHTED, "(a) b(c:1.2)d, ((e:1.3)) \\(f\\)"):
-        for name, read in read_text(tokenizing, text, ("l", "g")).items():
+        for name, read in read_text(tokenizing, text, ("l", "g"))[0].items():
             rows = tokenizing.tokenize(text, return_word_ids=True)[name]
             theirs = [pair[:2] for row in rows for pair in row if pair[2]]
             assert list(zip(read.ids, read.weights, strict=True)) == theirs
@@ -237,9 +299,9 @@ def test_tokens_are_those_of_comfyui(tokenizing):
 def test_other_encoders_are_refused(tokenizing):
     flux = SimpleNamespace(tokenize=lambda text: tokenizing.tokenize(text) | {"t5xxl": [[(1, 1.0)]]})
     with pytest.raises(ValueError, match="g, l, t5xxl, and the long-prompt node reads"):
-        encode_long_prompt(flux, SHORT)
+        encode(flux, SHORT)
     with pytest.raises(RuntimeError, match="the clip input is None"):
-        long_prompt_node.LongPromptEncode().encode(None, SHORT)
+        encode(None, SHORT)
 
 
 def test_patches_and_clip_skip_of_comfyui_count(comfyui):
@@ -249,10 +311,10 @@ def test_patches_and_clip_skip_of_comfyui_count(comfyui):
     clip = comfyui_clip(models).clone()
     clip.add_patches({f"clip_l.transformer.text_model.{name}": ("diff", (change,))})  # as a LoRA does
     clip.clip_layer(-3)
-    plain = encode_long_prompt(comfyui_clip(models), prompt)[0][0]
+    plain = encode(comfyui_clip(models), prompt)[0][0]
     models[0].state_dict()[name] += change
     embeds, _, pooled, _ = sdxl_pipeline(models).encode_prompt(prompt, negative_prompt="", clip_skip=1)
-    ours = encode_long_prompt(clip, prompt)
+    ours = encode(clip, prompt)
     assert difference(ours, embeds, pooled) < 1e-4 and (ours[0][0] - plain).abs().mean() > 0.01
 
 
@@ -261,18 +323,110 @@ def test_textual_inversions_stay_whole(comfyui, tmp_path):
     vectors = {"clip_l": torch.randn(30, 768), "clip_g": torch.randn(30, 1280)}
     save_file(vectors, tmp_path / "style.safetensors")
     clip = comfyui_clip(models, embeddings=str(tmp_path))
-    tokens = read_text(clip, prompt.format("embedding:style"), ("l", "g"))
+    tokens, *_ = read_text(clip, prompt.format("embedding:style"), ("l", "g"))
     assert tokens["l"].cuts == tokens["g"].cuts and tokens["l"].cuts.count(0) == 29
     pipe = sdxl_pipeline(models).set_long_prompt()
     for tokenizer, encoder, weights in zip((pipe.tokenizer, pipe.tokenizer_2), models, vectors.values(), strict=True):
         pipe.load_textual_inversion(weights, token="<style>", tokenizer=tokenizer, text_encoder=encoder)
     embeds, _, pooled, _ = pipe.encode_prompt(prompt.format("<style>"), negative_prompt="")
-    assert difference(encode_long_prompt(clip, prompt.format("embedding:style")), embeds, pooled) < 1e-4
+    assert difference(encode(clip, prompt.format("embedding:style")), embeds, pooled) < 1e-4
 
 
-def test_the_workflow_names_the_node_and_its_inputs():
-    workflow = json.loads(Path(long_prompt_node.__file__).with_name(WORKFLOW).read_text())
+@pytest.fixture
+def embedded(load):
+    """(CLIP with an SD 1.5 embedding of 4 vectors named sd15, its models, the vectors), without ComfyUI."""
+    make, (width, _) = load
+    if make is not StandIn:
+        pytest.skip("for ComfyUI's own, see the tests with files of embeddings")
+    models, vectors = encoders(32, 64, positions=77), list(torch.randn(4, width))
+    return StandIn(models, {"sd15": {"clip_l": vectors, "clip_g": vectors}}), models, vectors
+
+
+def test_embedding_without_a_name_is_text(embedded):
+    clip, models, _ = embedded
+    for text in ("A diagram of an embedding: a list of numbers.", "an embedding:", "embedding:\n(embedding:) x"):
+        assert (
+            difference(encode(clip, text), encode(StandIn(models), text.replace("embedding:", "embedding :"))[0][0])
+            == 0
+        )
+
+
+def test_embedding_that_does_not_fit_is_left_out_for_that_encoder(embedded):
+    clip, models, vectors = embedded
+    tokens, *_ = read_text(clip, "a red embedding:sd15 cat", ("l", "g"))
+    plain, *_ = read_text(clip, "a red cat", ("l", "g"))
+    assert tokens["g"] == plain["g"]
+    assert [id(token) for token in tokens["l"].ids[2:6]] == [id(vector) for vector in vectors]
+    for text in ("a red embedding:sd15 cat", SENTENCE * 9 + "embedding:sd15 " + SENTENCE):
+        both, without = encode(clip, text)[0][0], encode(StandIn(models), text.replace("embedding:sd15 ", ""))[0][0]
+        assert torch.equal(both[..., 32:], without[..., 32:])
+        assert not torch.equal(both[..., :32], without[..., :32])
+
+
+def test_embeddings_are_found_where_comfyui_finds_them(embedded):
+    clip, _, vectors = embedded
+    texts = [
+        "一只猫。embedding:sd15",
+        "a\tembedding:sd15",
+        "(embedding:sd15)。embedding:sd15\x1c。b",
+        "x\x1cy\x1fz\t\u3000q",
+    ]
+    for text in [*texts, "\tembedding:sd15", "embedding:sd15\nembedding:sd15 (\tembedding:sd15:1.1)"]:
+        (row,) = clip.tokenize(text, return_word_ids=True)["l"]
+        read = read_text(clip, text, ("l",))[0]["l"]
+        theirs = [(id(token) if torch.is_tensor(token) else token, weight) for token, weight, word in row if word]
+        ours = [id(token) if torch.is_tensor(token) else token for token in read.ids]
+        assert list(zip(ours, read.weights, strict=True)) == theirs
+    found = read_text(clip, "embedding:sd15 a", ("l",))[0]["l"]
+    assert found.cuts[:4] == [Cut.NEVER] * 3 + [Cut.WORD] and len(vectors) == 4
+
+
+def test_lengths_compose_with_those_of_comfyui(sdxl):
+    clip, _ = sdxl
+    for text in (SHORT, LONG, LONGER):
+        rounded, plain = encode(clip, text, multiple_of_77=True)[0][0], encode(clip, text)[0][0]
+        assert rounded.shape[1] % TRAINED_POSITIONS == 0 and 0 <= rounded.shape[1] - plain.shape[1] < TRAINED_POSITIONS
+        assert torch.allclose(rounded[:, : plain.shape[1]], plain, atol=1e-5)
+
+
+def test_chunks_are_shown(tokenizing):
+    long = SENTENCE * 5 + "It (dreams:1.2) of fish."
+    node = LongPromptEncode()
+    _, shown = node.encode(tokenizing, long, "separate")
+    text = f"CLIP-L: 95 tokens, chunks: 2\n1. 72 tokens: {SENTENCE * 4}\n2. 23 tokens: {SENTENCE}It dreams of fish."
+    assert shown == "\n\n".join(text.replace("CLIP-L", name).replace(" \n", "\n") for name in ("CLIP-L", "bigG"))
+    assert f"[{SENTENCE * 2}".strip() in node.encode(tokenizing, long)[1]
+    assert node.encode(tokenizing, "")[1].startswith("CLIP-L: 0 tokens, chunks: 1\n1. 0 tokens: \n\nbigG")
+    assert node.encode(tokenizing, "a " * 300, "kohya")[1].startswith("CLIP-L: 225 tokens, chunks: 3")
+
+
+def test_only_the_class_changes_in_a_workflow_of_comfyui():
+    inputs = LongPromptEncode.INPUT_TYPES()
+    assert set(inputs["required"]) == {"clip", "text"}  # those of ComfyUI's CLIPTextEncode
+    assert all("tooltip" in options for kind in inputs.values() for _, options in kind.values())
+    assert len(LongPromptEncode.OUTPUT_TOOLTIPS) == len(LongPromptEncode.RETURN_TYPES)
+
+
+def test_the_written_pack_is_whole(tmp_path):
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    folder = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt")))
+    files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+    texts = {"LICENSE", "README.md", "pyproject.toml", f"{WORKFLOWS}/{WORKFLOW}", f"{WORKFLOWS}/{WORKFLOW_248}"}
+    assert files == {"__init__.py", "long_prompt_node.py", "chunks.py", ".debias-diffusion.json"} | texts
+    pack = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert pack["project"]["version"] == version("debias-diffusion") and pack["project"]["dependencies"] == []
+    assert "DisplayName" in pack["tool"]["comfy"] and "comfyui" not in pack["project"]["name"].lower()
+    assert "Apache License" in (folder / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("name", [WORKFLOW, WORKFLOW_248])
+def test_workflows_name_the_node_and_its_inputs(tmp_path, name):
+    folder = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt")))
+    workflow = json.loads((folder / WORKFLOWS / name).read_text())
     nodes = [node for node in workflow.values() if node["class_type"] in NODE_CLASS_MAPPINGS]
-    inputs = long_prompt_node.LongPromptEncode.INPUT_TYPES()
-    assert [set(node["inputs"]) - set(inputs["required"]) for node in nodes] == [set(), {"match"}]
-    assert all(set(inputs["required"]) <= set(node["inputs"]) for node in nodes)
+    inputs = LongPromptEncode.INPUT_TYPES()
+    assert [set(node["inputs"]) for node in nodes] == [set(inputs["required"])] * 2
+    loader = {WORKFLOW: "CheckpointLoaderSimple", WORKFLOW_248: "DualCLIPLoader"}[name]
+    assert {workflow[node["inputs"]["clip"][0]]["class_type"] for node in nodes} == {loader}
+    links = [link for node in workflow.values() for link in node["inputs"].values() if isinstance(link, list)]
+    assert {number for number, _ in links} <= set(workflow)

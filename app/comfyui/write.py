@@ -1,6 +1,8 @@
 """`debias-diffusion comfyui`: the node's folder for ComfyUI, which needs nothing of this package there."""
 
+import json
 import shutil
+from importlib.metadata import distribution
 from pathlib import Path
 
 from debias_diffusion import chunks
@@ -9,11 +11,12 @@ from ..options import ComfyUIConfig
 from ..written_folder import written_folder
 from . import long_prompt_node
 
-WORKFLOW = "long_prompt_workflow.json"
+WORKFLOWS = "example_workflows"  # where ComfyUI looks for them, for its list of templates
+WORKFLOW, WORKFLOW_248 = "long_prompt.json", "long_prompt_248.json"
 
 
 def write_node(config: ComfyUIConfig) -> Path:
-    """Writes the node's modules, with the one that it shares with our pipelines, and a workflow.
+    """Writes the node's modules, with the one that it shares with our pipelines, and what makes them a node pack.
 
     Returns:
         the folder
@@ -22,12 +25,61 @@ def write_node(config: ComfyUIConfig) -> Path:
         UserError: the folder holds anything but an earlier copy that nobody changed.
     """
     output, node = Path(config.output), Path(long_prompt_node.__file__)
-    files = [node.with_name("__init__.py"), node, Path(chunks.__file__), node.with_name(WORKFLOW)]
+    workflow = json.loads(node.with_name(WORKFLOW).read_text(encoding="utf-8"))
     with written_folder(output, "comfyui") as folder:
-        for file in files:
+        for file in (node.with_name("__init__.py"), node, Path(chunks.__file__)):
             shutil.copyfile(file, folder / file.name)
-    print(
-        f"Wrote {output}: restart ComfyUI, and look for 'CLIP Text Encode (long prompt)'. {output / WORKFLOW} is a "
-        "workflow: drag it into ComfyUI's page."
-    )
+        texts = {"LICENSE": license_text(), "README.md": README, "pyproject.toml": pyproject()}
+        texts[f"{WORKFLOWS}/{WORKFLOW}"] = json.dumps(workflow, indent=2)
+        texts[f"{WORKFLOWS}/{WORKFLOW_248}"] = json.dumps(with_248_positions(workflow), indent=2)
+        (folder / WORKFLOWS).mkdir()
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    print(f"Wrote {output}: restart ComfyUI, and drag {output / WORKFLOWS / WORKFLOW} into its page.")
     return output
+
+
+def with_248_positions(workflow: dict) -> dict:
+    """The workflow with the text encoders of two files, CLIP-L of 248 positions, in place of the checkpoint's."""
+    inputs = {"clip_name1": "debias_clip_l.safetensors", "clip_name2": "clip_g.safetensors", "type": "sdxl"}
+    title = {"title": "DualCLIPLoader: CLIP-L of 248, bigG of 77"}
+    for node in workflow.values():
+        if "clip" in node["inputs"]:
+            node["inputs"]["clip"] = ["2", 0]
+    return workflow | {"2": {"class_type": "DualCLIPLoader", "inputs": inputs, "_meta": title}}
+
+
+def license_text() -> str:
+    """The package's licence: of a checkout, or of an installed copy."""
+    checkout = Path(__file__).parents[2] / "LICENSE"
+    if checkout.is_file():
+        return checkout.read_text(encoding="utf-8")
+    return distribution("debias-diffusion").read_text("licenses/LICENSE")
+
+
+def pyproject() -> str:
+    """What ComfyUI's registry and manager read."""
+    return f"""[project]
+name = "long-prompt-encode"
+description = "CLIP Text Encode for prompts of any length, in chunks that end with sentences"
+version = "{distribution("debias-diffusion").version}"
+license = {{ file = "LICENSE" }}
+dependencies = []
+
+[tool.comfy]
+PublisherId = ""  # yours at registry.comfy.org
+DisplayName = "Long prompts"
+"""
+
+
+README = f"""# CLIP Text Encode (long prompt)
+
+A node for ComfyUI that reads prompts of any length: in chunks that end with a sentence, with both text encoders of SDXL
+aligned token by token. It takes the place of CLIP Text Encode, and a prompt of up to 75 tokens gives the same image.
+
+Put this folder into ComfyUI's `custom_nodes`, restart ComfyUI, and drag a workflow from `{WORKFLOWS}` into its page:
+`{WORKFLOW}` uses an SDXL checkpoint's text encoders. `{WORKFLOW_248}` uses SDXL's `clip_g.safetensors` and
+a CLIP-L of 248 positions from `debias-diffusion export --to comfyui`.
+
+Written by `debias-diffusion comfyui`; changes belong into that package.
+"""

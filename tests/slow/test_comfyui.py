@@ -20,8 +20,8 @@ from PIL import Image
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import main
-from debias_diffusion.app.comfyui.long_prompt_node import encode_long_prompt
-from debias_diffusion.app.comfyui.write import WORKFLOW
+from debias_diffusion.app.comfyui.long_prompt_node import LongPromptEncode
+from debias_diffusion.app.comfyui.write import WORKFLOW_248, WORKFLOWS
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -74,13 +74,14 @@ def test_files_of_true_size(true_size):
     pipe, prompt = sdxl_pipeline([load_text_encoder(file)[0] for file in files]), LONG.replace(")?", ":1.2)?")
     embeds, _, pooled, _ = pipe.encode_prompt(prompt, negative_prompt="")
     pipe.text_encoder = pipe.text_encoder_2 = None
-    ours = encode_long_prompt(sd.load_clip(files, clip_type=sd.CLIPType.STABLE_DIFFUSION), prompt)
+    clip = sd.load_clip(files, clip_type=sd.CLIPType.STABLE_DIFFUSION)
+    ours, _ = LongPromptEncode().encode(clip, prompt, multiple_of_77=False)
     assert ours[0][0].shape == (1, 152, 2048) and embeds.std() > 0.1
     assert difference(ours, embeds, pooled) < 1e-4
 
 
 def test_the_workflow_in_comfyuis_server(true_size):
-    workflow = json.loads((true_size / "custom_nodes" / "long_prompt" / WORKFLOW).read_text())
+    workflow = json.loads((true_size / "custom_nodes" / "long_prompt" / WORKFLOWS / WORKFLOW_248).read_text())
     workflow["5"]["inputs"] |= {"width": 64, "height": 64}
     workflow["6"]["inputs"]["steps"] = 2
     with socket.socket() as free:
