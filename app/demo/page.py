@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from html import escape
 from math import sqrt
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import gradio as gr
 from PIL import Image
@@ -99,8 +99,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
                     count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
                     scheduler = gr.Dropdown(models.schedulers, value=defaults.scheduler, label="Scheduler")
-                    choices = [("as the reading does", None), *((name, name) for name in get_args(Emphasis))]
-                    emphasis = gr.Dropdown(choices, value=None, label="Weights: (word:1.3), [word], BREAK")
+                    choices = [("as the reading does", ""), *((name, name) for name in get_args(Emphasis))]
+                    emphasis = gr.Dropdown(choices, value="", label="Weights: (word:1.3), [word], BREAK")
                     hint = "An encoder whose name says how it reads always reads so."
                     choices = [(title.capitalize(), name) for name, title in READINGS.items()]
                     reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
@@ -159,7 +159,7 @@ class _Endpoints:
             labels = [label for label in self.models.labels if label in encoders]
             request = Request(
                 prompt, labels, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
-                scheduler, emphasis, reading, scene,
+                scheduler, emphasis or None, reading, scene,
             )  # fmt: skip
             shown = _reference(scene, prompt)
             with closing(render_request(self.models, request, self.budget)) as items:
@@ -172,10 +172,10 @@ class _Endpoints:
                         progress(*item)
                         yield gr.skip()  # here a stopped request ends
 
-    def count(self, prompt: str, encoders: list[str], emphasis: Emphasis | None, reading: Reading) -> tuple:
+    def count(self, prompt: str, encoders: list[str], emphasis: Emphasis | Literal[""], reading: Reading) -> tuple:
         """Counts a prompt's tokens with the encoders' tokenizer: each with who reads it, and how each encoder reads."""
         try:  # without any encoder, as all read it
-            request = Request(prompt, encoders or self.models.labels, emphasis=emphasis, reading=reading)
+            request = Request(prompt, encoders or self.models.labels, emphasis=emphasis or None, reading=reading)
             counted, sentences, readings = count_tokens(self.models, request)
         except UserError as error:
             return gr.HighlightedText([(str(error), None)], label="Tokens"), ""
@@ -184,11 +184,11 @@ class _Endpoints:
         lines = [f"- **{escape(label)}** {each.in_words()}" for label, each in readings.items()]
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 
-    def analyse(self, prompt: str, encoders: list[str], emphasis: Emphasis | None, reading: Reading) -> list:
+    def analyse(self, prompt: str, encoders: list[str], emphasis: Emphasis | Literal[""], reading: Reading) -> list:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
         with _shown_errors(), self.models.alone():
-            request = Request(prompt, encoders, emphasis=emphasis, reading=reading)
+            request = Request(prompt, encoders, emphasis=emphasis or None, reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [
             _attention(label, shares[label]) if label in shares else gr.HighlightedText(visible=False)
@@ -219,7 +219,8 @@ class _Endpoints:
         status = escape(" ".join(["All settings are restored.", *notes]))
         # in the order of the components
         prompt, encoders, negative_prompt, seed, *settings, scene = vars(request).values()
-        return [status, scene, images or gr.skip(), prompt, encoders, negative_prompt, str(seed), *settings]
+        chosen = ["" if value is None else value for value in settings]
+        return [status, scene, images or gr.skip(), prompt, encoders, negative_prompt, str(seed), *chosen]
 
 
 def choose(example: str | int | None) -> tuple:
