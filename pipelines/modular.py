@@ -26,7 +26,7 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
     """diffusers' text step of SDXL, with prompts of any length.
 
     Components and outputs are those of diffusers' step. Its inputs are, too, and in addition the fields of
-    `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., weighting=True)`.
+    `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., reading="a1111")`.
     """
 
     @property
