@@ -69,7 +69,7 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
         handle_file(expected[1].save(tmp_path)), api_name="/settings"
     )
     assert status == "All settings are restored." and (prompt, restored) == (LONG, encoders)
-    assert settings == ["", "7", 2, 3, 48, 48, 1, "Euler", False, "overlap"]
+    assert settings == ["", "7", 2, 3, 48, 48, 1, "Euler", "", "overlap"]
     assert shown[0]["caption"] == reference and "objects right" in shown[1]["caption"]
 
 
@@ -92,7 +92,7 @@ def test_errors_say_what_was_given_and_what_is_allowed(client, name, values, mes
 def test_the_login_is_asked_for(url):
     paths = ("config", "gradio_api/info", "gradio_api/queue/data?session_hash=a", "gradio_api/file=/etc/passwd")
     assert [httpx.get(f"{url}{path}").status_code for path in paths] == [401] * 4
-    body = {"data": ["a", ["toy/clip"], False, "overlap"]}
+    body = {"data": ["a", ["toy/clip"], "", "overlap"]}
     assert httpx.post(f"{url}gradio_api/call/tokens", json=body).status_code == 401
     assert httpx.post(f"{url}login", data={"username": "ann", "password": "guess"}).status_code == 400
 
@@ -135,7 +135,7 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(visitor, client, 
         yield from ()
 
     monkeypatch.setattr("debias_diffusion.app.demo.page.render_request", waiting)
-    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", False, "overlap"]}
+    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", "", "overlap"]}
     try:
         assert visitor.post("gradio_api/call/generate", json=body).is_success
         wait_until(started.is_set)
@@ -143,7 +143,7 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(visitor, client, 
         assert [answer.status_code for answer in asked] == [200] * WAITING + [503]
         assert "Queue is full" in asked[-1].text
         # As the page counts.
-        counted = visitor.post("gradio_api/run/tokens", json={"data": [LONG, ["toy/clip"], False, "overlap"]})
+        counted = visitor.post("gradio_api/run/tokens", json={"data": [LONG, ["toy/clip"], "", "overlap"]})
         assert counted.json()["data"][0]["label"] == "Tokens: 93, sentences: 9"
     finally:
         free.set()
