@@ -284,24 +284,13 @@ def positions_of(chunks: Sequence[Chunk], context_length: int, length: int, read
     return list(itertools.islice(itertools.chain(positions, itertools.cycle(pads)), length))
 
 
-def lacks_pads(chunks: Sequence[Chunk], context_length: int, length: int, reading: Reading = "overlap") -> bool:
-    """Whether the result has positions of an empty chunk."""
-    return max(positions_of(chunks, context_length, length, reading)) >= len(chunks) * context_length
-
-
-def join_chunks(
-    states: "torch.Tensor",
-    chunks: Sequence[Chunk],
-    empty: "torch.Tensor | None",
-    length: int,
-    reading: Reading = "overlap",
-) -> "torch.Tensor":
+def join_chunks(states: "torch.Tensor", chunks: Sequence[Chunk], empty: "torch.Tensor", length: int) -> "torch.Tensor":
     """Joins the hidden states of a text's chunks into one sequence, see `positions_of`.
 
     Args:
         states: [chunks, context_length, width], each row `[BOS, text, EOS, pads]`.
         chunks: of the text, in order.
-        empty: [context_length, width] hidden states of `[BOS, EOS, pads]`; may be None if it is not needed.
+        empty: [context_length, width] hidden states of `[BOS, EOS, pads]`.
         length: positions of the result.
 
     Returns:
@@ -309,8 +298,7 @@ def join_chunks(
     """
     import torch
 
-    rows = [*states] if empty is None else [*states, empty]
-    return torch.cat(rows)[positions_of(chunks, states.shape[1], length, reading)]
+    return torch.cat([*states, empty])[positions_of(chunks, states.shape[1], length)]
 
 
 def weigh(states: "torch.Tensor", weights: "torch.Tensor", empty: "torch.Tensor", emphasis: Emphasis) -> "torch.Tensor":

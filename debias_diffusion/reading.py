@@ -16,8 +16,7 @@ from .chunks import (
     Emphasis,
     Reading,
     Tokens,
-    join_chunks,
-    lacks_pads,
+    positions_of,
     rate_cuts,
     split_text,
     weigh,
@@ -84,11 +83,12 @@ def encode_texts(
         raise ValueError(f"a text of {longest} tokens, BOS and EOS do not fit {length} positions: shorten it.")
     context = chunk_length(encoder, reading, length)
     split = [split_text(text, context - 2, reading) for text in texts]  # [texts][chunks]
+    places = [positions_of(chunks, context, length, reading) for chunks in split]
     rows = [(text, chunk) for text, chunks in zip(texts, split, strict=True) for chunk in chunks]
     weights = [[text.weights[at] for at in chunk.read] for text, chunk in rows]
     weighted = emphasis not in ("none", "ignore") and any(weight != 1 for row in weights for weight in row)
     # One empty chunk serves all texts.
-    lacking = any(lacks_pads(chunks, context, length, reading) for chunks in split)
+    lacking = any(max(place) >= len(chunks) * context for chunks, place in zip(split, places, strict=True))
     ids = [[text.ids[at] for at in chunk.read] for text, chunk in rows] + [[]] * (lacking or weighted)
     row_states, pooled = states(encoder, _chunk_ids(ids, context, tokenizer).to(device))
     chunk_states, empty = row_states[: len(rows)].to(device), row_states[-1].to(device)
@@ -97,8 +97,8 @@ def encode_texts(
         chunk_states = weigh(chunk_states, torch.tensor(padded), empty, emphasis)
     counts = [len(chunks) for chunks in split]
     joined = [
-        join_chunks(text_states, chunks, empty, length, reading)
-        for text_states, chunks in zip(chunk_states.split(counts), split, strict=True)
+        torch.cat([*text_states, empty])[place]
+        for text_states, place in zip(chunk_states.split(counts), places, strict=True)
     ]
     first_chunks = list(itertools.accumulate([0, *counts[:-1]]))
     return torch.stack(joined), None if pooled is None else pooled[first_chunks]

@@ -254,12 +254,8 @@ class LongPromptMixin:
         else:
             if zeros is None:
                 zeros = self._long_prompt.reading == "a1111" and hasattr(self, "text_encoder_2")
-            texts = [
-                text
-                for given in (negative, *negative_2)
-                for text in ([given] if given is None or isinstance(given, str) else given)
-            ]
-            zeros = zeros and not any(texts)
+            texts = (negative, *negative_2)  # each a text, a list of them, or None
+            zeros = zeros and not any(any([text] if isinstance(text, str) else text or ()) for text in texts)
         return None if zeros else self._cut(self._tokenize(negative or "", *negative_2, batch_size=batch_size))
 
     def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
@@ -438,7 +434,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
     diffusers, bit for bit. A longer one is encoded at the shortest of 152, 227 and 248 positions that holds it (without
     a 248-token encoder: 152, 227, 302, ...), beyond that at whole chunks more, see `positions_for`. Prompt, negative
     prompt and the other prompts of a batch share the longest length that any of them needs. An encoder of a shorter
-    context length reads the text in several chunks (`split_text`, `join_chunks`). Nothing is ever truncated.
+    context length reads the text in several chunks (`split_text`, `positions_of`). Nothing is ever truncated.
     """
 
     def encode_prompt(

@@ -7,14 +7,13 @@ from typing import Literal
 import torch
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import KOHYA_POSITIONS, Chunk, Tokens, split_text
+from debias_diffusion.chunks import Chunk
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import Reader, look_at_tokens
 from debias_diffusion.eval.robustness import move4
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines import SDXLLongPromptMixin
 from debias_diffusion.pipelines.rendering import cleaned
-from debias_diffusion.reading import chunk_length
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clean
 
@@ -59,12 +58,13 @@ def read_prompt(
     models: DemoModels, label: str, request: Request, tokenizer: CLIPTokenizer | None = None
 ) -> PromptReading:
     """How an encoder reads the prompt of a request, by its tokenizer or another one of its vocabulary."""
-    options = request.options(models, label)
-    reader, text = SDXLLongPromptMixin().set_long_prompt(**asdict(options)), cleaned(request.prompt, options)
-    tokens: Tokens = reader._tokens([text], tokenizer or models.encoders[label].tokenizer)[0]
-    reading, slots = options.reading, chunk_length(models.encoders[label].text_encoder, options.reading) - 2
-    read = {"cut": min(slots, models.stock_context - 2), "kohya": KOHYA_POSITIONS - 2}.get(reading)
-    return PromptReading(tokens.ids, split_text(tokens.first(read) if read else tokens, slots, reading))
+    options, pipe = request.options(models, label), models.encoders[label]
+    reader = SDXLLongPromptMixin().set_long_prompt(**asdict(options))  # the pipeline itself may be in use
+    for name in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
+        setattr(reader, name, getattr(pipe, name))
+    [tokens] = reader._tokens([cleaned(request.prompt, options)], tokenizer or pipe.tokenizer)
+    [[read]] = reader._cut([[tokens]])
+    return PromptReading(tokens.ids, reader._split(read, pipe.text_encoder))
 
 
 def count_tokens(
