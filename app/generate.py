@@ -18,8 +18,10 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.checkpoints import PIPELINES, SDXL
+from debias_diffusion.pipelines.long_prompt import LongPromptOptions
 from debias_diffusion.pipelines.png import first_difference, read_settings, write_png
 from debias_diffusion.pipelines.rendering import (
+    USUAL,
     ImagePrompt,
     ImageTask,
     Renderer,
@@ -87,7 +89,7 @@ def generate(config: GenerateConfig) -> Path:
         pick_device(config.device),
         DTYPES.get(config.precision),
         encoder_2=config.encoder_2,
-        emphasis=config.emphasis,
+        long_prompt=LongPromptOptions(emphasis=config.emphasis, breaks=config.breaks),
         batch=config.batch,
         low_memory=config.low_memory,
         show_steps=not config.several,
@@ -172,7 +174,7 @@ def _difference(path: Path, settings: dict) -> str:
     # one encoder may have several paths
     named = {name for name in ("encoder", "encoder_2") if settings[f"{name}_sha256"]}
     wanted = {name: value for name, value in settings.items() if name not in named}
-    return "it holds no settings" if before is None else first_difference(before, wanted)
+    return "it holds no settings" if before is None else first_difference(USUAL | before, wanted)
 
 
 def _fill(

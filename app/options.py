@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from debias_diffusion.chunks import Emphasis, Reading
+from debias_diffusion.chunks import Breaks, Emphasis, Reading
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import TOYS, check_output, check_source
@@ -284,6 +284,8 @@ class GenerateConfig(Checked):
             program does, of overlap, separate and cut none. none: they are text. ignore: they are read and dropped.
             comfyui: they move words away from the empty prompt. original and no_norm: as A1111's settings of these
             names.
+        breaks: What BREAK does where weights are read: concatenate begins a new chunk; average reads each part as a
+            prompt of its own and takes their mean, weighted by BREAK:0.7.
         steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
         guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. The
             default is above diffusers' 5, for the details of long prompts; above 10 colours oversaturate.
@@ -294,7 +296,7 @@ class GenerateConfig(Checked):
     """
 
     GROUPS = {  # noqa: RUF012 - without an annotation, so no option
-        "Prompts": ("prompt", "prompts", "negative_prompt", "emphasis", "reading"),
+        "Prompts": ("prompt", "prompts", "negative_prompt", "reading", "emphasis", "breaks"),
         "Models": ("base", "encoder", "encoder_2"),
         "Images": ("output", "overwrite", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
         "Speed and memory": ("batch", "low_memory", "device", "precision"),
@@ -319,6 +321,7 @@ class GenerateConfig(Checked):
     batch: PositiveInt = 1
     low_memory: bool = False
     emphasis: Emphasis | None = None
+    breaks: Breaks = "concatenate"
     reading: Reading | None = None
 
     def __post_init__(self):

@@ -18,6 +18,7 @@ TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and
 Reading = Literal["overlap", "separate", "cut", "a1111", "kohya", "comfyui"]
 # What a weight does to the states of its token, see `weigh`; "none": signs of weights are text.
 Emphasis = Literal["none", "ignore", "original", "no_norm", "comfyui"]
+Breaks = Literal["concatenate", "average"]  # what BREAK does, where it is read
 PROGRAMS: dict[Reading, Emphasis] = {"a1111": "original", "kohya": "none", "comfyui": "comfyui"}  # what each does
 WHOLE_ROWS = ("a1111", "comfyui")  # these give the UNet each chunk's BOS, EOS and pads, too
 KOHYA_POSITIONS = 227  # of `max_token_length=225`

@@ -192,6 +192,8 @@ class OfImages(OfEncoders):
             keeps it.
         height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
         width: Likewise.
+        zero_empty_negative: The empty negative prompt is zeros (true) or the encoded empty text (false). null: as in
+            the program that a reading imitates, else as in diffusers.
     """
 
     base: str
@@ -205,6 +207,7 @@ class OfImages(OfEncoders):
     scheduler: str | None = None
     height: Side | None = None
     width: Side | None = None
+    zero_empty_negative: bool | None = None
 
     WITH_READINGS = True
 

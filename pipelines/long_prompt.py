@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from diffusers import DiffusionPipeline
@@ -21,6 +21,7 @@ from debias_diffusion.chunks import (
     PROGRAMS,
     TRAINED_POSITIONS,
     WHOLE_ROWS,
+    Breaks,
     Chunk,
     Emphasis,
     Reading,
@@ -73,9 +74,6 @@ class PromptLayout(NamedTuple):
     def settings(self) -> dict:
         """What an image's settings say of it."""
         return {name: value for name, value in self._asdict().items() if name not in ("cut_off", "texts")}
-
-
-Breaks = Literal["concatenate", "average"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 from PIL import Image
 from tqdm import tqdm
 
-from debias_diffusion.chunks import PROGRAMS, Emphasis
+from debias_diffusion.chunks import PROGRAMS
 from debias_diffusion.encoders import EncoderSpec, Kind, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError, near_matches, reason
 from debias_diffusion.jobs import Job
@@ -103,6 +103,15 @@ class Sampling:
     height: int | None = None
     width: int | None = None
     layer: Layer = "penultimate"
+
+
+USUAL = {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
+del USUAL["reading"]
+
+
+def without_usual(settings: dict) -> dict:
+    """An image's settings without those that are as USUAL."""
+    return {name: value for name, value in settings.items() if name not in USUAL or value != USUAL[name]}
 
 
 @dataclass(frozen=True)
@@ -321,7 +330,7 @@ class Renderer:
         sampling: of all images; without height and width, in the checkpoint's size.
         encoder_2: replaces SDXL's second encoder, but for encoders that `align` fitted one with; see `load_pipeline`.
         scheduler: one of SCHEDULERS; None keeps the checkpoint's.
-        emphasis: what weights in prompts do, see `LongPromptOptions`.
+        long_prompt: how prompts are read; the encoder says in which reading.
         batch: images rendered at once.
         low_memory: either the text encoders or the UNet are in memory, never both.
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
@@ -336,7 +345,7 @@ class Renderer:
     dtype: torch.dtype | None = None
     encoder_2: str | None = None
     scheduler: str | None = None
-    emphasis: Emphasis | None = None
+    long_prompt: LongPromptOptions = LongPromptOptions()
     batch: int = 1
     low_memory: bool = False
     show_steps: bool = False
@@ -355,16 +364,15 @@ class Renderer:
     def settings(self, encoder: EncoderSpec) -> dict:
         """Everything that affects an image besides its `ImagePrompt` and the models."""
         return {
-            "reading": encoder.reading,
+            **asdict(self.options(encoder)),
             "scheduler": self.scheduler,
-            "emphasis": self.emphasis,
             **asdict(self.sampling),
             **runtime_settings(self.device, self.dtype),
         }
 
     def options(self, encoder: EncoderSpec) -> LongPromptOptions:
         """How prompts are read."""
-        return LongPromptOptions(reading=encoder.reading, emphasis=self.emphasis)
+        return replace(self.long_prompt, reading=encoder.reading)
 
     def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
         """The digests of the models, read from their files; None for an encoder of the checkpoint."""
@@ -378,7 +386,7 @@ class Renderer:
         return self._digests[encoder]
 
     def png_settings(self, encoder: EncoderSpec, prompt: ImagePrompt) -> dict:
-        """The settings that an image's PNG holds, before it is rendered.
+        """The settings of an image before it is rendered; its PNG holds those that are not as USUAL.
 
         Models are named as they were given. Of an encoder in files there is the sha256, too.
         """
@@ -389,8 +397,7 @@ class Renderer:
             "base": self.base,
             **names,
             **{name: digest if re.fullmatch("[0-9a-f]{64}", digest) else None for name, digest in digests.items()},
-            # what is not said is as usual
-            **{name: value for name, value in self.settings(encoder).items() if value not in (None, "penultimate")},
+            **self.settings(encoder),
         }
 
     def png_text(
@@ -398,7 +405,8 @@ class Renderer:
     ) -> dict[str, str]:
         """The text chunks of an image's PNG, with all its settings, see `settings_text`."""
         scheduler = type(pipe.scheduler).__name__
-        settings = self.png_settings(encoder, prompt) | layout.settings() | {"scheduler": sampler(scheduler)}
+        settings = without_usual(self.png_settings(encoder, prompt)) | layout.settings()
+        settings["scheduler"] = sampler(scheduler)
         return settings_text(settings, scheduler)
 
     def pipeline(self, encoder: EncoderSpec) -> DiffusionPipeline:

@@ -67,7 +67,7 @@ class Work:
             raise UserError(
                 f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}."
             )
-        settings = self._filled(given, seed)
+        settings = self._filled(given | (model.evaluation or {}), seed)
 
         def work(folder: Path) -> dict:
             where = {"encoders": [encoder], "output": str(folder)} | ({"device": self.device} if self.device else {})

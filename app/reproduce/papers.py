@@ -40,6 +40,7 @@ class Model(Checked):
         ablation: settings of `ablate` besides the world's, of the base model.
         alignment: settings of `align` besides the world's, of the trained encoder or of the SDXL checkpoint's own.
         reading: of prompts longer than the context length, in images; None: as the encoder's name says.
+        evaluation: settings of the evaluation besides the world's.
     """
 
     base: str = "openai-b16"
@@ -47,6 +48,7 @@ class Model(Checked):
     ablation: dict[str, Any] | None = None
     alignment: dict[str, Any] | None = None
     reading: Reading | None = None
+    evaluation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.limits import check_pixels
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint
+from debias_diffusion.pipelines.long_prompt import LongPromptOptions
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     ImageTask,
@@ -32,7 +33,7 @@ FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and dpg-bench
 _SETTINGS = (
     *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
-    *("encoder_2", "layer", "scheduler", "height", "width"),
+    *("encoder_2", "layer", "scheduler", "height", "width", "zero_empty_negative"),
 )
 # "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
 _AUTO = {"steps": (30, STEPS), "guidance_scale": (7.0, GUIDANCE_SCALE), "images_at_once": (1, 20)}
@@ -97,6 +98,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         processes.device,
         encoder_2=config.encoder_2,
         scheduler=config.scheduler,
+        long_prompt=LongPromptOptions(zero_empty_negative=config.zero_empty_negative),
         batch=settings["images_at_once"],
     )
     encoders = config.labelled
