@@ -345,7 +345,7 @@ class Renderer:
     dtype: torch.dtype | None = None
     encoder_2: str | None = None
     scheduler: str | None = None
-    long_prompt: LongPromptOptions = LongPromptOptions()
+    long_prompt: LongPromptOptions = LongPromptOptions()  # noqa: RUF009 - frozen
     batch: int = 1
     low_memory: bool = False
     show_steps: bool = False
