@@ -89,7 +89,7 @@ def generate(config: GenerateConfig) -> Path:
         pick_device(config.device),
         DTYPES.get(config.precision),
         encoder_2=config.encoder_2,
-        long_prompt=LongPromptOptions(emphasis=config.emphasis, breaks=config.breaks),
+        long_prompt=LongPromptOptions(emphasis=config.emphasis, breaks=config.breaks, sharpen=config.sharpen),
         batch=config.batch,
         low_memory=config.low_memory,
         show_steps=not config.several,
@@ -171,9 +171,9 @@ def _render_one(path: Path, config: GenerateConfig, renderer: Renderer, encoder:
 def _difference(path: Path, settings: dict) -> str:
     """How an existing file's settings differ; "" if they do not."""
     before = read_settings(path)
-    # one encoder may have several paths
-    named = {name for name in ("encoder", "encoder_2") if settings[f"{name}_sha256"]}
-    wanted = {name: value for name, value in settings.items() if name not in named}
+    # one encoder may have several paths; positions are known when the prompt is read
+    skipped = {name for name in ("encoder", "encoder_2") if settings[f"{name}_sha256"]} | {"positions"}
+    wanted = {name: value for name, value in settings.items() if name not in skipped}
     return "it holds no settings" if before is None else first_difference(USUAL | before, wanted)
 
 

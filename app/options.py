@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from debias_diffusion.chunks import Breaks, Emphasis, Reading
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import TOYS, check_output, check_source
+from debias_diffusion.eval.options import TOYS, Sharpening, check_output, check_source
 from debias_diffusion.limits import (
     Checked,
     Guidance,
@@ -289,6 +289,8 @@ class GenerateConfig(Checked):
         steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
         guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. The
             default is above diffusers' 5, for the details of long prompts; above 10 colours oversaturate.
+        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
+            changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
         height: Pixels, a multiple of 8; the model's own size by default (1024 for SDXL).
         width: Likewise.
         device: cpu, cuda, cuda:1, mps; the fastest available by default.
@@ -298,7 +300,10 @@ class GenerateConfig(Checked):
     GROUPS = {  # noqa: RUF012 - without an annotation, so no option
         "Prompts": ("prompt", "prompts", "negative_prompt", "reading", "emphasis", "breaks"),
         "Models": ("base", "encoder", "encoder_2"),
-        "Images": ("output", "overwrite", "images_per_prompt", "seed", "steps", "guidance_scale", "height", "width"),
+        "Images": (
+            *("output", "overwrite", "images_per_prompt", "seed"),
+            *("steps", "guidance_scale", "sharpen", "height", "width"),
+        ),
         "Speed and memory": ("batch", "low_memory", "device", "precision"),
     }
 
@@ -322,6 +327,7 @@ class GenerateConfig(Checked):
     low_memory: bool = False
     emphasis: Emphasis | None = None
     breaks: Breaks = "concatenate"
+    sharpen: Sharpening = 1.0
     reading: Reading | None = None
 
     def __post_init__(self):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch  # imported where it is used: names of readings are read before any model is loaded
 
+MOST_SHARPENING = 4.0  # of `sharpened`
 TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and EOS included
 
 # Of texts longer than the context length: our own ways, then the programs whose ways are imitated.

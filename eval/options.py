@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from debias_diffusion.chunks import MOST_SHARPENING
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.limits import (
@@ -17,6 +18,7 @@ from debias_diffusion.limits import (
     Layer,
     NonNegativeInt,
     PositiveInt,
+    Rule,
     Seed,
     Share,
     Side,
@@ -26,6 +28,9 @@ from debias_diffusion.limits import (
 from debias_diffusion.models.shipped import TWO_TOWERS, shipped
 
 Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100"]
+Sharpening = Annotated[
+    float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
+]
 MOST_IMAGES = 1000  # of a prompt
 TOYS = (f"cut:{TWO_TOWERS[0]}", *TWO_TOWERS)
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
@@ -192,6 +197,8 @@ class OfImages(OfEncoders):
             keeps it.
         height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
         width: Likewise.
+        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions, as
+            in `generate`.
         zero_empty_negative: The empty negative prompt is zeros (true) or the encoded empty text (false). null: as in
             the program that a reading imitates, else as in diffusers.
     """
@@ -207,6 +214,7 @@ class OfImages(OfEncoders):
     scheduler: str | None = None
     height: Side | None = None
     width: Side | None = None
+    sharpen: Sharpening = 1.0
     zero_empty_negative: bool | None = None
 
     WITH_READINGS = True

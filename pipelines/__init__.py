@@ -17,6 +17,7 @@ _MODULES = {
     "StableDiffusionXLLongPromptInpaintPipeline": ".classes",
     "StableDiffusionXLLongPromptPipeline": ".classes",
     "parse_prompt": ".weighting",
+    "sharpened": ".sharpening",
     "with_long_prompts": ".classes",
     "write_block": ".custom_pipeline",
     "write_custom_pipeline": ".custom_pipeline",

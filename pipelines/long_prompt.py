@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import NamedTuple, get_args
 
@@ -40,6 +40,7 @@ from debias_diffusion.reading import (
     tokenize_parts,
 )
 
+from .sharpening import check_sharpening, sharpened
 from .weighting import parse_prompt
 
 try:
@@ -99,6 +100,8 @@ class LongPromptOptions:
             is imitated (in SDXL, A1111's are zeros), else as in diffusers.
         negative_clip_skip: apply `clip_skip` to the negative prompt too. diffusers never does.
         strict: raise a ValueError for a prompt that an encoder would read in more than one chunk.
+        sharpen: the scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions,
+            see `sharpened`. Above 0, at most 4; 1 changes nothing.
     """
 
     reading: Reading = "overlap"
@@ -109,12 +112,14 @@ class LongPromptOptions:
     zero_empty_negative: bool | None = None
     negative_clip_skip: bool = False
     strict: bool = False
+    sharpen: float = 1.0
 
     def __post_init__(self):
         choices = {"reading": get_args(Reading), "emphasis": (None, *get_args(Emphasis)), "breaks": get_args(Breaks)}
         for name, allowed in choices.items():
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} is {given!r}, but must be {' or '.join(map(str, allowed))}.")
+        check_sharpening(self.sharpen)
         step = TRAINED_POSITIONS - 2 * (self.reading == "kohya")
         if self.positions is None:
             return
@@ -140,6 +145,19 @@ class LongPromptMixin:
     """
 
     _long_prompt = LongPromptOptions()
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if issubclass(cls, DiffusionPipeline):
+            own = vars(cls).get("__call__")
+
+            @wraps(cls.__call__)  # so that its signature is still diffusers'
+            def sharpened_call(self, *args, **kwargs):
+                call = super(cls, self).__call__ if own is None else partial(own, self)
+                with sharpened(self.unet, self._long_prompt.sharpen):
+                    return call(*args, **kwargs)
+
+            cls.__call__ = sharpened_call
 
     def set_long_prompt(self, **options):
         """Sets how prompts are read, by the fields of `LongPromptOptions`; what is not passed returns to its default.

@@ -11,6 +11,8 @@ from diffusers.modular_pipelines.stable_diffusion_xl.encoders import StableDiffu
 
 from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
 
+_OPTIONS = [option for option in fields(LongPromptOptions) if option.name != "sharpen"]  # `sharpened` does that here
+
 
 class _Reader(SDXLLongPromptMixin, TextualInversionLoaderMixin):
     """Reads prompts with the components of a modular pipeline."""
@@ -26,7 +28,8 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
     """diffusers' text step of SDXL, with prompts of any length.
 
     Components and outputs are those of diffusers' step. Its inputs are, too, and in addition the fields of
-    `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., reading="a1111")`.
+    `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., reading="a1111")`. All but
+    `sharpen`, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
     """
 
     @property
@@ -35,15 +38,14 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
 
     @property
     def inputs(self) -> list[InputParam]:
-        options = fields(LongPromptOptions)
-        return [*super().inputs, *(InputParam(option.name, option.type, option.default) for option in options)]
+        return [*super().inputs, *(InputParam(option.name, option.type, option.default) for option in _OPTIONS)]
 
     @torch.no_grad()
     def __call__(self, components, state):
         """Writes the embeddings into the state. Raises ValueError as `SDXLLongPromptMixin.encode_prompt` does."""
         block_state = self.get_block_state(state)
         self.check_inputs(block_state)
-        options = {option.name: getattr(block_state, option.name) for option in fields(LongPromptOptions)}
+        options = {option.name: getattr(block_state, option.name) for option in _OPTIONS}
         (
             block_state.prompt_embeds,
             block_state.negative_prompt_embeds,

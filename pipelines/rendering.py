@@ -448,7 +448,7 @@ class Renderer:
             pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
             pipe = None
             clear_device_cache(garbage_collection=True)
-            denoiser = self._load(encoder, "denoiser")
+            denoiser = self._load(encoder, "denoiser").set_long_prompt(**asdict(options))
             for batch, embeddings in encoded:
                 yield render(denoiser, embeddings, [prompt.seed for prompt in batch], self.sampling)
             del denoiser

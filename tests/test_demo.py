@@ -118,7 +118,7 @@ def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
     "encoder, changes",
     [
         ("toy/debias-clip", {}),
-        ("toy/clip", {"reading": "separate"}),
+        ("toy/clip", {"reading": "separate", "sharpen": 1.5}),
         ("toy/clip", {"prompt": f"A &lt; B &amp; C. {PROMPT}", "seed": 2**40}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
         ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "no_norm", "prompt": "A (Red star:2) BREAK [ring]"}),
@@ -127,7 +127,7 @@ def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
 def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     (rendered,) = images(toy, encoders=[encoder], **changes)
     request = ask(toy, encoders=[encoder], **changes)
-    names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading")
+    names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading", "sharpen")
     options = {name: getattr(request, name) for name in names} | {"negative_prompt": request.negative_prompt or None}
     output = str(tmp_path / "image.png")
     path = generate(GenerateConfig(base="toy/sdxl", encoder=encoder, output=output, device="cpu", **options))

@@ -113,10 +113,15 @@ def test_every_setting_counts(tmp_path):
     path = one()
     assert one(name="again.png").read_bytes() == path.read_bytes()
     changes = [{"seed": 4}, {"encoder": None}, {"negative_prompt": "grey"}, {"steps": 3}, {"guidance_scale": 1.0}]
+    changes += [{"sharpen": 1.5}, {"prompt": f"{PROMPT} BREAK a ring", "emphasis": "ignore", "breaks": "average"}]
     for change in changes:
         assert content(one(name="other.png", **change)) != content(path), change
     assert Image.open(one(name="wide.png", height=64, width=96)).size == (96, 64)
-    assert one(name="low.png", low_memory=True).read_bytes() == path.read_bytes()
+    for name, sharpen in (("plain", 1.0), ("sharp", 1.5)):
+        whole, low = (one(name=f"{name}{low}.png", sharpen=sharpen, low_memory=low) for low in (False, True))
+        assert low.read_bytes() == whole.read_bytes() and read_settings(low).get("sharpen", 1.0) == sharpen
+    with pytest.raises(UserError, match=r"is another image: sharpen was 1.5, now 1.0. Give another"):
+        one(name="sharpTrue.png", overwrite=False)
     assert read_settings(one("a &amp; b <|endoftext|>", precision="bf16"))["dtype"] == "bfloat16"
 
 

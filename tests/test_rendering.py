@@ -24,7 +24,7 @@ from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
 from debias_diffusion.eval.session import Processes
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines import rendering
+from debias_diffusion.pipelines import LongPromptOptions, rendering
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import (
@@ -151,7 +151,7 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
     changes = [
         {"encoder_2": "stretch"},
         {"scheduler": "DDIMScheduler"},
-        {"emphasis": "ignore"},
+        *({"long_prompt": LongPromptOptions(**own)} for own in ({"emphasis": "ignore"}, {"sharpen": 1.5})),
         {"dtype": torch.float16},
     ]
     changes += [{"sampling": replace(SAMPLING, **changed)} for changed in ({"layer": "last"}, {"height": 80})]

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import gradio as gr
 from PIL import Image
 
-from debias_diffusion.chunks import Emphasis, Reading
+from debias_diffusion.chunks import MOST_SHARPENING, Emphasis, Reading
 from debias_diffusion.encoders import READINGS
 from debias_diffusion.errors import UserError
 
@@ -104,6 +104,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     hint = "An encoder whose name says how it reads always reads so."
                     choices = [(title.capitalize(), name) for name, title in READINGS.items()]
                     reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
+                    hint = "More than 1 brings out details of prompts beyond 77 tokens; try 1.5."
+                    sharpen = gr.Slider(0.1, MOST_SHARPENING, 1, step=0.1, label="Sharpen", info=hint)
                 png = gr.UploadButton("Restore settings from a PNG", file_types=[".png"], size="sm")
             with gr.Column(scale=6, min_width=320):
                 looks = {"columns": 3, "height": "auto", "show_label": False, "buttons": ["download", "fullscreen"]}
@@ -114,7 +116,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 analysis.append(gr.Dataframe(visible=False, interactive=False, wrap=True, elem_id="movement"))
 
         text = [prompt, encoders, emphasis, reading]
-        settings = [negative, seed, steps, guidance, height, width, count, scheduler, emphasis, reading]
+        settings = [negative, seed, steps, guidance, height, width, count, scheduler, emphasis, reading, sharpen]
         request, on_status = [prompt, encoders, *settings], {"show_progress_on": status, **TURN}
         changes = [component.change for component in text]
         counted = {"api_name": "tokens", "trigger_mode": "always_last", **BESIDE}
@@ -152,14 +154,14 @@ class _Endpoints:
 
     def render(
         self, scene, prompt, encoders, negative_prompt, seed, steps, guidance_scale, height, width, images, scheduler,
-        emphasis, reading, progress=gr.Progress(),  # noqa: B008
+        emphasis, reading, sharpen=1.0, progress=gr.Progress(),  # noqa: B008
     ) -> Iterator[list[tuple]]:  # fmt: skip
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             labels = [label for label in self.models.labels if label in encoders]
             request = Request(
                 prompt, labels, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
-                scheduler, emphasis or None, reading, scene,
+                scheduler, emphasis or None, reading, sharpen, scene,
             )  # fmt: skip
             shown = _reference(scene, prompt)
             with closing(render_request(self.models, request, self.budget)) as items:

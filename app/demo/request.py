@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.chunks import PROGRAMS, Emphasis, Reading
+from debias_diffusion.chunks import MOST_SHARPENING, PROGRAMS, Emphasis, Reading
 from debias_diffusion.encoders import ORIGINAL
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
@@ -38,6 +38,7 @@ class Request(Checked):
         scheduler: one of `DemoModels.schedulers`.
         emphasis: what weights such as (word:1.3) and BREAK do, see `LongPromptOptions`.
         reading: how long prompts are read, likewise. Encoders whose name says how they read always read so.
+        sharpen: of the UNet's attention to long prompts, likewise.
         scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
             image; it is for saying what an image shows.
     """
@@ -54,6 +55,7 @@ class Request(Checked):
     scheduler: str = "Euler"
     emphasis: Emphasis | None = None
     reading: Reading = "overlap"
+    sharpen: between(float, 0.1, MOST_SHARPENING) = 1.0
     scene: int | None = None
 
     @classmethod
@@ -65,7 +67,8 @@ class Request(Checked):
 
     def options(self, models: DemoModels, label: str) -> LongPromptOptions:
         """How an encoder reads prompts."""
-        return LongPromptOptions(reading=models.reading(label, self.reading), emphasis=self.emphasis)
+        reading = models.reading(label, self.reading)
+        return LongPromptOptions(reading=reading, emphasis=self.emphasis, sharpen=self.sharpen)
 
 
 def check(request: Request, models: DemoModels) -> Request:

@@ -33,7 +33,7 @@ FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and dpg-bench
 _SETTINGS = (
     *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
-    *("encoder_2", "layer", "scheduler", "height", "width", "zero_empty_negative"),
+    *("encoder_2", "layer", "scheduler", "height", "width", "sharpen", "zero_empty_negative"),
 )
 # "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
 _AUTO = {"steps": (30, STEPS), "guidance_scale": (7.0, GUIDANCE_SCALE), "images_at_once": (1, 20)}
@@ -98,7 +98,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         processes.device,
         encoder_2=config.encoder_2,
         scheduler=config.scheduler,
-        long_prompt=LongPromptOptions(zero_empty_negative=config.zero_empty_negative),
+        long_prompt=LongPromptOptions(**{name: settings[name] for name in ("sharpen", "zero_empty_negative")}),
         batch=settings["images_at_once"],
     )
     encoders = config.labelled
