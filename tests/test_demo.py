@@ -314,11 +314,18 @@ def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "prompt, emphasis", [(PROMPT, None), ("A &amp; (red:1.3) BREAK 😀 [Ring", "comfyui"), (" \n", None)]
+    "prompt, emphasis, reading",
+    [
+        (PROMPT, None, "overlap"),
+        ("A &amp; (red:1.3) BREAK 😀 [Ring", "comfyui", "overlap"),
+        (" \n", None, "overlap"),
+        ("A &amp; (Red:1.3) ring", None, "a1111"),
+    ],
 )
-def test_tokens_are_the_cleaned_prompt(tiny, prompt, emphasis):
-    tokens, _, _ = count_tokens(tiny, ask(tiny, prompt=prompt, emphasis=emphasis))
-    text = clean(without_weights(prompt, LongPromptOptions(emphasis=emphasis)))
+def test_tokens_are_those_of_the_prompt_as_it_is_read(tiny, prompt, emphasis, reading):
+    tokens, _, _ = count_tokens(tiny, ask(tiny, prompt=prompt, emphasis=emphasis, reading=reading))
+    text = without_weights(prompt, LongPromptOptions(emphasis=emphasis, reading=reading))
+    text = text if reading == "a1111" else clean(text)
     assert "".join(token for token, _ in tokens) == text
     ids = tiny.encoders["original"].tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     assert len(tokens) == len(ids)

@@ -28,6 +28,7 @@ KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
 # Who reads a token. The colours differ in lightness too, and the sentences below the tokens say it in words.
 READ_BY = {"all": "read by every encoder", "some": "read by some encoders", "none": "read by no encoder"}
 COLOURS = dict(zip(READ_BY.values(), ("#5eead4", "#fcd34d", "#fb7185"), strict=True))
+CUT = "✂"  # between tokens
 EXPLANATION = """### What does each encoder read?
 How much the end token, where CLIP takes a prompt's embedding, attends to each word; and how far the embedding moves
 when a sentence is removed. A sentence that moves nothing was not read."""
@@ -181,8 +182,11 @@ class _Endpoints:
             counted, sentences, readings = count_tokens(self.models, request)
         except UserError as error:
             return gr.HighlightedText([(str(error), None)], label="Tokens"), ""
-        tokens = [(token, READ_BY[read_by]) for token, read_by in counted]
-        title = f"Tokens: {len(tokens):,}, sentences: {sentences:,}"
+        cuts = {chunk.kept.start for each in readings.values() for chunk in each.chunks} - {0}
+        tokens = []
+        for place, (token, read_by) in enumerate(counted):
+            tokens += [(CUT, None)] * (place in cuts) + [(token, READ_BY[read_by])]
+        title = f"Tokens: {len(counted):,}, sentences: {sentences:,}" + f"; {CUT} an encoder's next chunk" * bool(cuts)
         lines = [f"- **{escape(label)}** {each.in_words()}" for label, each in readings.items()]
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 

@@ -77,14 +77,14 @@ def count_tokens(
     Returns:
         of each token its characters and the white space after them (if several tokens are bytes of one character, the
         last one has the character), and whether all, some or none of the encoders read it, the joined texts being the
-        cleaned prompt; the number of sentences; how each encoder reads the tokens, by label
+        prompt as it is tokenized; the number of sentences; how each encoder reads the tokens, by label
 
     Raises:
         UserError: the prompt is too long, a weight is infinite, or no encoder is chosen.
     """
     check_text_settings(request, models)
     options = request.options(models, request.encoders[0])
-    text = clean(without_weights(request.prompt, options))
+    text = cleaned(without_weights(request.prompt, options), replace(options, emphasis="none"))
     offsets = models.counter.backend_tokenizer.encode(text, add_special_tokens=False).offsets
     starts = [0, *(start for start, _ in offsets[1:])] if offsets else []
     readings = {label: read_prompt(models, label, request, models.counter) for label in request.encoders}

@@ -27,7 +27,7 @@ MOST_GROWTH = 100 * 2**20  # bytes, most of which the allocator takes once
 
 def call(http: httpx.Client, prompt: str, seed: int) -> str:
     """Asks for one image in one step, until there is a place in the queue; the number of the request."""
-    rest = ["", str(seed), 1, 3.0, 48, 48, 1, "Euler", "", "cut"]
+    rest = ["", str(seed), 1, 3.0, 48, 48, 1, "Euler", "", "cut", 1.0]
     body = {"data": [prompt, ["toy/clip"], *rest]}
     while not (answer := http.post("gradio_api/call/generate", json=body)).is_success:
         time.sleep(0.2)

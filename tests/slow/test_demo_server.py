@@ -69,7 +69,7 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
         handle_file(expected[1].save(tmp_path)), api_name="/settings"
     )
     assert status == "All settings are restored." and (prompt, restored) == (LONG, encoders)
-    assert settings == ["", "7", 2, 3, 48, 48, 1, "Euler", "", "overlap"]
+    assert settings == ["", "7", 2, 3, 48, 48, 1, "Euler", "", "overlap", 1.0]
     assert shown[0]["caption"] == reference and "objects right" in shown[1]["caption"]
 
 
@@ -135,7 +135,7 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(visitor, client, 
         yield from ()
 
     monkeypatch.setattr("debias_diffusion.app.demo.page.render_request", waiting)
-    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", "", "overlap"]}
+    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", "", "overlap", 1.0]}
     try:
         assert visitor.post("gradio_api/call/generate", json=body).is_success
         wait_until(started.is_set)
@@ -144,7 +144,9 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(visitor, client, 
         assert "Queue is full" in asked[-1].text
         # As the page counts.
         counted = visitor.post("gradio_api/run/tokens", json={"data": [LONG, ["toy/clip"], "", "overlap"]})
-        assert counted.json()["data"][0]["label"] == "Tokens: 93, sentences: 9"
+        tokens = counted.json()["data"][0]
+        assert tokens["label"] == "Tokens: 93, sentences: 9; ✂ an encoder's next chunk"
+        assert sum(part["token"] == "✂" for part in tokens["value"]) == 1
     finally:
         free.set()
     client.predict("a", api_name="/generate")  # those who waited had their turns
