@@ -16,12 +16,13 @@ import pytest
 import torch
 from helpers import tiny_sdxl
 from helpers.comfyui import COMFYUI, LONG, SENTENCE, difference, importable_comfyui, sdxl_pipeline
+from helpers.modules import ROOT
 from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS
 from debias_diffusion.app.comfyui.long_prompt_node import READINGS, LongPromptEncode, read_text
-from debias_diffusion.app.comfyui.write import WORKFLOW, WORKFLOW_248, WORKFLOWS, write_node
+from debias_diffusion.app.comfyui.write import SHARPENED, WORKFLOW, WORKFLOW_248, WORKFLOWS, write_node
 from debias_diffusion.app.options import ComfyUIConfig
 from debias_diffusion.chunks import TRAINED_POSITIONS, Cut
 from debias_diffusion.interchange.text_encoders import prefixed_state
@@ -407,26 +408,29 @@ def test_only_the_class_changes_in_a_workflow_of_comfyui():
     assert len(LongPromptEncode.OUTPUT_TOOLTIPS) == len(LongPromptEncode.RETURN_TYPES)
 
 
-def test_the_written_pack_is_whole(tmp_path):
+def test_the_pack_in_the_repository_is_the_one_that_is_written_today(tmp_path):
+    """If not: `debias-diffusion comfyui --output examples/comfyui`, after removing the old one."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    folder = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt")))
-    files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    texts = {"LICENSE", "README.md", "pyproject.toml", f"{WORKFLOWS}/{WORKFLOW}", f"{WORKFLOWS}/{WORKFLOW_248}"}
-    assert files == {"__init__.py", "long_prompt_node.py", "chunks.py", ".debias-diffusion.json"} | texts
+    folder, kept = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt"))), ROOT / "examples" / "comfyui"
+    written, in_repository = (
+        {file.relative_to(pack): file.read_bytes() for file in pack.rglob("*") if file.is_file()}
+        for pack in (folder, kept)
+    )
+    assert written == in_repository and len(written) == 10
     pack = tomllib.loads((folder / "pyproject.toml").read_text())
     assert pack["project"]["version"] == version("debias-diffusion") and pack["project"]["dependencies"] == []
     assert "DisplayName" in pack["tool"]["comfy"] and "comfyui" not in pack["project"]["name"].lower()
     assert "Apache License" in (folder / "LICENSE").read_text()
 
 
-@pytest.mark.parametrize("name", [WORKFLOW, WORKFLOW_248])
+@pytest.mark.parametrize("name", [WORKFLOW, SHARPENED, WORKFLOW_248])
 def test_workflows_name_the_node_and_its_inputs(tmp_path, name):
     folder = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt")))
     workflow = json.loads((folder / WORKFLOWS / name).read_text())
     nodes = [node for node in workflow.values() if node["class_type"] in NODE_CLASS_MAPPINGS]
     inputs = LongPromptEncode.INPUT_TYPES()
     assert [set(node["inputs"]) for node in nodes] == [set(inputs["required"])] * 2
-    loader = {WORKFLOW: "CheckpointLoaderSimple", WORKFLOW_248: "DualCLIPLoader"}[name]
+    loader = "DualCLIPLoader" if name == WORKFLOW_248 else "CheckpointLoaderSimple"
     assert {workflow[node["inputs"]["clip"][0]]["class_type"] for node in nodes} == {loader}
     links = [link for node in workflow.values() for link in node["inputs"].values() if isinstance(link, list)]
     assert {number for number, _ in links} <= set(workflow)

@@ -12,7 +12,7 @@ from ..written_folder import written_folder
 from . import long_prompt_node
 
 WORKFLOWS = "example_workflows"  # where ComfyUI looks for them, for its list of templates
-WORKFLOW, WORKFLOW_248 = "long_prompt.json", "long_prompt_248.json"
+WORKFLOW, WORKFLOW_248, SHARPENED = "long_prompt.json", "long_prompt_248.json", "long_prompt_sharpened.json"
 
 
 def write_node(config: ComfyUIConfig) -> Path:
@@ -31,12 +31,21 @@ def write_node(config: ComfyUIConfig) -> Path:
             shutil.copyfile(file, folder / file.name)
         texts = {"LICENSE": license_text(), "README.md": README, "pyproject.toml": pyproject()}
         texts[f"{WORKFLOWS}/{WORKFLOW}"] = json.dumps(workflow, indent=2)
+        texts[f"{WORKFLOWS}/{SHARPENED}"] = json.dumps(sharpened(workflow), indent=2)
         texts[f"{WORKFLOWS}/{WORKFLOW_248}"] = json.dumps(with_248_positions(workflow), indent=2)
         (folder / WORKFLOWS).mkdir()
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     print(f"Wrote {output}: restart ComfyUI, and drag {output / WORKFLOWS / WORKFLOW} into its page.")
     return output
+
+
+def sharpened(workflow: dict) -> dict:
+    """The workflow with ComfyUI's own node that multiplies the scale of the UNet's cross-attention."""
+    inputs = {"model": ["1", 0], "q": 1.0, "k": 1.5, "v": 1.0, "out": 1.0}
+    node = {"class_type": "UNetCrossAttentionMultiply", "inputs": inputs, "_meta": {"title": "Sharpen: k = 1.5"}}
+    sampler = workflow["6"] | {"inputs": workflow["6"]["inputs"] | {"model": ["9", 0]}}
+    return workflow | {"6": sampler, "9": node}
 
 
 def with_248_positions(workflow: dict) -> dict:
@@ -78,8 +87,9 @@ A node for ComfyUI that reads prompts of any length: in chunks that end with a s
 aligned token by token. It takes the place of CLIP Text Encode, and a prompt of up to 75 tokens gives the same image.
 
 Put this folder into ComfyUI's `custom_nodes`, restart ComfyUI, and drag a workflow from `{WORKFLOWS}` into its page:
-`{WORKFLOW}` uses an SDXL checkpoint's text encoders. `{WORKFLOW_248}` uses SDXL's `clip_g.safetensors` and
-a CLIP-L of 248 positions from `debias-diffusion export --to comfyui`.
+`{WORKFLOW}` uses an SDXL checkpoint's text encoders; `{SHARPENED}` sharpens its UNet's attention to the
+prompt besides. `{WORKFLOW_248}` uses SDXL's `clip_g.safetensors` and a CLIP-L of 248 positions from
+`debias-diffusion export --to comfyui`.
 
 Written by `debias-diffusion comfyui`; changes belong into that package.
 """

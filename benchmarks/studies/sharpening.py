@@ -5,8 +5,9 @@
 Prompts of development scenes at 77, 152 and 227 positions, by SDXL's own encoders in overlapping chunks, and at 227 by
 DeBias-CLIP for SDXL, in one piece. Of the conditional half, means over layers, heads, places of the image and steps:
 shares of the attention that BOS, words, EOS and pads get, its entropy in nats and its largest weight; "own": where an
-object belongs, the part of the words' share that falls on the sentence of that object. Writes benchmarks/results/sharpening_attention.md
-and .json, and draws docs/sharpening.png.
+object belongs, the part of the words' share that falls on the sentence of that object.
+
+Writes benchmarks/results/sharpening_attention.md and .json, and draws docs/sharpening.png.
 """
 
 import sys
@@ -61,7 +62,7 @@ class Watched:
                 for place, tokens in sentences.items():
                     x, y = (slice(at * side // 3, (at + 1) * side // 3) for at in PLACES[place])
                     here = words[:, y, x]
-                    self.sums["own"].append((here[..., tokens].sum(-1) / here.sum(-1)).mean().item())
+                    self.sums["own"].append((here[..., tokens].sum() / here.sum()).item())
         return attn.to_out[0]((weights @ v).transpose(1, 2).flatten(2))
 
 

@@ -4,8 +4,10 @@ from a wheel."""
 import os
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
+from pathlib import Path
 
 import pytest
 from helpers.modules import ROOT
@@ -60,10 +62,22 @@ def test_help_and_lists_import_no_large_library_and_only_pages_import_matplotlib
 
 
 def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, ROOT], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    """The wheel is built from the source distribution, so that holds all it needs; no stale build folder gets in."""
+    subprocess.run([sys.executable, "-m", "build", "--outdir", tmp_path, ROOT], check=True)
+    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, source], check=True)
+    assert max(file.stat().st_size for file in (wheel, source)) < 30 * 2**20
+    files = zipfile.ZipFile(wheel).infolist()
+    names = [file.filename for file in files]
     assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
+    assert kinds == {".py", ".typed", ".gz", ".j2", ".json", ".jsonl", ".safetensors", ".txt"}
+    large = [file.CRC for file in files if file.file_size > 2**20]
+    assert len(large) == len(set(large)) > 5 and sum(name.endswith(("LICENSE", "NOTICE")) for name in names) == 2
+    with tarfile.open(source) as archive:
+        top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
+    rooms = {"debias_diffusion", "pipelines", "eval", "app", "debias_diffusion.egg-info"}
+    assert {name for name in top if "." not in name or name in rooms} == rooms | {"LICENSE", "NOTICE", "PKG-INFO"}
     templates = [path for room in ("app", "eval") for path in (ROOT / room).rglob("*.j2")]
     files = [ROOT / "app" / "cli.py", ROOT / "eval" / "retrieval.py", ROOT / "pipelines" / "long_prompt.py", *templates]
     assert len(templates) > 3 and {f"debias_diffusion/{file.relative_to(ROOT)}" for file in files} <= set(names)

@@ -1,0 +1,290 @@
+"""ComfyUI's "CLIP Text Encode (long prompt)": chunks that end with sentences, both encoders of SDXL aligned."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+try:
+    from . import chunks
+except ImportError:  # not a copy that `debias-diffusion comfyui` wrote, which has that file
+    try:
+        from debias_diffusion import chunks
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "the long-prompt node lacks `chunks.py`, and debias-diffusion is not installed in ComfyUI's environment: "
+            "write the node's folder with `debias-diffusion comfyui --output ComfyUI/custom_nodes/long_prompt`"
+        ) from error
+
+# By ComfyUI's names, in the order in which it concatenates their states.
+ENCODERS = {"l": "CLIP-L", "g": "bigG", "h": "CLIP-H"}
+READINGS = ("overlap", "separate", "a1111", "kohya", "comfyui")  # of `chunks.Reading`
+
+# A piece of text that is tokenized by itself. ComfyUI looks for `embedding:name` after a space or a line's end only,
+# and its tokenizer takes the control characters that Python calls white space for text.
+_PIECE = re.compile(
+    r"""
+    embedding (?= : (?: \s | $ ) )                                # without a name it is text
+    | embedding: [\S\x1c-\x1f]+
+    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )*?           # up to a mark of Chinese or Japanese,
+      [。！？，、；：] ["'”’»)\]}]* (?= \w ) (?! embedding: )       # because no white space follows it
+    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )+
+    """,
+    re.VERBOSE,
+)
+
+WeightedToken = tuple[Any, float]  # an id, or the vector [width] of a textual inversion, and its weight
+Clip = Any  # `comfy.sd.CLIP`; ComfyUI is no dependency
+
+
+class LongPromptEncode:
+    """The node. See ComfyUI's documentation for the names that it looks for."""
+
+    CATEGORY = "model/conditioning"
+    DESCRIPTION = (
+        "Reads a prompt of any length with the text encoders of SDXL, SD 1.5, SD 2 or Stable Cascade. A prompt that is "
+        "longer than an encoder is read in chunks that end with a sentence, if possible; both encoders of SDXL stay "
+        "aligned token by token. Weights are written as (word:1.2)."
+    )
+    SEARCH_ALIASES = ("long prompt", "77 tokens", "token limit", "chunks", "text", "prompt", "encode prompt")
+    FUNCTION = "encode"
+    RETURN_TYPES = ("CONDITIONING", "STRING")
+    RETURN_NAMES = ("CONDITIONING", "chunks")
+    OUTPUT_TOOLTIPS = (
+        "The prompt's conditioning, as long as the prompt needs.",
+        "How each text encoder reads the prompt: the text and the number of tokens of each chunk.",
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict:
+        text = "The prompt, with ComfyUI's weights such as (word:1.2), and embedding:name."
+        reading = (
+            "How a prompt longer than an encoder is read. overlap: each chunk but the first together with the end of "
+            "the text before it, so that words such as 'it' are understood; at most twice the chunks. separate: each "
+            "chunk by itself. a1111, kohya, comfyui: cut and joined as these programs do; ComfyUI's weights count. "
+            "kohya's conditioning always has 227 positions, and what follows 225 tokens is not read."
+        )
+        multiple = (
+            "Add pads up to a multiple of 77 positions, which is sampled in one batch with conditioning of ComfyUI's "
+            "own nodes, up to 308. Off: the length of this package's diffusers pipelines, such as 152."
+        )
+        breaks = "BREAK, in capitals, begins a new chunk. Off: it is text, as in ComfyUI."
+        match = "Conditioning used together with this one, such as the positive prompt's: at least its length results."
+        return {
+            "required": {
+                "clip": ("CLIP", {"tooltip": "Text encoders of SDXL, its refiner, SD 1.5, SD 2 or Stable Cascade."}),
+                "text": ("STRING", {"multiline": True, "dynamicPrompts": True, "tooltip": text}),
+            },
+            "optional": {
+                "reading": (list(READINGS), {"default": "overlap", "tooltip": reading}),
+                "multiple_of_77": ("BOOLEAN", {"default": True, "tooltip": multiple}),
+                "breaks": ("BOOLEAN", {"default": False, "tooltip": breaks}),
+                "match": ("CONDITIONING", {"tooltip": match}),
+            },
+        }
+
+    def encode(
+        self,
+        clip: Clip,
+        text: str,
+        reading: str = "overlap",
+        multiple_of_77: bool = True,
+        breaks: bool = False,
+        match: list | None = None,
+    ) -> tuple[list, str]:
+        """The conditioning for a text of any length: that of `debias_diffusion.pipelines` with the same weights.
+
+        Only calls of ComfyUI's own `CLIPTextEncode` are used, so LoRAs, hooks, CLIP skip and memory management work as
+        there, and a prompt that fits 77 tokens is encoded as there, except in kohya's reading.
+
+        Args:
+            clip: of SDXL, its refiner, SD 1.5, SD 2 or Stable Cascade; each encoder may have any context length.
+            text: with ComfyUI's weights and `embedding:name`.
+            reading: one of `READINGS`; see `chunks.split_text` and `chunks.positions_of`.
+            multiple_of_77: the result's length is a multiple of 77, except in kohya's reading.
+            breaks: BREAK begins a new chunk; chunks without a token are left out.
+            match: conditioning, the length of which the result has at least, except in kohya's reading.
+
+        Returns:
+            the conditioning, and the chunks as text. The conditioning is pairs of embeddings [1, positions, width of
+            all encoders] and a dict with `pooled_output` [1, pooled width] of the first chunk; more than one pair if
+            the CLIP's hooks follow a schedule.
+
+        Raises:
+            RuntimeError, ValueError: `clip` is None, or has other text encoders than CLIP.
+        """
+        if clip is None:
+            raise RuntimeError("the clip input is None. If its checkpoint holds no text encoder, use DualCLIPLoader")
+        empty = empty_rows(clip)
+        texts, spans, plain = read_text(clip, text, tuple(empty), reading, breaks)
+        positions = count_positions(list(texts.values()), [len(row) for row in empty.values()], reading)
+        if reading != "kohya":
+            positions = max([positions, *(embeds.shape[1] for embeds, _ in match or [])])
+            positions += -positions % chunks.TRAINED_POSITIONS if multiple_of_77 else 0
+        inputs = {name: split_rows(texts[name], row, positions, reading) for name, row in empty.items()}
+        conditioning = [
+            [join_encoders(embeds, [given.kept for given in inputs.values()], extras["pooled_output"]), extras]
+            for embeds, extras in clip.encode_from_tokens_scheduled(fill_rows(inputs, empty))
+        ]
+        shown = [show_chunks(ENCODERS[name], inputs[name].split, spans[name], plain) for name in inputs]
+        return conditioning, "\n\n".join(shown)
+
+
+class EncoderInput(NamedTuple):
+    """What one text encoder reads."""
+
+    split: list[chunks.Chunk]  # of the text
+    rows: list[list[WeightedToken]]  # of each chunk, `[BOS, text, EOS, pads]`; empty rows follow
+    kept: list[int]  # positions of the result, numbered through all rows
+
+
+# What looks into ComfyUI: these three functions, `clip.tokenize` and `clip.encode_from_tokens_scheduled`.
+
+
+def empty_rows(clip: Clip) -> dict[str, list[WeightedToken]]:
+    """The tokens of an empty text for each encoder of `clip`: `[BOS, EOS, pads]`, as many as it has positions."""
+    rows = clip.tokenize("")
+    if not rows or set(rows) - set(ENCODERS):
+        raise ValueError(
+            f"this CLIP has the text encoders {', '.join(sorted(rows))}, and the long-prompt node reads those of SDXL, "
+            "SD 1.5, SD 2 and Stable Cascade: use ComfyUI's own CLIP Text Encode here"
+        )
+    # The refiner's tokenizer is SDXL's, but its model has bigG only.
+    model = clip.cond_stage_model
+    return {name: rows[name][0] for name in ENCODERS if name in rows and hasattr(model, f"clip_{name}")}
+
+
+def embedding_width(clip: Clip, name: str) -> int:
+    """The width of an encoder's token embeddings, and of textual inversions for it."""
+    return getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings().weight.shape[-1]
+
+
+class Word(NamedTuple):
+    """A piece of a prompt that is tokenized by itself."""
+
+    start: int
+    end: int
+    weight: float
+    run: int  # number of the run of text of one weight
+
+
+def weighted_words(text: str, breaks: bool = False) -> tuple[list[Word], str, list[int]]:
+    """The pieces of a prompt, the prompt without the signs of weights, and the places of its BREAKs if they count."""
+    from comfy.sd1_clip import escape_important, token_weights, unescape_important  # only ComfyUI has it
+
+    words, plain, places = [], "", []
+    for run, (part, weight) in enumerate(token_weights(escape_important(text), 1.0)):
+        for piece in re.split(r"\b(BREAK)\b" if breaks else "(?!)", unescape_important(part)):
+            start = len(plain)
+            plain += piece
+            if breaks and piece == "BREAK":
+                places.append(start)
+            else:
+                words += [Word(start + at.start(), start + at.end(), weight, run) for at in _PIECE.finditer(piece)]
+    return words, plain, places
+
+
+def read_text(
+    clip: Clip, text: str, names: Sequence[str], reading: chunks.Reading = "overlap", breaks: bool = False
+) -> tuple[dict[str, chunks.Tokens], dict[str, list[tuple[int, int]]], str]:
+    """By encoder, a text's tokens and their spans; and the text without the signs of weights, in which the spans are.
+
+    ComfyUI's tokenizers do not say where in the text a token stands, so each piece is tokenized by itself. CLIP's
+    tokens never reach across white space. Vectors of another width than an encoder's are left out for it, as ComfyUI
+    does; that encoder's later tokens then stand as many positions earlier than the other's.
+    """
+    words, plain, places = weighted_words(text, breaks)
+    escaped = [re.sub(r"[()]", r"\\\g<0>", plain[word.start : word.end]) for word in words]  # weights have been read
+    tokenized = [clip.tokenize(word, return_word_ids=True) for word in escaped]
+    texts, spans = {}, {}
+    for name in names:
+        width, comma = embedding_width(clip, name), clip.tokenize(",")[name][0][1][0]
+        found = [
+            (token, word)
+            for word, rows in zip(words, tokenized, strict=True)
+            for row in rows[name]
+            for token, _, word_id in row
+            if word_id and (not torch.is_tensor(token) or token.shape[-1] == width)  # BOS, EOS, pads: 0
+        ]
+        ids, weights = [token for token, _ in found], [word.weight for _, word in found]
+        spans[name] = [(word.start, word.end) for _, word in found]
+        cuts = rate_cuts(plain, found, reading, comma)
+        before = {sum(start < place for start, _ in spans[name]) for place in places} - {0, len(ids)}
+        texts[name] = chunks.Tokens(ids, cuts, weights, tuple(sorted(before)))
+    return texts, spans, plain
+
+
+def rate_cuts(plain: str, found: list[tuple[Any, Word]], reading: chunks.Reading, comma: int) -> list[chunks.Cut]:
+    """How good it is to end a chunk after each of the tokens `found`, as a reading sees it."""
+    cuts = chunks.rate_cuts(plain, [(word.start, word.end) for _, word in found], [None] * len(found))
+    # What ComfyUI takes for a word: a run of text of one weight, or the vectors of a textual inversion.
+    groups = [(word.run, word if torch.is_tensor(token) else None) for token, word in found]
+    for at, (group, following) in enumerate(zip(groups, [*groups, None][1:], strict=True)):
+        if reading == "comfyui":
+            cuts[at] = chunks.Cut.TOKEN if group == following else chunks.Cut.WORD
+        elif group[1] and group == following:
+            cuts[at] = chunks.Cut.NEVER
+        elif reading == "a1111":
+            cuts[at] = chunks.Cut.COMMA if not group[1] and found[at][0] == comma else chunks.Cut.TOKEN
+    return cuts
+
+
+def count_positions(texts: Sequence[chunks.Tokens], context_lengths: list[int], reading: chunks.Reading) -> int:
+    """The length of the embeddings that the longest of the texts needs."""
+    if reading == "kohya":
+        return chunks.KOHYA_POSITIONS
+    if reading in chunks.WHOLE_ROWS:
+        slots = chunks.TRAINED_POSITIONS - 2
+        return chunks.TRAINED_POSITIONS * max(len(chunks.split_text(tokens, slots, reading)) for tokens in texts)
+    return chunks.positions_for(max(len(tokens.ids) for tokens in texts), context_lengths)
+
+
+def split_rows(
+    tokens: chunks.Tokens, empty: list[WeightedToken], positions: int, reading: chunks.Reading
+) -> EncoderInput:
+    """What an encoder, whose empty row is `empty`, reads of a text for a result of `positions`."""
+    length = min(len(empty), chunks.TRAINED_POSITIONS) if reading in chunks.PROGRAMS else len(empty)
+    split = chunks.split_text(tokens, length - 2, reading)
+    if reading == "kohya":
+        split = split[: (positions - 2) // (length - 2)]
+    bos, eos, *pads = empty
+    texts = [[(tokens.ids[at], tokens.weights[at]) for at in chunk.read] for chunk in split]
+    rows = [[bos, *text, eos, *pads[len(text) :]] for text in texts]
+    kept = chunks.positions_of(split, length, positions, reading)
+    return EncoderInput(split, rows, [at // length * len(empty) + at % length for at in kept])
+
+
+def show_chunks(title: str, split: Sequence[chunks.Chunk], spans: Sequence[tuple[int, int]], plain: str) -> str:
+    """Lines with the number of tokens and the text of each chunk; what is read again stands in front, in brackets."""
+
+    def part(tokens: range) -> str:
+        return " ".join(plain[spans[tokens[0]][0] : spans[tokens[-1]][1]].split()) if tokens else ""
+
+    lines = [f"{title}: {sum(len(chunk.kept) for chunk in split)} tokens, chunks: {len(split)}"]
+    for number, (read, kept) in enumerate(split, 1):
+        again = part(range(read.start, kept.start))
+        lines.append(f"{number}. {len(read)} tokens: {f'[{again}] ' if again else ''}{part(kept)}")
+    return "\n".join(lines)
+
+
+def fill_rows(inputs: dict[str, EncoderInput], empty: dict[str, list]) -> dict[str, list[list[WeightedToken]]]:
+    """The rows of each encoder, and empty ones: SDXL's states are cut to the shorter of its two encoders'."""
+    needed = 1 + max(max(given.kept) for given in inputs.values())
+    return {
+        name: given.rows + [empty[name]] * (-(-needed // len(empty[name])) - len(given.rows))
+        for name, given in inputs.items()
+    }
+
+
+def join_encoders(embeds: torch.Tensor, kept: Sequence[list[int]], pooled: torch.Tensor | None) -> torch.Tensor:
+    """The positions `kept` of each encoder's states: [1, positions, width of all encoders].
+
+    Args:
+        embeds: [1, positions of all rows, width of all encoders], from ComfyUI.
+        pooled: [1, width of the last encoder]; ComfyUI's projections are square.
+    """
+    last = embeds.shape[-1] if len(kept) == 1 else pooled.shape[-1]
+    widths = [embeds.shape[-1] - last, last] if len(kept) == 2 else [last]
+    states = zip(embeds.split(widths, dim=-1), kept, strict=True)
+    return torch.cat([of_encoder[:, positions] for of_encoder, positions in states], dim=-1)
