@@ -36,9 +36,12 @@ fuzz: .venv/installed  ## damaged data, models and folders, kills, and rude clie
 docs: .venv/installed-docs  ## the documentation site in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint: .venv/installed  ## what ruff has to say of style and form
+lint: .venv/installed  ## what ruff has to say of style and form, and ty of the types of the public API
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed
+	cp -R debias_diffusion pyproject.toml build/typed/ && cp -R pipelines eval app build/typed/debias_diffusion/
+	$(BIN)/ty check --project build/typed --python .venv
 
 format: .venv/installed  ## rewrite the code in the form that lint asks for
 	$(BIN)/ruff check --fix .

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .chunks import Reading
 from .errors import UserError, near_matches, reason
@@ -96,7 +96,7 @@ class EncoderSpec:
         name = os.fspath(name)
         prefix, colon, rest = name.partition(":")
         if colon and prefix in READINGS:
-            reading, name = prefix, rest
+            reading, name = cast(Reading, prefix), rest
         kind, place, weights = (Kind.ORIGINAL, name, None) if name == ORIGINAL else _find(name)
         return cls(name, reading, kind, place, weights)
 
@@ -172,7 +172,7 @@ class EncoderSpec:
             if self.kind is Kind.TRANSFORMERS:
                 return read_text_encoder(source)
             if os.path.isfile(source):
-                return read_file(source)
+                return read_file(Path(source))
             if self.kind is Kind.HUB:
                 try:
                     return read_text_encoder(source)
@@ -210,14 +210,14 @@ class EncoderSpec:
             case Kind.OPEN_CLIP:
                 return load_backbone(self.place, self.weights)
             case Kind.ABLATION:
-                return _load_ablated(source)
+                return _load_ablated(Path(source))
             case Kind.DIFFERENCE:
                 return load_fine_tuned(source)
             case Kind.CHINESE_CLIP:
                 return read_chinese_clip(source)
             case Kind.ORIGINAL:
                 raise self.refusal()
-        return read_two_tower(source) if os.path.isfile(source) else read_clip_model(source)
+        return read_two_tower(Path(source)) if os.path.isfile(source) else read_clip_model(source)
 
     def refusal(self) -> UserError:
         """The error for SDXL's own encoder and for a Chinese-CLIP, which is only evaluated."""
@@ -311,9 +311,9 @@ def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
 def _short(names: Sequence[str]) -> list[str]:
     paths = [Path(name) if os.path.exists(name) else None for name in names]
     for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):
-        ends = [path and str(Path(*path.parts[-parts:])) for path in paths]
+        ends = [str(Path(*path.parts[-parts:])) if path else "" for path in paths]
         # matplotlib leaves names that begin with an underscore out of legends
-        short = [f"./{end}" if end and end[0] == "_" else end or name for end, name in zip(ends, names, strict=True)]
+        short = [f"./{end}" if end.startswith("_") else end or name for end, name in zip(ends, names, strict=True)]
         if len(set(short)) == len(short):
             return short
     return list(names)

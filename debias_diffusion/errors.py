@@ -48,8 +48,7 @@ def near_matches(name: str, allowed: Iterable[str], most: int = 3) -> str:
 
 def reason(error: Exception) -> str:
     """An error of a library in a line; of an optional one that is missing, what to install."""
-    library = error.name if isinstance(error, ModuleNotFoundError) else None
-    if (library or "").partition(".")[0] in EXTRAS:
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRAS:
         return missing_library(error)
     return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
 

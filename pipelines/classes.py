@@ -6,6 +6,7 @@ Each class loads everything its parent loads (folders, single files, other pipel
 import copy
 import functools
 import inspect
+from typing import Any, TypeVar
 
 import torch
 from diffusers import (
@@ -22,6 +23,8 @@ from diffusers import (
 )
 
 from .long_prompt import LongPromptMixin, SDLongPromptMixin, SDXLLongPromptMixin
+
+Pipeline = TypeVar("Pipeline")  # a class of diffusers, whose lazy imports are no bound
 
 
 class StableDiffusionXLLongPromptPipeline(SDXLLongPromptMixin, StableDiffusionXLPipeline):
@@ -74,7 +77,7 @@ class _InstructPix2PixMixin(SDLongPromptMixin):
         return torch.cat([embeds, negative_embeds, negative_embeds]) if do_classifier_free_guidance else embeds
 
 
-def with_long_prompts(pipe: DiffusionPipeline | ModularPipeline) -> DiffusionPipeline | ModularPipeline:
+def with_long_prompts(pipe: Pipeline) -> Pipeline:
     """Lets an existing pipeline read prompts of any length.
 
     Returns a shallow copy under a subclass of the pipeline's class. Both share all models; nothing is copied, cast or
@@ -93,7 +96,7 @@ def with_long_prompts(pipe: DiffusionPipeline | ModularPipeline) -> DiffusionPip
         from .modular import with_long_text_step  # imports all of SDXL's blocks
 
         return with_long_text_step(pipe)
-    copied = copy.copy(pipe)
+    copied: Any = copy.copy(pipe)
     copied.__class__ = _long_prompt_class(type(pipe))
     for name in ("text_encoder", "text_encoder_2"):
         encoder = getattr(pipe, name, None)
@@ -105,8 +108,9 @@ def with_long_prompts(pipe: DiffusionPipeline | ModularPipeline) -> DiffusionPip
 @functools.cache
 def _long_prompt_class(cls: type) -> type:
     # Named as the parent: diffusers looks up related classes by name, and saves where a class comes from.
-    names = {"__module__": cls.__module__, "__doc__": f"`{cls.__name__}`, with prompts of any length."}
-    return type(cls.__name__, (_mixin(cls), cls), names | {"__reduce__": lambda pipe: (_empty, (cls,), vars(pipe))})
+    names: dict[str, Any] = {"__module__": cls.__module__, "__doc__": f"`{cls.__name__}`, with prompts of any length."}
+    names["__reduce__"] = lambda pipe: (_empty, (cls,), vars(pipe))
+    return type(cls.__name__, (_mixin(cls), cls), names)  # ty: ignore[no-matching-overload]
 
 
 def _empty(cls: type) -> DiffusionPipeline:

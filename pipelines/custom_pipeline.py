@@ -72,5 +72,5 @@ def _body(module) -> tuple[list[str], str]:
     lines = source.splitlines()
     nodes = ast.parse(source).body
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    absolute = [ast.get_source_segment(source, node) for node in imports if not is_own(node)]
+    absolute = [ast.get_source_segment(source, node) or "" for node in imports if not is_own(node)]
     return absolute, "\n".join(lines[imports[-1].end_lineno :]).strip()

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from diffusers import DiffusionPipeline
@@ -47,6 +47,9 @@ try:
     from diffusers.utils.torch_utils import get_module_execution_device
 except ImportError:  # older diffusers run both encoders on the pipeline's one device
     get_module_execution_device = None
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # One thread encodes at a time: pipelines may share encoders, and the scale of a LoRA is set in the encoder's layers.
 _ENCODING = threading.RLock()
@@ -159,7 +162,7 @@ class LongPromptMixin:
 
             cls.__call__ = sharpened_call
 
-    def set_long_prompt(self, **options):
+    def set_long_prompt(self, **options) -> "Self":
         """Sets how prompts are read, by the fields of `LongPromptOptions`; what is not passed returns to its default.
 
         Returns:
@@ -241,18 +244,19 @@ class LongPromptMixin:
 
         return [[cut(tokens) for tokens in batch] for batch in texts]
 
-    def _tokenize(self, *texts: str | list[str] | None, batch_size: int | None = None) -> list[list[Tokens]]:
+    def _tokenize(
+        self, first: str | list[str], *others: str | list[str] | None, batch_size: int | None = None
+    ) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
 
         A single text is used for the whole batch.
         """
-        first = texts[0]
         if batch_size is None:
             batch_size = 1 if isinstance(first, str) else len(first)
         if not batch_size:
             raise ValueError("the batch of prompts is empty: give a prompt, or a list of at least one")
         tokens = []
-        for (tokenizer, _), prompts in zip(self._text_encoders(), texts, strict=False):
+        for (tokenizer, _), prompts in zip(self._text_encoders(), (first, *others), strict=False):
             prompts = prompts or first
             prompts = [prompts] * batch_size if isinstance(prompts, str) else list(prompts)
             if len(prompts) != batch_size:
@@ -279,7 +283,7 @@ class LongPromptMixin:
         # Only inversions of several vectors need converting.
         converts = isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added)
         # verbose=False: transformers' warning about texts beyond the context length does not apply
-        quiet = SimpleNamespace(
+        quiet: Any = SimpleNamespace(
             tokenize=partial(fast_tokenizer(tokenizer).tokenize, verbose=False), added_tokens_encoder=added
         )
         options, tokens = self._long_prompt, []
@@ -300,10 +304,10 @@ class LongPromptMixin:
 
     def _shared_length(
         self, prompts: list[list[Tokens]] | None, negatives: list[list[Tokens]] | None, *given: torch.Tensor | None
-    ) -> int | None:
+    ) -> int:
         """Positions for both prompts: of embeddings passed in, else as set, else as many as the longest text needs."""
         reading = self._long_prompt.reading
-        fixed = next((embeds.shape[1] for embeds in given if embeds is not None), self._long_prompt.positions)
+        fixed: Any = next((embeds.shape[1] for embeds in given if embeds is not None), self._long_prompt.positions)
         if fixed is None and reading == "kohya":
             fixed = KOHYA_POSITIONS
         columns = [
@@ -412,7 +416,8 @@ class LongPromptMixin:
                 negative_embeds, encoded = self._encode(negative_tokens, length, negative_clip_skip, device)
                 negative_pooled = encoded if negative_pooled is None else negative_pooled
         if guided and negative_embeds is None:
-            negative_embeds, negative_pooled = torch.zeros_like(embeds), torch.zeros_like(pooled)
+            negative_embeds = torch.zeros_like(embeds)  # ty: ignore[invalid-argument-type] - they are encoded by now
+            negative_pooled = None if pooled is None else torch.zeros_like(pooled)
 
         # The UNet's input dtype: the encoder's, as in diffusers, unless that only stores its weights (float8).
         model = getattr(self, "text_encoder_2", self.text_encoder)
@@ -436,7 +441,7 @@ class LongPromptMixin:
             if scale is not None:
                 self._lora_scale = scale  # what diffusers' `lora_scale` reports
                 for encoder in (self.text_encoder, getattr(self, "text_encoder_2", None)):
-                    if getattr(encoder, "peft_config", None):
+                    if encoder is not None and getattr(encoder, "peft_config", None):
                         from peft.helpers import rescale_adapter_scale  # optional
 
                         stack.enter_context(rescale_adapter_scale(encoder, scale))

@@ -1,8 +1,8 @@
 """A UNet's cross-attention made sharper for prompts longer than it was trained with."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from diffusers.models.attention_processor import Attention
@@ -19,13 +19,16 @@ def check_sharpening(factor: float) -> None:
         )
 
 
+_SCALED = "scaled_keys"  # name of the functions that `_scaling` makes
+
+
 @contextmanager
 def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
     """Within the context, the UNet's cross-attention to a text of more than 77 positions has `factor` times the scale:
     softmax(factor * q k^T / sqrt(d)) v.
 
-    A UNet that was trained with 77 keys spreads its attention over more of them; a factor above 1 takes that back.
-    At 77 positions and below nothing changes, to the bit, nor do self-attention and the image keys of IP-Adapters.
+    A UNet that was trained with 77 keys spreads its attention over more of them; a factor above 1 makes it choose. At
+    77 positions and below nothing changes, to the bit, nor do self-attention and the image keys of IP-Adapters.
 
     Args:
         unet: diffusers' UNet of SDXL or Stable Diffusion 1.5, compiled or not, with or without LoRAs and offloading.
@@ -35,15 +38,15 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
         ValueError: another factor.
     """
     check_sharpening(factor)
-    patched = []
+    patched: list[tuple[Any, Any]] = []
     attentions = [module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention]
     try:
         for attention in attentions if factor != 1 else ():
             # q is shared with an IP-Adapter's image keys, so the text's keys are scaled.
             fused = getattr(attention, "fused_projections", False)
-            layer = attention.to_kv if fused else attention.to_k
+            layer: Any = attention.to_kv if fused else attention.to_k
             own = vars(layer).get("forward")  # set on the object by accelerate's and diffusers' offloading
-            if not hasattr(own, "scales_keys"):  # a context in a context
+            if getattr(own, "__name__", "") != _SCALED:  # else this is a context in a context
                 # Unlike a hook, this is noticed by a UNet that is compiled already.
                 layer.forward = _scaling(layer.forward, factor, 2 if fused else 1)
                 patched.append((layer, own))
@@ -58,13 +61,11 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
 def _scaling(forward: Callable[..., torch.Tensor], factor: float, parts: int) -> Callable[..., torch.Tensor]:
     """A key projection whose output, the first of so many `parts` of it, is scaled if the text is long."""
 
-    @functools.wraps(forward)
-    def scaled(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    def scaled_keys(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         output = forward(hidden_states, *args, **kwargs)
         if hidden_states.shape[1] <= TRAINED_POSITIONS:
             return output
         keys, *values = output.chunk(parts, dim=-1)
         return torch.cat([keys * factor, *values], dim=-1)
 
-    scaled.scales_keys = True
-    return scaled
+    return scaled_keys

@@ -83,8 +83,7 @@ def parse_weights(prompt: str) -> list[Part]:
     strengths = [1.0]
     opened: list[tuple[str, int, int]] = []  # bracket, start of its content: part, run
 
-    def multiply(since: tuple[int, int], factor: float) -> None:
-        part, run = since
+    def multiply(part: int, run: int, factor: float) -> None:
         for index in range(part, len(parts)):
             for entry in parts[index][run if index == part else 0 :]:
                 entry[1] *= factor
@@ -99,11 +98,11 @@ def parse_weights(prompt: str) -> list[Part]:
         elif kind == "open":
             opened.append((groups["open"], len(parts) - 1, len(parts[-1])))
         elif kind == "number" and opened and opened[-1][0] == _ROUND:
-            multiply(opened.pop()[1:], float(groups["number"]))
+            multiply(*opened.pop()[1:], float(groups["number"]))
         elif kind in ("close", "close_signs") and opened and opened[-1][0] == _OPENING[groups["close"]]:
             bracket, *since = opened.pop()
             signs = groups["close_signs"]
-            multiply(since, _signed(signs) if signs else STEP if bracket == _ROUND else 1 / STEP)
+            multiply(*since, _signed(signs) if signs else STEP if bracket == _ROUND else 1 / STEP)
         elif kind == "break":
             parts.append([])
             strengths.append(float(groups["strength"] or 1))
@@ -112,7 +111,7 @@ def parse_weights(prompt: str) -> list[Part]:
         else:
             add(match[0])
     for bracket, *since in opened:
-        multiply(since, STEP if bracket == _ROUND else 1 / STEP)
+        multiply(*since, STEP if bracket == _ROUND else 1 / STEP)
     return [Part(_merged(part), strength) for part, strength in zip(parts, strengths, strict=True)]
 
 

@@ -32,8 +32,7 @@ def find_hub_file(name: str) -> Path | None:
         names = [file.rfilename for file in HfApi().model_info(name, timeout=_SECONDS).siblings or []]
     except Exception:  # no network, no such repository, no right to read it: what is cached decides
         cached = _find_cached(name)
-        files = cached.rglob("*") if cached else ()
-        names = [file.relative_to(cached).as_posix() for file in files if file.is_file()]
+        names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()] if cached else []
     files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)
     if not files or _FOLDERS & set(names):
         return None
@@ -54,7 +53,8 @@ def find_commit(name: str) -> str:
 
     Before a download and after it the answer is the same.
     """
-    name, revision, *_ = *name.split("@"), None
+    name, _, revision = name.partition("@")
+    revision = revision or None
     if cached := _find_cached(name, revision):
         return cached.name
     try:

@@ -1,10 +1,14 @@
 """A text tower as a standard transformers text encoder, in memory, and back."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+)
 
 from ..errors import UserError
 from ..models.model_files import check_fit
@@ -143,7 +147,8 @@ def to_transformers(backbone: "Backbone", projection: bool = False) -> tuple[Tex
             f"This text tower was trained with {backbone.pooling} pooling, and a CLIPTextModelWithProjection pools "
             "at EOT. Export it without the projection; its hidden states are the same."
         )
-    return make_encoder(config, text_state(backbone.text.tower), projection), backbone.tokenizer.tokenizer
+    tokenizer: Any = backbone.tokenizer.tokenizer  # CLIP's, as the family is
+    return make_encoder(config, text_state(backbone.text.tower), projection), tokenizer
 
 
 def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None:

@@ -83,4 +83,5 @@ def _sizes_of(tensors: State) -> tuple | None:
         len({name.split(".")[at] for name in tensors if name.startswith(prefix)})
         for prefix, at in (("visual.transformer.resblocks.", 3), ("transformer.resblocks.", 2))
     )
-    return len(table), kernel.shape[-1], len(kernel), vision, *tokens.shape, text, projection.shape[-1]
+    [rows, _], [width, *_, patch_size] = table.shape, kernel.shape
+    return rows, patch_size, width, vision, *tokens.shape, text, projection.shape[-1]

@@ -37,7 +37,7 @@ def import_methods(file: str) -> None:
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         raise UserError(f"There is no Python file {file!r} to import. Give the file that adds your method to METHODS.")
-    spec = spec_from_file_location(f"imported_{path.stem}", path)
+    spec: Any = spec_from_file_location(f"imported_{path.stem}", path)
     sys.modules[spec.name] = module = module_from_spec(spec)
     spec.loader.exec_module(module)
 

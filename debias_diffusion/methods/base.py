@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +163,7 @@ class MethodAndTerms(nn.Module):
 
     def __init__(self, method: nn.Module | None, terms: Sequence[nn.Module | None]):
         super().__init__()
-        self.method, self.terms = method, nn.ModuleList(terms)
+        self.method, self.terms = method, nn.ModuleList(terms)  # ty: ignore[invalid-argument-type] - it takes None
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class Method(Term):
     def all_views(self, *sample) -> dict[str, Tensor]:
         return {name: view for part in (self, *self.terms) for name, view in part.views(*sample).items()}
 
-    def all_features(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+    def all_features(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
         if not self.terms:
             return self.encode(backbone, batch, modules)
         encoded = (

@@ -10,7 +10,7 @@ smart-clip-sampling   one caption, cut after a random number of sentences, and o
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -132,7 +132,7 @@ class DualCaption(Method):
         rng = draw_generator(seed, epoch, sample_id)
         if not self.reads_short:
             short = join_sentences(find_sampler(self.sampling)(split_sentences(caption), rng))
-        texts = [caption] * self.has_long + [short] * self.has_short
+        texts: list[Any] = [caption] * self.has_long + [short] * self.has_short
         captions = [Caption(ids) for ids in tokenizer.text_ids(texts)]
         if self.has_short:
             n_pre = find_padding(self.padding).draw(tokenizer.n_post(captions[-1].ids), rng)

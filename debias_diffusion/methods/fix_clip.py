@@ -11,7 +11,7 @@ behind. `docs/fix-clip.md` says how each ablation of the paper is run, and where
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -310,7 +310,7 @@ class FixClip(DualCaption):
             features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(at_least_float(long_states)))
         return {name: at_least_float(feature) for name, feature in features.items()}
 
-    def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Any]:
         """The features of the images' views, and the states of CLS after the blocks of the compared groups."""
         if batch.cached_features:
             return {"image": image_features(backbone, batch)}, None

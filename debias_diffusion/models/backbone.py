@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import torch
@@ -53,7 +54,7 @@ class Backbone(nn.Module):
         random_weights: whether the model has no loaded weights.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: CaptionTokenizer, config: dict, random_weights: bool = False):
+    def __init__(self, model: Any, tokenizer: CaptionTokenizer, config: dict, random_weights: bool = False):
         super().__init__()
         self.model = model
         self.random_weights = random_weights

@@ -5,12 +5,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..errors import UserError, reason
+
+_Model = TypeVar("_Model", bound=PreTrainedModel)
 
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
 LARGEST_WEIGHT = 1e6  # larger ones overflow after a few layers; published ones stay below some thousands
@@ -95,7 +98,7 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> Non
     )
 
 
-def load_pretrained(cls: type[PreTrainedModel], source: str | Path, label: str, **options) -> PreTrainedModel:
+def load_pretrained(cls: type[_Model], source: str | Path, label: str, **options) -> _Model:
     """`cls.from_pretrained(source, **options)`, in eval mode, with every weight from the files.
 
     Raises:

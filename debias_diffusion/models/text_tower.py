@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ class TextTower:
             the packed rows that it gets is the SOT that all captions share.
     """
 
-    def __init__(self, tower: nn.Module):
+    def __init__(self, tower: Any):  # torch types a module's parts as Tensor | Module
         self.tower = tower
         self.pooling = "eot"
         self.changes: dict[int, Callable[[Attention], Attention]] = {}

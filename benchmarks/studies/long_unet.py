@@ -1,0 +1,57 @@
+"""A toy SDXL whose UNet has learned from long prompts, to see whether sharper attention still helps it.
+
+    python benchmarks/studies/long_unet.py [--output runs/long-sdxl] [--pairs 8000] [--steps 1000]
+    debias-diffusion reproduce sharpening-unet --papers configs/studies --world toy-test --root runs --seeds 16 17 18
+
+The shipped UNet is trained further, by turns on whole captions of 152 and of 227 positions, read by the checkpoint's
+encoders in overlapping chunks. A second a step on one core; it continues where it was killed.
+"""
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).parents[1]))
+from harness import CPU, read_options
+
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec
+from debias_diffusion.pipelines.rendering import Renderer, Sampling
+from debias_diffusion.tokens import clean
+from debias_diffusion.toymodels.stage import run_stage
+from debias_diffusion.toymodels.unet import _NAMES, Pairs, denoising_loss, encode_texts, in_training
+from debias_diffusion.toymodels.vae import SIZE, as_input, picture_tensor
+from debias_diffusion.toyworld.grammar import caption
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import scene
+
+SPLIT, POSITIONS, BATCH = "train-long", (152, 227), 100
+
+
+@torch.inference_mode()
+def encode_whole(pipe, positions: int, count: int) -> Pairs:
+    """`count` pairs whose captions take so many positions, as `toymodels.unet.encode_pairs` gives them."""
+    texts = ((at, clean(caption(SPLIT, at).text)) for at in itertools.count())
+    fitting = ((at, text) for at, text in texts if pipe.prompt_layout(text).positions == positions)
+    parts = []
+    for _ in tqdm(range(0, count, BATCH), f"encoding captions of {positions} positions"):
+        chosen = list(itertools.islice(fitting, BATCH))
+        pictures = as_input(picture_tensor(render(scene(SPLIT, at), SIZE) for at, _ in chosen))
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden_states, pooled = encode_texts(pipe, [text for _, text in chosen])
+            latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
+        parts.append([tensor.bfloat16() for tensor in (latents, hidden_states, pooled)])
+    return dict(zip(_NAMES, (torch.cat(tensors) for tensors in zip(*parts, strict=True)), strict=True))
+
+
+if __name__ == "__main__":
+    options = read_options(__doc__, output="runs/long-sdxl", pairs=8000, steps=1000)
+    pipe = Renderer("toy/sdxl", Sampling(), CPU).pipeline(EncoderSpec.parse(ORIGINAL))
+    by_turns = [encode_whole(pipe, positions, options.pairs // 2) for positions in POSITIONS]
+    denoise = denoising_loss(pipe, 64, 3, compiled=False)
+    with in_training(pipe.unet):
+        stage = Path(f"{options.output}-stage")
+        run_stage(stage, pipe.unet, lambda step: denoise(by_turns[step % 2], step), steps=options.steps, peak=3e-4)
+    pipe.save_pretrained(options.output)

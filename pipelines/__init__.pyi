@@ -1,0 +1,38 @@
+"""The names that `__init__.py` imports when they are first used, for type checkers."""
+
+from .classes import (
+    StableDiffusionLongPromptImg2ImgPipeline,
+    StableDiffusionLongPromptPipeline,
+    StableDiffusionXLLongPromptControlNetImg2ImgPipeline,
+    StableDiffusionXLLongPromptControlNetPipeline,
+    StableDiffusionXLLongPromptImg2ImgPipeline,
+    StableDiffusionXLLongPromptInpaintPipeline,
+    StableDiffusionXLLongPromptPipeline,
+    with_long_prompts,
+)
+from .custom_pipeline import write_block, write_custom_pipeline
+from .long_prompt import LongPromptOptions, PromptLayout, SDLongPromptMixin, SDXLLongPromptMixin
+from .modular import LongPromptTextEncoderStep, StableDiffusionXLLongPromptBlocks
+from .sharpening import sharpened
+from .weighting import parse_prompt
+
+__all__ = [
+    "LongPromptOptions",
+    "LongPromptTextEncoderStep",
+    "PromptLayout",
+    "SDLongPromptMixin",
+    "SDXLLongPromptMixin",
+    "StableDiffusionLongPromptImg2ImgPipeline",
+    "StableDiffusionLongPromptPipeline",
+    "StableDiffusionXLLongPromptBlocks",
+    "StableDiffusionXLLongPromptControlNetImg2ImgPipeline",
+    "StableDiffusionXLLongPromptControlNetPipeline",
+    "StableDiffusionXLLongPromptImg2ImgPipeline",
+    "StableDiffusionXLLongPromptInpaintPipeline",
+    "StableDiffusionXLLongPromptPipeline",
+    "parse_prompt",
+    "sharpened",
+    "with_long_prompts",
+    "write_block",
+    "write_custom_pipeline",
+]
