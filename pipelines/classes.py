@@ -110,13 +110,13 @@ def _long_prompt_class(cls: type) -> type:
     # Named as the parent: diffusers looks up related classes by name, and saves where a class comes from.
     names: dict[str, Any] = {"__module__": cls.__module__, "__doc__": f"`{cls.__name__}`, with prompts of any length."}
     names["__reduce__"] = lambda pipe: (_empty, (cls,), vars(pipe))
-    return type(cls.__name__, (_mixin(cls), cls), names)  # ty: ignore[no-matching-overload]
+    return type(cls.__name__, (_mixin(cls), cls), names)
 
 
 def _empty(cls: type) -> DiffusionPipeline:
     """An instance without state, for pickle."""
     cls = _long_prompt_class(cls)
-    return cls.__new__(cls)
+    return cls.__new__(cls)  # ty: ignore[no-matching-overload]
 
 
 def _mixin(cls: type) -> type[LongPromptMixin]:

@@ -4,11 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..errors import UserError
 from ..models.model_files import check_fit
@@ -17,7 +13,7 @@ from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
 if TYPE_CHECKING:
     from ..models.backbone import Backbone
 
-TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
+TextEncoder = CLIPTextModel | CLIPTextModelWithProjection, CLIPTokenizer
 
 # SDXL's second encoder, the only text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
 # ComfyUI recognises it by them, too.
