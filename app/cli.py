@@ -2,10 +2,11 @@
 
 import errno
 import os
+import platform
 import sys
 import warnings
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
@@ -188,7 +189,7 @@ def _run(program: str, commands: dict, arguments: list[str]) -> None:
     if first in ("-h", "--help"):
         print(_list_commands(program, commands))
     elif first == "--version":
-        print(f"debias-diffusion {version('debias-diffusion')}")
+        print(_versions())
     elif first not in commands:
         raise UserError(
             f"Unknown command {first!r}.{near_matches(first, commands)} Choose one of: {', '.join(commands)}."
@@ -197,6 +198,19 @@ def _run(program: str, commands: dict, arguments: list[str]) -> None:
         _run(f"{program} {first}", commands[first], arguments[1:])
     else:
         _run_command(f"{program} {first}", commands[first], arguments[1:])
+
+
+def _versions() -> str:
+    """What a bug report needs: versions of the package, of Python and of libraries that are installed, and devices."""
+    import torch
+
+    libraries = ("torch", "diffusers", "transformers", "accelerate", "open_clip_torch", "gradio")
+    installed = {distribution.name: distribution.version for distribution in distributions()}
+    named = ", ".join(f"{name} {installed[name]}" for name in libraries if name in installed)
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    devices += ["mps"] * torch.backends.mps.is_available() + [f"cpu ({os.cpu_count()} cores)"]
+    system = f"Python {platform.python_version()}, {platform.platform()}"
+    return "\n".join([f"debias-diffusion {version('debias-diffusion')}", system, named, ", ".join(devices)])
 
 
 def _list_commands(program: str, commands: dict) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from diffusers import DiffusionPipeline
@@ -48,9 +48,7 @@ try:
 except ImportError:  # older diffusers run both encoders on the pipeline's one device
     get_module_execution_device = None
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+_Pipe = TypeVar("_Pipe")
 # One thread encodes at a time: pipelines may share encoders, and the scale of a LoRA is set in the encoder's layers.
 _ENCODING = threading.RLock()
 
@@ -162,7 +160,7 @@ class LongPromptMixin:
 
             cls.__call__ = sharpened_call
 
-    def set_long_prompt(self, **options) -> "Self":
+    def set_long_prompt(self: _Pipe, **options) -> _Pipe:
         """Sets how prompts are read, by the fields of `LongPromptOptions`; what is not passed returns to its default.
 
         Returns:

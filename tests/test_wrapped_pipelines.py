@@ -38,6 +38,16 @@ def same(first, second):
     return all(map(torch.equal, first, second))
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+def test_an_empty_negative_prompt_is_zeros_if_asked(sdxl, sd15, zeros):
+    stable_diffusion = assemble(StableDiffusionPipeline, sd15, requires_safety_checker=False)
+    for stock in (assemble(StableDiffusionXLPipeline, sdxl), stable_diffusion):
+        pipe = with_long_prompts(stock).set_long_prompt(zero_empty_negative=zeros)
+        negatives = [tensor for tensor in encode(pipe, SHORT, negative_prompt="")[1::2] if tensor is not None]
+        assert all((tensor == 0).all() == zeros for tensor in negatives)
+        assert not any((tensor == 0).all() for tensor in encode(pipe, SHORT, negative_prompt="blurry")[1:2])
+
+
 # ---- encoders that several threads share
 
 
