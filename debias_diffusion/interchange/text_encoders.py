@@ -13,7 +13,7 @@ from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
 if TYPE_CHECKING:
     from ..models.backbone import Backbone
 
-TextEncoder = CLIPTextModel | CLIPTextModelWithProjection, CLIPTokenizer
+TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 
 # SDXL's second encoder, the only text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
 # ComfyUI recognises it by them, too.
