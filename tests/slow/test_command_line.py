@@ -9,10 +9,13 @@ import venv
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
+from helpers.demo_clients import wait_until
 from helpers.modules import ROOT
 from helpers.small_papers import PAPERS
 
+SPACE = ROOT / "app" / "space"
 CLI = [sys.executable, "-m", "debias_diffusion.app.cli"]
 
 
@@ -87,7 +90,9 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
 
     venv.create(tmp_path / "venv", with_pip=True)
     python, program = (tmp_path / "venv" / "bin" / name for name in ("python", "debias-diffusion"))
-    subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[eval]"], check=True)
+    [needed] = (line for line in (SPACE / "requirements.txt").read_text().splitlines() if not line.startswith("#"))
+    assert needed.startswith("debias-diffusion[app]>=")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[app]"], check=True)
 
     def run(*command):
         return subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -98,3 +103,18 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     toy = ("--base", "toy/sdxl", "--encoder", "toy/debias-clip", "--steps", "2", "--output", "toy.png")
     run(program, "generate", "The small object in the centre is a blue star.", *toy)
     assert (tmp_path / "toy.png").stat().st_size > 0
+
+    # What a Space runs, with what it installs.
+    with subprocess.Popen([python, SPACE / "app.py"], cwd=tmp_path) as space:
+        try:
+            wait_until(lambda: space.poll() is not None or answers("http://127.0.0.1:7860"), 120)
+            assert "See what your encoder reads" in httpx.get("http://127.0.0.1:7860").text
+        finally:
+            space.kill()
+
+
+def answers(url):
+    try:
+        return httpx.get(url).is_success
+    except httpx.TransportError:
+        return False
