@@ -1,4 +1,4 @@
-"""The names that `__init__.py` imports when they are first used, for type checkers."""
+"""The package's names, which `__init__.py` imports when they are first used."""
 
 from .encoders import load_text_encoder
 from .models.positions import stretch_positions
