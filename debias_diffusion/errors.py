@@ -14,6 +14,7 @@ EXTRAS = {
     "torchmetrics": "eval",
     "gradio": "app",
     "orjson": "app",
+    "starlette": "app",  # of gradio
 }
 
 
