@@ -409,16 +409,17 @@ class Renderer:
         settings["scheduler"] = sampler(scheduler)
         return settings_text(settings, scheduler)
 
-    def pipeline(self, encoder: EncoderSpec) -> DiffusionPipeline:
-        """The checkpoint, in low memory its text encoders alone, with an encoder that reads prompts as asked.
+    def pipeline(self, encoder: EncoderSpec, part: Part | None = None) -> DiffusionPipeline:
+        """The checkpoint with an encoder, with the options that were asked for.
 
         Args:
             encoder: replaces the first one, unless it is "original".
+            part: None: all, in low memory the text encoders alone.
 
         Raises:
             UserError: it cannot be loaded, or does not fit.
         """
-        pipe = self._load(encoder, "encoders" if self.low_memory else "all")
+        pipe = self._load(encoder, part or ("encoders" if self.low_memory else "all"))
         return pipe.set_long_prompt(**asdict(self.options(encoder)))
 
     def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
@@ -448,7 +449,7 @@ class Renderer:
             pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
             pipe = None
             clear_device_cache(garbage_collection=True)
-            denoiser = self._load(encoder, "denoiser").set_long_prompt(**asdict(options))
+            denoiser = self.pipeline(encoder, "denoiser")
             for batch, embeddings in encoded:
                 yield render(denoiser, embeddings, [prompt.seed for prompt in batch], self.sampling)
             del denoiser

@@ -38,10 +38,13 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
         ValueError: another factor.
     """
     check_sharpening(factor)
+    if factor == 1:  # as for most calls of a pipeline, whose UNet has thousands of modules
+        yield
+        return
     patched: list[tuple[Any, Any]] = []
     attentions = [module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention]
     try:
-        for attention in attentions if factor != 1 else ():
+        for attention in attentions:
             # q is shared with an IP-Adapter's image keys, so the text's keys are scaled.
             fused = getattr(attention, "fused_projections", False)
             layer: Any = attention.to_kv if fused else attention.to_k

@@ -409,7 +409,7 @@ def test_only_the_class_changes_in_a_workflow_of_comfyui():
 
 
 def test_the_pack_in_the_repository_is_the_one_that_is_written_today(tmp_path):
-    """If not: `debias-diffusion comfyui --output examples/comfyui`, after removing the old one."""
+    """If not: `debias-diffusion comfyui --output examples/comfyui`."""
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     folder, kept = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt"))), ROOT / "examples" / "comfyui"
     written, in_repository = (

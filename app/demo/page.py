@@ -155,7 +155,7 @@ class _Endpoints:
 
     def render(
         self, scene, prompt, encoders, negative_prompt, seed, steps, guidance_scale, height, width, images, scheduler,
-        emphasis, reading, sharpen=1.0, progress=gr.Progress(),  # noqa: B008
+        emphasis, reading, sharpen, progress=gr.Progress(),  # noqa: B008
     ) -> Iterator[list[tuple]]:  # fmt: skip
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:

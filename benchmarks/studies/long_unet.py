@@ -11,9 +11,6 @@ import itertools
 import sys
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
 sys.path.append(str(Path(__file__).parents[1]))
 from harness import CPU, read_options
 
@@ -21,29 +18,18 @@ from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.pipelines.rendering import Renderer, Sampling
 from debias_diffusion.tokens import clean
 from debias_diffusion.toymodels.stage import run_stage
-from debias_diffusion.toymodels.unet import _NAMES, Pairs, denoising_loss, encode_texts, in_training
-from debias_diffusion.toymodels.vae import SIZE, as_input, picture_tensor
+from debias_diffusion.toymodels.unet import Pairs, denoising_loss, encode_pairs, in_training
 from debias_diffusion.toyworld.grammar import caption
-from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import scene
 
-SPLIT, POSITIONS, BATCH = "train-long", (152, 227), 100
+SPLIT, POSITIONS = "train-long", (152, 227)
 
 
-@torch.inference_mode()
 def encode_whole(pipe, positions: int, count: int) -> Pairs:
-    """`count` pairs whose captions take so many positions, as `toymodels.unet.encode_pairs` gives them."""
-    texts = ((at, clean(caption(SPLIT, at).text)) for at in itertools.count())
-    fitting = ((at, text) for at, text in texts if pipe.prompt_layout(text).positions == positions)
-    parts = []
-    for _ in tqdm(range(0, count, BATCH), f"encoding captions of {positions} positions"):
-        chosen = list(itertools.islice(fitting, BATCH))
-        pictures = as_input(picture_tensor(render(scene(SPLIT, at), SIZE) for at, _ in chosen))
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden_states, pooled = encode_texts(pipe, [text for _, text in chosen])
-            latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
-        parts.append([tensor.bfloat16() for tensor in (latents, hidden_states, pooled)])
-    return dict(zip(_NAMES, (torch.cat(tensors) for tensors in zip(*parts, strict=True)), strict=True))
+    """`count` pairs whose captions take so many positions."""
+    pairs = ((scene(SPLIT, at), caption(SPLIT, at)) for at in itertools.count())
+    fitting = (pair for pair in pairs if pipe.prompt_layout(clean(pair[1].text)).positions == positions)
+    return encode_pairs(pipe, count, draw=lambda _: next(fitting))
 
 
 if __name__ == "__main__":

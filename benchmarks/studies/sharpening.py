@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -35,21 +36,18 @@ KINDS = {"BOS": "#888888", "words": "#2a6f97", "EOS": "#e09f3e", "pads": "#d9d9d
 PICTURE = Path(__file__).parents[2] / "docs" / "sharpening.png"
 
 
-class Watched:
-    """diffusers' processor of cross-attention, written out, that adds up what the conditional half looks at."""
+class Watched(AttnProcessor):
+    """diffusers' plain processor, which adds up what cross-attention of the conditional half looks at."""
 
-    def __init__(self, sums: dict, tokens: list[int], sentences: list[dict[str, slice]], factor: float):
-        self.sums, self.tokens, self.sentences, self.factor = sums, tokens, sentences, factor
+    def __init__(self, sums: dict, tokens: list[int], sentences: list[dict[str, slice]]):
+        self.sums, self.tokens, self.sentences = sums, tokens, sentences
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **_):
-        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = (
-            layer(states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
-            for layer, states in ((attn.to_q, hidden_states), (attn.to_k, text), (attn.to_v, text))
-        )
-        factor = self.factor if encoder_hidden_states is not None and text.shape[1] > 77 else 1.0
-        weights = (factor * q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **arguments):
         if encoder_hidden_states is not None:
+            q, k = (
+                attn.head_to_batch_dim(part) for part in (attn.to_q(hidden_states), attn.to_k(encoder_hidden_states))
+            )
+            weights = attn.get_attention_scores(q, k).unflatten(0, (-1, attn.heads))
             conditional = weights[len(weights) // 2 :]
             for row, n, sentences in zip(conditional, self.tokens, self.sentences, strict=True):
                 parts = {"BOS": row[..., 0], "words": row[..., 1 : n + 1].sum(-1), "EOS": row[..., n + 1]}
@@ -63,7 +61,7 @@ class Watched:
                     x, y = (slice(at * side // 3, (at + 1) * side // 3) for at in PLACES[place])
                     here = words[:, y, x]
                     self.sums["own"].append((here[..., tokens].sum() / here.sum()).item())
-        return attn.to_out[0]((weights @ v).transpose(1, 2).flatten(2))
+        return super().__call__(attn, hidden_states, encoder_hidden_states, **arguments)
 
 
 @torch.no_grad()
@@ -83,7 +81,8 @@ def measure(positions: int, encoder: str, count: int) -> dict[float, dict[str, f
     embeddings, results = encode(pipe, prompts, sampling), {}
     for factor in FACTORS[: 1 if positions == 77 else None]:
         sums = defaultdict(list)
-        pipe.unet.set_attn_processor(Watched(sums, tokens, sentences, factor))
+        pipe.unet.set_attn_processor(Watched(sums, tokens, sentences))
+        pipe.set_long_prompt(sharpen=factor)
         render(pipe, embeddings, [prompt.seed for prompt in prompts], sampling)
         results[factor] = {name: sum(values) / len(values) for name, values in sums.items()}
     return results

@@ -45,19 +45,25 @@ def encode_texts(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Ten
 
 @torch.inference_mode()
 def encode_pairs(
-    pipe: StableDiffusionXLPipeline, count: int, batch: int = 200, start: int = 0, encode: EncodeTexts | None = None
+    pipe: StableDiffusionXLPipeline,
+    count: int,
+    batch: int = 200,
+    start: int = 0,
+    encode: EncodeTexts | None = None,
+    draw: Callable[[int], tuple[Scene, Caption]] = draw_pair,
 ) -> Pairs:
     """`count` pairs from number `start` as the UNet learns from them, in bfloat16.
 
     Args:
-        encode: of the captions; None for `encode_texts`, which truncates them at 77 tokens.
+        encode: of the captions; None for `encode_texts`, which truncates them at 77 tokens, as stock pipelines do.
+        draw: the scene and the caption of a number.
     """
     encode = encode or (lambda captions, _: encode_texts(pipe, [clean(caption.text) for caption in captions]))
     parts = []
     diffusers.utils.logging.set_verbosity_error()  # that captions are cut at 77 tokens is meant here
     for first in tqdm(range(start, start + count, batch), desc="encoding pairs"):
         indices = range(first, min(first + batch, start + count))
-        scenes, captions = zip(*(draw_pair(index) for index in indices), strict=True)
+        scenes, captions = zip(*map(draw, indices), strict=True)
         pictures = as_input(picture_tensor(render(scene, SIZE) for scene in scenes))
         with torch.autocast("cpu", torch.bfloat16):
             hidden_states, pooled = encode(list(captions), indices)

@@ -108,6 +108,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     with subprocess.Popen([python, SPACE / "app.py"], cwd=tmp_path) as space:
         try:
             wait_until(lambda: space.poll() is not None or answers("http://127.0.0.1:7860"), 120)
+            assert space.poll() is None  # it is the one that answers
             assert "See what your encoder reads" in httpx.get("http://127.0.0.1:7860").text
         finally:
             space.kill()
