@@ -1,4 +1,6 @@
 import json
+import multiprocessing
+import signal
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from debias_diffusion.data.dataset import CaptionDataset, Collate
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import read_captions
+from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.tokens import CaptionTokenizer
@@ -122,6 +125,42 @@ def test_draws_do_not_depend_on_workers_or_order(images):
         assert all(map(torch.equal, tensors, shared[key])) and all(map(torch.equal, tensors, backwards[key]))
     (_, first), (_, second) = alone.values()
     assert torch.equal(first[:3], second[:3]) and not torch.equal(first[3:], second[3:])
+
+
+class _BlockedSignals:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_workers_hear_no_stop_signal_even_while_they_start():
+    stops = {signal.SIGTERM, signal.SIGINT}
+    with load_batches(DataLoader(_BlockedSignals(), batch_size=None, num_workers=2)) as batches:
+        assert all(stops <= blocked for blocked in batches)
+    assert not stops & _BlockedSignals()[0] and not multiprocessing.active_children()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of what it had not set
+def test_a_worker_ends_if_the_next_one_cannot_start(monkeypatch):
+    """Python's exit would wait for it."""
+    process = multiprocessing.get_context("fork").Process
+    started, start = [], process.start
+
+    def start_one(self):
+        if started:
+            raise BlockingIOError("no more processes")
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(process, "start", start_one)
+    with pytest.raises(BlockingIOError), load_batches(DataLoader(range(2), num_workers=2)):
+        pass
+    started[0].join(5)
+    exit_code = started[0].exitcode
+    started[0].kill()
+    assert exit_code == -signal.SIGKILL
 
 
 def test_a_batch_holds_the_long_captions_then_the_short_ones(images):

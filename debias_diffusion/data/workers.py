@@ -26,11 +26,13 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
     Raises:
         UserError: a worker raised it.
     """
+    batches, others = None, multiprocessing.active_children()
     if loader.num_workers and sys.platform == "linux":
         loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
     loader.worker_init_fn = _end_with_main_process
-    batches = iter(loader)
     try:
+        with _held_signals():
+            batches = iter(loader)
         yield batches
     except UserError as error:
         traceback, _, message = str(error).rpartition(f"{UserError.__name__}: ")
@@ -38,10 +40,24 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
             raise
         raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
-        if loader.num_workers:
+        if batches is not None and loader.num_workers:
             batches._shutdown_workers()
-            for worker in batches._workers:
-                worker.kill()  # one that hangs: Python's exit would wait for it, since it ignores SIGTERM
+        # Python's exit would wait for those left, which ignore its SIGTERM: one that hangs, or all whose start failed.
+        for worker in set(multiprocessing.active_children()).difference(others):
+            worker.kill()
+
+
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Holds SIGTERM and ctrl-C back from this thread, and from the workers that it starts."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_main_process(worker: int) -> None:
