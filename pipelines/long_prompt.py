@@ -4,12 +4,12 @@ import json
 import math
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_args
 
 import torch
 from diffusers import DiffusionPipeline
@@ -49,6 +49,7 @@ except ImportError:  # older diffusers run both encoders on the pipeline's one d
     get_module_execution_device = None
 
 _Pipe = TypeVar("_Pipe")
+_Options = ParamSpec("_Options")
 # One thread encodes at a time: pipelines may share encoders, and the scale of a LoRA is set in the encoder's layers.
 _ENCODING = threading.RLock()
 
@@ -138,6 +139,13 @@ class LongPromptOptions:
         return self.emphasis or PROGRAMS.get(self.reading, "none")
 
 
+def _with_options_of(
+    options: Callable[_Options, LongPromptOptions],
+) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Pipe, _Options], _Pipe]]:
+    """For type checkers: a method that takes the arguments of `options` and returns the pipeline."""
+    return lambda method: method
+
+
 class LongPromptMixin:
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
@@ -160,7 +168,8 @@ class LongPromptMixin:
 
             cls.__call__ = sharpened_call
 
-    def set_long_prompt(self: _Pipe, **options) -> _Pipe:
+    @_with_options_of(LongPromptOptions)
+    def set_long_prompt(self, **options):
         """Sets how prompts are read, by the fields of `LongPromptOptions`; what is not passed returns to its default.
 
         Returns:

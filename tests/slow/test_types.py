@@ -11,7 +11,7 @@ from helpers.modules import ROOT
 CODE = """
 from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import StableDiffusionXLPipeline
 from debias_diffusion import load_text_encoder, split_sentences
-from debias_diffusion.pipelines import LongPromptOptions, sharpened, with_long_prompts
+from debias_diffusion.pipelines import LongPromptOptions, SDXLLongPromptMixin, sharpened, with_long_prompts
 
 
 def use(stock: StableDiffusionXLPipeline) -> StableDiffusionXLPipeline:
@@ -19,12 +19,15 @@ def use(stock: StableDiffusionXLPipeline) -> StableDiffusionXLPipeline:
     positions: int = encoder.config.max_position_embeddings
     sentences: list[str] = split_sentences("One. Two.")
     LongPromptOptions(reading="a1111", sharpen=1.5)
+    SDXLLongPromptMixin().set_long_prompt(reading="a1111", sharpen=1.5)
     with sharpened(stock.unet, 1.5):
         return with_long_prompts(stock)
 """
 WRONG = {
     "split_sentences(3)": "Expected `str`",
     'LongPromptOptions(reading="a111")': 'Expected `Literal["overlap"',
+    'SDXLLongPromptMixin().set_long_prompt(reading="a111")': 'Expected `Literal["overlap"',
+    "SDXLLongPromptMixin().set_long_prompt(sharpness=1.5)": "`sharpness` does not match",
     'sharpened("unet", 1.5)': "Expected `Module`",
     'load_text_encoder("folder").eval()': "no attribute `eval`",
 }
