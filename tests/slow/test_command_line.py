@@ -11,9 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gradio_client import Client
 from helpers.demo_clients import wait_until
 from helpers.modules import ROOT
 from helpers.small_papers import PAPERS
+from PIL import Image
 
 SPACE = ROOT / "app" / "space"
 CLI = [sys.executable, "-m", "debias_diffusion.app.cli"]
@@ -109,7 +111,9 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
         try:
             wait_until(lambda: space.poll() is not None or answers("http://127.0.0.1:7860"), 120)
             assert space.poll() is None  # it is the one that answers
-            assert "See what your encoder reads" in httpx.get("http://127.0.0.1:7860").text
+            client = Client("http://127.0.0.1:7860", verbose=False, download_files=tmp_path)
+            shown = client.predict("The small object in the centre is a blue star.", steps=2, api_name="/generate")
+            assert shown and all(Image.open(image["image"]).size == (48, 48) for image in shown)
         finally:
             space.kill()
 
