@@ -17,7 +17,6 @@ from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption
 
 CPU = torch.device("cpu")
-PROMPT = "In the top left there is a small red star. "
 TRAININGS = {"toy": 6, "toy-test": 4, "toy-test-twice": 2, "fix-clip": 15}  # of each world's studies
 
 
@@ -30,11 +29,6 @@ def module(name):
 @pytest.fixture(scope="module")
 def states():
     return module("studies.states")
-
-
-@pytest.fixture(scope="module")
-def reading():
-    return module("studies.reading")
 
 
 def test_options_have_the_types_of_their_defaults(monkeypatch):
@@ -92,39 +86,3 @@ def test_unchanged_states_are_those_that_the_pipeline_reads(states):
     changed = states.changed(base["prompt_embeds"], texts, reader, Moments(128), states.States.unchanged)
     torch.testing.assert_close(changed, drifted["prompt_embeds"], rtol=0, atol=1e-5)
     assert not torch.allclose(changed, base["prompt_embeds"], atol=0.1)
-
-
-# ---- reading
-
-
-@torch.inference_mode()
-def test_layers_pads_and_second_encoders_are_those_named(reading):
-    def embeds(**change):
-        pipe = reading.make_pipeline(reading.Policy("clip", **change), None)
-        return pipe, pipe.encode_prompt(PROMPT, do_classifier_free_guidance=False)[0]
-
-    def literal(pipe):
-        """The penultimate and the last hidden states of both encoders, by chunk of 77."""
-        penultimate, last = [], []
-        for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
-            ids = tokenizer(PROMPT, padding="max_length", max_length=77, return_tensors="pt").input_ids
-            output = encoder(ids, output_hidden_states=True)
-            penultimate.append(output.hidden_states[-2])
-            last.append(output.last_hidden_state)
-        return penultimate, last
-
-    default, read = embeds()
-    penultimate, last = literal(default)
-    assert torch.equal(read, torch.cat(penultimate, dim=-1))
-    assert torch.equal(embeds(last=reading.BOTH)[1], torch.cat(last, dim=-1))
-    assert torch.equal(embeds(last=reading.BOTH[:1])[1], torch.cat([last[0], penultimate[1]], dim=-1))
-    padded, read = embeds(pads=("0", "EOT"))
-    eot = default.tokenizer.eos_token_id
-    assert (default.tokenizer.pad_token_id, default.tokenizer_2.pad_token_id) == (eot, 0)
-    assert (padded.tokenizer.pad_token_id, padded.tokenizer_2.pad_token_id) == (0, eot)
-    assert torch.equal(read, torch.cat(literal(padded)[0], dim=-1))
-    stretched, _ = embeds(second="stretched")
-    assert stretched.text_encoder_2.config.max_position_embeddings == stretched.tokenizer_2.model_max_length == 248
-    trained = reading.make_pipeline(reading.Policy("long-clip", second="trained"), stretched.text_encoder_2)
-    assert trained.text_encoder_2 is stretched.text_encoder_2 and trained.prompt_layout(9 * PROMPT).chunks == (1, 1)
-    assert default.prompt_layout(9 * PROMPT).chunks == (2, 2)

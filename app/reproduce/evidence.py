@@ -15,7 +15,7 @@ _SUMMARY = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not decided", U
 
 
 def evidence_page(content: dict, results: str) -> str:
-    """The page of a written `claims.json`: a line a claim, then the differences of each.
+    """The page of a written `claims.json`: each claim with its verdict and differences.
 
     Args:
         content: as `reproduce` writes it.
@@ -42,13 +42,11 @@ def evidence_page(content: dict, results: str) -> str:
 
 
 def _claim(entry: dict, number: int) -> dict:
-    """What the page shows of a claim; "decided_by" is the first difference with its verdict."""
+    """What the page shows of a claim."""
     title = entry["claim"] + (f" ({entry['steps']} steps)" if entry.get("steps") else "")
     source = f"{entry['published']} ({entry['source']})" if entry["published"] else entry["source"]
-    deciding = [part for part in entry["parts"] if part["verdict"] == entry["verdict"]] or entry["parts"]
-    decided_by = signed(deciding[0]["difference"]) if deciding else "-"
     parts = [_part(part) for part in entry["parts"]]
-    return entry | {"number": number, "title": title, "source": source, "decided_by": decided_by, "parts": parts}
+    return entry | {"number": number, "title": title, "source": source, "parts": parts}
 
 
 def _part(part: dict) -> dict[str, str]:
