@@ -286,23 +286,6 @@ def positions_of(chunks: Sequence[Chunk], context_length: int, length: int, read
     return list(itertools.islice(itertools.chain(positions, itertools.cycle(pads)), length))
 
 
-def join_chunks(states: "torch.Tensor", chunks: Sequence[Chunk], empty: "torch.Tensor", length: int) -> "torch.Tensor":
-    """Joins the hidden states of a text's chunks into one sequence, see `positions_of`.
-
-    Args:
-        states: [chunks, context_length, width], each row `[BOS, text, EOS, pads]`.
-        chunks: of the text, in order.
-        empty: [context_length, width] hidden states of `[BOS, EOS, pads]`.
-        length: positions of the result.
-
-    Returns:
-        [length, width]
-    """
-    import torch
-
-    return torch.cat([*states, empty])[positions_of(chunks, states.shape[1], length)]
-
-
 def weigh(states: "torch.Tensor", weights: "torch.Tensor", empty: "torch.Tensor", emphasis: Emphasis) -> "torch.Tensor":
     """What weights do to hidden states. Those of weight 1 stay as they are, bit for bit, except under "original".
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
-from debias_diffusion.chunks import Chunk, join_chunks
 from debias_diffusion.errors import UserError
 from debias_diffusion.models import shipped
 from debias_diffusion.models.loading import load_backbone
@@ -115,10 +114,10 @@ def test_two_chunks_are_joined_as_the_pipeline_joins_them(pipe):
         whole = " ".join(chunks).strip()
         assert whole.endswith(".") and len(pipe.tokenizer(whole).input_ids) <= 77
         states, _, pooled, _ = pipe.encode_prompt([*chunks, "", whole], do_classifier_free_guidance=False)
-        tokens = [range(len(pipe.tokenizer(chunk).input_ids) - 2) for chunk in chunks]
-        both = range(sum(map(len, tokens)))
-        expected = join_chunks(states[:2], [Chunk(part, part) for part in tokens], states[2], 152)
-        read_at_once = join_chunks(states[3:], [Chunk(both, both)], states[2], 152)[:, :width]
+        one = len(pipe.tokenizer(chunks[0]).input_ids) - 2
+        first, second, empty, both = states  # BOS of the first, both texts, EOS and pads of the second, an empty one's
+        expected = torch.cat([first[: 1 + one], second[1:], *[empty[1:]] * 2])[:152]
+        read_at_once = torch.cat([both, *[empty[1:]] * 2])[:152, :width]
         hidden_states = joined["hidden_states"][i].float()
         torch.testing.assert_close(hidden_states[:, width:], expected[:, width:], **close)
         torch.testing.assert_close(joined["pooled"][i].float(), pooled[0], **close)

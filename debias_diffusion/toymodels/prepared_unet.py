@@ -12,7 +12,7 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from ..chunks import Chunk, join_chunks
+from ..chunks import Chunk, positions_of
 from ..sentences import join_sentences
 from ..tokens import clean
 from ..toyworld.grammar import Caption
@@ -62,14 +62,17 @@ def _encode_chunks(
     (first, pooled), (second, _) = (encode_texts(pipe, list(chunk)) for chunk in zip(*texts, strict=True))
     at_once, _ = encode_texts(pipe, [" ".join(chunks).strip() for chunks in texts])
     empty, width = encode_texts(pipe, [""])[0][0], pipe.text_encoder.config.hidden_size
+
+    def join(states: list[Tensor], tokens: list[range]) -> Tensor:
+        chunks = [Chunk(part, part) for part in tokens]
+        return torch.cat([*states, empty])[positions_of(chunks, len(empty), 2 * len(empty) - 2)]
+
     joined = []
     for i, pair in enumerate(texts):
         tokens = [range(len(ids)) for ids in pipe.tokenizer(list(pair), add_special_tokens=False).input_ids]
-        chunks = [Chunk(chunk, chunk) for chunk in tokens]
-        states = join_chunks(torch.stack([first[i], second[i]]), chunks, empty, 2 * len(empty) - 2)
+        states = join([first[i], second[i]], tokens)
         if whole[i]:
-            tokens = range(sum(map(len, tokens)))
-            states[:, :width] = join_chunks(at_once[i : i + 1], [Chunk(tokens, tokens)], empty, len(states))[:, :width]
+            states[:, :width] = join([at_once[i]], [range(sum(map(len, tokens)))])[:, :width]
         joined.append(states)
     return torch.stack(joined), pooled
 
