@@ -8,6 +8,7 @@ from helpers.tiny_data import entry
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from debias_diffusion.data import json_files
 from debias_diffusion.data.dataset import CaptionDataset, Collate
@@ -143,19 +144,25 @@ def test_workers_hear_no_stop_signal_even_while_they_start():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of what it had not set
-def test_a_worker_ends_if_the_next_one_cannot_start(monkeypatch):
+@pytest.mark.parametrize("interrupted", ["start", "end"])
+def test_no_worker_is_left_by_an_interrupted_start_or_end(interrupted, monkeypatch):
     """Python's exit would wait for it."""
     process = multiprocessing.get_context("fork").Process
     started, start = [], process.start
 
     def start_one(self):
-        if started:
-            raise BlockingIOError("no more processes")
+        if started and interrupted == "start":
+            raise KeyboardInterrupt
         start(self)
         started.append(self)
 
+    def end(self):
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(process, "start", start_one)
-    with pytest.raises(BlockingIOError), load_batches(DataLoader(range(2), num_workers=2)):
+    if interrupted == "end":
+        monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_shutdown_workers", end)
+    with pytest.raises(KeyboardInterrupt), load_batches(DataLoader(range(2), num_workers=2)):
         pass
     started[0].join(5)
     exit_code = started[0].exitcode

@@ -10,7 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 
 from torch.utils.data import DataLoader
 
@@ -26,25 +28,34 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
     Raises:
         UserError: a worker raised it.
     """
-    batches, others = None, multiprocessing.active_children()
+    # Python's exit would wait for workers that are left, which ignore its SIGTERM: after a start that failed, an end
+    # that was interrupted, or where one hangs.
+    kill = Finalize(None, _kill_others, [multiprocessing.active_children()], exitpriority=0)
     if loader.num_workers and sys.platform == "linux":
         loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
     loader.worker_init_fn = _end_with_main_process
     try:
         with _held_signals():
             batches = iter(loader)
-        yield batches
+        try:
+            yield batches
+        finally:
+            if loader.num_workers:
+                batches._shutdown_workers()
     except UserError as error:
         traceback, _, message = str(error).rpartition(f"{UserError.__name__}: ")
         if "DataLoader worker" not in traceback:
             raise
         raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
-        if batches is not None and loader.num_workers:
-            batches._shutdown_workers()
-        # Python's exit would wait for those left, which ignore its SIGTERM: one that hangs, or all whose start failed.
-        for worker in set(multiprocessing.active_children()).difference(others):
-            worker.kill()
+        kill()
+
+
+def _kill_others(children: list[BaseProcess]) -> None:
+    for child in set(multiprocessing.active_children()).difference(children):
+        with suppress(RuntimeError):  # torch raises in its SIGCHLD handler that it was killed
+            child.kill()
+            child.join()
 
 
 @contextmanager
