@@ -30,13 +30,17 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
     """
     # Python's exit would wait for workers that are left, which ignore its SIGTERM: after a start that failed, an end
     # that was interrupted, or where one hangs.
-    kill = Finalize(None, _kill_others, [multiprocessing.active_children()], exitpriority=0)
+    workers: list[BaseProcess] = []
+    kill, others = Finalize(None, _kill, [workers], exitpriority=0), multiprocessing.active_children()
     if loader.num_workers and sys.platform == "linux":
         loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
     loader.worker_init_fn = _end_with_main_process
     try:
         with _held_signals():
-            batches = iter(loader)
+            try:
+                batches = iter(loader)
+            finally:
+                workers += set(multiprocessing.active_children()).difference(others)
         try:
             yield batches
         finally:
@@ -51,11 +55,11 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
         kill()
 
 
-def _kill_others(children: list[BaseProcess]) -> None:
-    for child in set(multiprocessing.active_children()).difference(children):
+def _kill(workers: list[BaseProcess]) -> None:
+    for worker in workers:
         with suppress(RuntimeError):  # torch raises in its SIGCHLD handler that it was killed
-            child.kill()
-            child.join()
+            worker.kill()
+            worker.join()
 
 
 @contextmanager
