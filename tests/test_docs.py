@@ -152,7 +152,7 @@ def test_command_lines_are_understood(page, in_repository, extended, monkeypatch
         "accelerate launch -m debias_diffusion train --config configs/debias-clip-vit-b16.yaml --epocs 3",
         "srun bash -c 'X=1 torchrun --nnodes 2 \\\n -m debias_diffusion train --config configs/none.yaml'",
         "for i in $(seq $((2 * 3))); do nice -n 9 debias-diffusion app --prot 1 & done; wait  # it's ours",
-        "python benchmarks/studies/reading.py --promts 3",
+        "python benchmarks/studies/sharpening.py --promts 3",
         "frobnicate --all",
     ],
 )
