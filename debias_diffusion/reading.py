@@ -1,7 +1,9 @@
 """Texts of any length through one text encoder, in chunks whose hidden states are joined. Needs no pipeline."""
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -12,12 +14,13 @@ from transformers.convert_slow_tokenizer import convert_slow_tokenizer
 from .chunks import (
     PROGRAMS,
     TRAINED_POSITIONS,
-    Cut,
     Emphasis,
     Reading,
     Tokens,
+    join_runs,
     positions_of,
     rate_cuts,
+    rate_cuts_of_program,
     split_text,
     weigh,
 )
@@ -27,11 +30,31 @@ States = Callable[[PreTrainedModel, torch.Tensor], tuple[torch.Tensor, torch.Ten
 
 
 def penultimate_states(
-    encoder: PreTrainedModel, ids: torch.Tensor, clip_skip: int | None = None
+    encoder: PreTrainedModel, ids: torch.Tensor, clip_skip: int | None = None, eos_token_id: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What SDXL's UNet was trained with: the layer before the last, or `clip_skip` layers before that, and pooled."""
+    """What SDXL's UNet was trained with: the layer before the last, or `clip_skip` layers before that, and pooled.
+
+    Args:
+        eos_token_id: pooled embeddings are of its first place, even if the encoder pools at the highest id.
+    """
     output = encoder(ids, output_hidden_states=True)
-    return output.hidden_states[-2 - (clip_skip or 0)], getattr(output, "text_embeds", None)
+    pooled = getattr(output, "text_embeds", None)
+    if pooled is not None and eos_token_id is not None and _pools_at_highest_id(encoder):
+        ends = (ids == eos_token_id).int().argmax(-1)
+        if bool((ids.argmax(-1) != ends).any()):
+            pooled = encoder.text_projection(output.last_hidden_state[torch.arange(len(ids), device=ends.device), ends])
+    return output.hidden_states[-2 - (clip_skip or 0)], pooled
+
+
+def _pools_at_highest_id(encoder: PreTrainedModel) -> bool:
+    """As transformers does with the `eos_token_id` of SDXL's published files; textual inversions have higher ids."""
+    return getattr(encoder.config, "eos_token_id", None) == 2 and hasattr(encoder, "text_projection")
+
+
+def pooling_eos(tokenizer: PreTrainedTokenizerBase, length: int, reading: Reading) -> int | None:
+    """Where pooled embeddings are taken: at EOS, or, where diffusers reads the text alike, wherever it takes them."""
+    as_diffusers = length <= TRAINED_POSITIONS and reading not in PROGRAMS
+    return None if as_diffusers else tokenizer.eos_token_id
 
 
 def last_states(
@@ -57,7 +80,7 @@ def encode_texts(
     *,
     reading: Reading = "overlap",
     emphasis: Emphasis = "comfyui",
-    states: States = penultimate_states,
+    states: States | None = None,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What an encoder gives a UNet for texts of any length, with gradients.
@@ -67,7 +90,8 @@ def encode_texts(
         length: positions of the result, at least those of the longest text, BOS and EOS.
         reading: how a text longer than the encoder is cut and joined: `chunks.split_text`, `chunks.positions_of`.
         emphasis: what weights of tokens do: `chunks.weigh`.
-        states: runs the encoder; the ids are on `device`. `penultimate_states` for SDXL, `last_states` for SD 1.5.
+        states: runs the encoder; the ids are on `device`. None: `penultimate_states`, for SDXL; `last_states` is for
+            SD 1.5.
         device: of the results; the encoder's if None.
 
     Returns:
@@ -90,6 +114,16 @@ def encode_texts(
     # One empty chunk serves all texts.
     lacking = any(max(place) >= len(chunks) * context for chunks, place in zip(split, places, strict=True))
     ids = [[text.ids[at] for at in chunk.read] for text, chunk in rows] + [[]] * (lacking or weighted)
+    eos_token_id = pooling_eos(tokenizer, length, reading)
+    has_inversion = any(token > tokenizer.eos_token_id for row in ids for token in row)
+    if has_inversion and eos_token_id is None and _pools_at_highest_id(encoder):
+        warnings.warn(
+            "The pooled embedding is that of the textual inversion, as in diffusers, because the text encoder's"
+            " configuration has the eos_token_id 2. Prompts of more than 77 positions and the readings of other"
+            f" programs take that of EOS; {tokenizer.eos_token_id} in text_encoder_2/config.json takes it everywhere.",
+            stacklevel=2,
+        )
+    states = states or partial(penultimate_states, eos_token_id=eos_token_id)
     row_states, pooled = states(encoder, _chunk_ids(ids, context, tokenizer).to(device))
     chunk_states, empty = row_states[: len(rows)].to(device), row_states[-1].to(device)
     if weighted:
@@ -125,14 +159,7 @@ def tokenize_text(
         split_special_tokens: names of special tokens in the text are text, as in transformers. The pad token of SDXL's
             second tokenizer is "!".
     """
-    tokenizer = fast_tokenizer(tokenizer)
-    # verbose=False: transformers' warning about texts beyond the context length does not apply
-    options = {"add_special_tokens": False, "verbose": False, "split_special_tokens": split_special_tokens}
-    batch = tokenizer(text, return_offsets_mapping=True, **options)
-    ids, spans = batch["input_ids"], batch["offset_mapping"]
-    added = tokenizer.added_tokens_encoder
-    names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
-    return Tokens(ids, rate_cuts(text, spans, names), [1.0] * len(ids)), spans
+    return _tokenize_runs([(text, 1.0)], tokenizer, "overlap", split_special_tokens)
 
 
 _FAST = WeakKeyDictionary()  # by tokenizer of transformers 4: the number of its tokens, and its fast twin
@@ -173,32 +200,50 @@ def tokenize_parts(
 
     Empty parts are left out; in the programs that are imitated they are empty chunks, but for one at the end.
     """
-    tokens = [_part_tokens(part.runs, tokenizer, reading, split_special_tokens) for part in parts]
+    tokens = [_tokenize_runs(part.runs, tokenizer, reading, split_special_tokens)[0] for part in parts]
     last = max((number for number, part in enumerate(tokens) if part.ids), default=0)
     kept = [at for at, part in enumerate(tokens[: last + 1]) if part.ids or reading in PROGRAMS] or [0]
     return Tokens.joined([tokens[at] for at in kept], [parts[at].strength for at in kept])
 
 
-def _part_tokens(
+def _tokenize_runs(
     runs: Sequence[tuple[str, float]], tokenizer: PreTrainedTokenizerBase, reading: Reading, split_special_tokens: bool
-) -> Tokens:
-    """The tokens of weighted runs of text, tokenized as one text; in the programs that are imitated, each by itself."""
+) -> tuple[Tokens, list[tuple[int, int]]]:
+    """The tokens of weighted runs of text, each tokenized by itself, and their spans in the joined text."""
+    tokenizer = fast_tokenizer(tokenizer)
+    text, starts = join_runs([run for run, _ in runs])
+    ids, spans, weights, numbers = [], [], [], []
+    for number, ((run, weight), begin) in enumerate(zip(runs, starts, strict=True)):
+        # verbose=False: transformers' warning about texts beyond the context length does not apply
+        batch = tokenizer(
+            run,
+            add_special_tokens=False,
+            verbose=False,
+            split_special_tokens=split_special_tokens or reading in PROGRAMS,
+            return_offsets_mapping=True,
+        )
+        ids += batch["input_ids"]
+        spans += [(begin + start, begin + end) for start, end in batch["offset_mapping"]]
+        weights += [weight] * (len(ids) - len(weights))
+        numbers += [number] * (len(ids) - len(numbers))
+    joined = _same_inversion(ids, tokenizer)
     if reading not in PROGRAMS:
-        tokens, spans = tokenize_text("".join(run for run, _ in runs), tokenizer, split_special_tokens)
-        character_weights = [weight for run, weight in runs for _ in run]
-        return tokens._replace(weights=[character_weights[start] for start, _ in spans])
-    ids, cuts, weights = [], [], []
+        return Tokens(ids, rate_cuts(text, spans, joined), weights), spans
     comma = tokenizer.convert_tokens_to_ids(",</w>")
-    for run, weight in runs:
-        tokens, _ = tokenize_text(run, tokenizer, split_special_tokens=True)
-        for token, rated in zip(tokens.ids, tokens.cuts, strict=True):
-            is_comma = reading == "a1111" and token == comma
-            cuts.append(rated if rated == Cut.NEVER else Cut.COMMA if is_comma else Cut.TOKEN)
-        if reading == "comfyui" and tokens.ids:
-            cuts[-1] = Cut.WORD
-        ids += tokens.ids
-        weights += [weight] * len(tokens.ids)
-    return Tokens(ids, cuts, weights)
+    cuts = rate_cuts_of_program(reading, joined, [token == comma for token in ids], numbers)
+    return Tokens(ids, cuts, weights), spans
+
+
+def _same_inversion(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[bool]:
+    """For each token but the last, whether the next is of the same textual inversion: "<x>", "<x>_1", "<x>_2", ..."""
+    added, joined, stem, vector = tokenizer.added_tokens_encoder, [], None, 0
+    names = [name if name in added else None for name in tokenizer.convert_ids_to_tokens(ids)]
+    for name, following in itertools.pairwise(names):
+        if not (joined and joined[-1]):
+            stem, vector = name, 0
+        vector += 1
+        joined.append(stem is not None and following == f"{stem}_{vector}")
+    return joined
 
 
 def _chunk_ids(rows: list[list[int]], length: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """A caption's sentences."""
 
+import itertools
 import re
 
 # What a full stop behind a word may be instead of an end; words in lower case, without their last full stop.
 _ABBREVIATIONS = {
     # Within a name: an end only before one of `_OPENERS`.
     "name": "mr mrs ms messrs dr drs prof st ste mt rev hon esq pres gov sen rep gen col maj capt cmdr lt sgt cpl pvt "
-    "jr sr ave blvd rd ln inc ltd co corp bros dept univ fr hr dhr mevr str ul sra srta dra sta sto av ud ee uu sig "
+    "jr sr ave blvd rd ln inc ltd co corp bros dept univ hosp inst assn natl intl bldg "
+    "fr hr dhr mevr str ul sra srta dra sta sto av ud ee uu sig "
     "dott avv sok cad jl ул вул им ім डॉ",
     # Something must follow.
     "opening": "e.g i.e vs cf viz approx ca a.k.a esp incl inkl bijv bspw vgl sog np např esim pl",
@@ -30,8 +32,9 @@ _OPENERS = frozenset(
     "about above across after against along among around at before behind below beneath beside besides between beyond "
     "by despite during for from in inside into like near next of off on onto opposite out outside over past through to "
     "toward towards under underneath until up upon with within without is are was were also overall then however "
-    "meanwhile only just perhaps nearby everything everyone nothing nobody".split()
+    "meanwhile only just perhaps nearby everything everyone nothing nobody o os um uma une il gli ein eine het".split()
 )
+_REQUESTS = frozenset("continue note please remember see".split())  # begin sentences even behind "e.g."
 # A single letter behind these is no initial.
 _LETTERED = frozenset(
     "letter letters marked type platform gate row seat section terminal exit grade group block hall room zone track "
@@ -79,14 +82,18 @@ def split_sentences(caption: str) -> list[str]:
     inside a sentence and stops inside a short quotation or bracket do not end one; a blank line does, and a line break
     before a list's item. A missing last full stop is no matter. A caption without any text has no sentences.
     """
-    sentences, start = [], 0
+    bounds = itertools.pairwise([0, *sentence_ends(caption), len(caption)])
+    return [sentence for start, end in bounds if (sentence := caption[start:end].strip())]
+
+
+def sentence_ends(caption: str) -> list[int]:
+    """Where the sentences of `split_sentences` but the last end, white space behind them included, in characters."""
+    ends = [0]
     for match in _CANDIDATES.finditer(caption):
         kind = match.lastgroup
-        if kind == "broken" or (kind == "stop" and _ends(caption, start, *match.span(), match["stop"])):
-            sentences.append(caption[start : match.end()].strip())
-            start = match.end()
-    sentences.append(caption[start:].strip())
-    return [sentence for sentence in sentences if sentence]
+        if kind == "broken" or (kind == "stop" and _ends(caption, ends[-1], *match.span(), match["stop"])):
+            ends.append(match.end())
+    return ends[1:]
 
 
 def join_sentences(sentences: list[str]) -> str:
@@ -149,9 +156,11 @@ def _full_stop_ends(previous: str, word: str, follows: str, lower: bool, capital
     if numbered and (len(unit) == 1 or _KINDS.get(unit.lower()) == "unit"):
         return not lower and not follows[:1].isdigit()
     if kind == "opening":
-        return False
+        return not lower and follows.lower() in _REQUESTS
     if kind == "reference" or (kind == "date" and word[0].isupper()):
-        return not _NUMBER.fullmatch(follows) and not (lower and word[0].isupper())
+        # "Fig. A", but "He ate a fig. A cat came."
+        lettered = kind == "reference" and follows == "A" and word[0].isupper() and word != "No"
+        return not lettered and not _NUMBER.fullmatch(follows) and not (lower and word[0].isupper())
     if kind in ("closing", "time"):
         return not lower and not (kind == "time" and _AFTER_TIME.fullmatch(follows))
     if len(word) == 1 and word.isalpha() and word < "\u1100" and word != "I":  # an alphabet's, no syllable

@@ -1,5 +1,6 @@
 """Captions to ids: cleaning, context length, prefix padding, and the place of EOT."""
 
+import copy
 import gzip
 import html
 import json
@@ -208,9 +209,10 @@ class CaptionTokenizer:
         self.n_special = 1 if markers.sot is None else 2  # tokens of a row that are neither text nor PAD
 
     def with_context_length(self, context_length: int) -> "CaptionTokenizer":
-        """The same tokenizer for another context length."""
-        self.tokenizer.model_max_length = context_length
-        return CaptionTokenizer(self.tokenizer, context_length, self.markers, self.cleaning)
+        """A copy of the tokenizer for another context length."""
+        tokenizer = copy.copy(self.tokenizer)
+        tokenizer.model_max_length = context_length
+        return CaptionTokenizer(tokenizer, context_length, self.markers, self.cleaning)
 
     def _uncut_ids(self, captions: list[str]) -> list[list[int]]:
         cleaned = [self.cleaning(caption) for caption in captions]

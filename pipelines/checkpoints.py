@@ -1,6 +1,7 @@
 """SDXL and Stable Diffusion 1.5 checkpoints with other text encoders, checked before gigabytes are read."""
 
 import os
+import re
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ Part = Literal["all", "encoders", "denoiser"]  # of a pipeline: everything, text
 Slot = Literal["text_encoder", "text_encoder_2"]
 _TOKENIZERS: dict[Slot, str] = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 _DENOISER = ("unet", "vae")
+_FIRST_POSITIONS = r"(conditioner\.embedders\.0|cond_stage_model)\.transformer\..*position_embedding\.weight"
 
 _CLIP_OF_WIDTH = {512: "ViT-B-32 or ViT-B-16", 768: "ViT-L-14", 1024: "ViT-H-14", 1280: "ViT-bigG-14"}
 # diffusers renamed it, and ignores an unknown name with a mere warning
@@ -116,7 +118,19 @@ class Checkpoint:
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""
         with self.explain(f"{part}/config.json"):
-            return {**UNet2DConditionModel.load_config(self.configs, subfolder=part)}  # an error for a list
+            config = {**UNet2DConditionModel.load_config(self.configs, subfolder=part)}  # an error for a list
+        if part == "text_encoder" and self.file:
+            config["max_position_embeddings"] = self._positions or config["max_position_embeddings"]
+        return config
+
+    @cached_property
+    def _positions(self) -> int | None:
+        """Of the first text encoder in a single file, if its configuration says otherwise."""
+        with safe_open(self.file, framework="pt") as opened:
+            name = next((name for name in opened.keys() if re.fullmatch(_FIRST_POSITIONS, name)), None)  # noqa: SIM118
+            positions = opened.get_slice(name).get_shape()[0] if name else None
+        configured = UNet2DConditionModel.load_config(self.configs, subfolder="text_encoder")["max_position_embeddings"]
+        return None if positions == configured else positions
 
     def tokenizer(self, slot: Slot) -> CLIPTokenizer:
         """The tokenizer of one of the checkpoint's text encoders. Raises UserError if it cannot be loaded."""
@@ -219,6 +233,8 @@ def load_pipeline(
             )
         given = {"text_encoder": encoder, "text_encoder_2": None if encoder_2 == STRETCH else encoder_2}
         given = {slot: os.fspath(name) for slot, name in given.items() if name is not None}
+        if checkpoint.file and checkpoint._positions:  # diffusers builds the encoder that the configuration describes
+            given.setdefault("text_encoder", os.fspath(checkpoint.file))
         pipe = _load(checkpoint, given, dtype, part)
         if encoder_2 == STRETCH and part != "denoiser":
             text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)

@@ -88,9 +88,9 @@ def with_long_prompts(pipe: Pipeline) -> Pipeline:
     step; that one's options are arguments of the call.
 
     Raises:
-        ValueError: the pipeline is for another kind of model, or overrides `encode_prompt`.
+        ValueError: the pipeline is for another kind of model, overrides `encode_prompt`, or never calls it.
     """
-    if isinstance(pipe, LongPromptMixin):
+    if hasattr(pipe, "set_long_prompt"):  # also of a class from an exported pipeline.py
         return copy.copy(pipe)
     if isinstance(pipe, ModularPipeline):
         from .modular import with_long_text_step  # imports all of SDXL's blocks
@@ -107,7 +107,6 @@ def with_long_prompts(pipe: Pipeline) -> Pipeline:
 
 @functools.cache
 def _long_prompt_class(cls: type) -> type:
-    # Named as the parent: diffusers looks up related classes by name, and saves where a class comes from.
     names: dict[str, Any] = {"__module__": cls.__module__, "__doc__": f"`{cls.__name__}`, with prompts of any length."}
     names["__reduce__"] = lambda pipe: (_empty, (cls,), vars(pipe))
     return type(cls.__name__, (_mixin(cls), cls), names)
@@ -124,6 +123,11 @@ def _mixin(cls: type) -> type[LongPromptMixin]:
     if issubclass(cls, StableDiffusionInstructPix2PixPipeline):
         return _InstructPix2PixMixin
     names = _arguments(cls, "encode_prompt")
+    if names and not _calls(cls, "__call__", "encode_prompt"):
+        raise ValueError(
+            f"{cls.__name__} never calls its `encode_prompt`, so its prompts would be read as before: wrap one of "
+            "diffusers' own pipelines instead."
+        )
     definitions = [base for base in cls.__mro__ if "encode_prompt" in vars(base)]
     if len(definitions) > 1 and not definitions[0].__module__.startswith("diffusers."):
         raise ValueError(
@@ -142,6 +146,19 @@ def _mixin(cls: type) -> type[LongPromptMixin]:
         + (f"takes {', '.join(names)}." if names else "is missing.")
         + (f" It can be given {', '.join(taken)}: encode them with a wrapped base pipeline." if taken else "")
     )
+
+
+def _calls(cls: type, method: str, wanted: str) -> bool:
+    """Whether a method of a class, or one that it calls, names the method `wanted`."""
+    names, found = [method], {method}
+    for name in names:
+        function = inspect.unwrap(getattr(cls, name, None))
+        blocks = [getattr(function, "__code__", None)]
+        for code in filter(None, blocks):  # with functions and comprehensions in it
+            blocks += [constant for constant in code.co_consts if inspect.iscode(constant)]
+            names += [used for used in code.co_names if used not in found and callable(getattr(cls, used, None))]
+            found |= set(code.co_names)
+    return wanted in found
 
 
 def _arguments(cls: type, method: str) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from debias_diffusion import chunks, reading
+from debias_diffusion import chunks, reading, sentences
 
 from . import long_prompt, sharpening, weighting
 from .classes import StableDiffusionXLLongPromptPipeline
@@ -53,7 +53,7 @@ def write_block(folder: str | Path) -> Path:
 
 def _write(path: Path, imports: list[str], last: str) -> Path:
     """A file of all that long prompts need, in the order of their imports, and at the end the source `last`."""
-    parts = [_body(module) for module in (chunks, reading, weighting, sharpening, long_prompt)]
+    parts = [_body(module) for module in (sentences, chunks, reading, weighting, sharpening, long_prompt)]
     lines = [line for lines, _ in parts for line in lines] + imports
     bodies = [*(body for _, body in parts), last]
     source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(lines), "\n\n", "\n\n\n".join(bodies)])

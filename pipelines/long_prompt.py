@@ -1,6 +1,5 @@
 """Prompts of any length for diffusers' SDXL and Stable Diffusion 1.5 pipelines."""
 
-import json
 import math
 import threading
 import warnings
@@ -30,18 +29,18 @@ from debias_diffusion.chunks import (
     split_text,
 )
 from debias_diffusion.reading import (
-    Part,
     chunk_length,
     context_length,
     encode_texts,
     fast_tokenizer,
     last_states,
     penultimate_states,
+    pooling_eos,
     tokenize_parts,
 )
 
 from .sharpening import check_sharpening, sharpened
-from .weighting import parse_prompt
+from .weighting import check_weight, has_weights, parse_prompt, take_out, unread_syntax
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device
@@ -65,6 +64,7 @@ class PromptLayout(NamedTuple):
         cut_off: for each text encoder, what is not read of the first prompt: text, and number of tokens.
         texts: for each text encoder, of each chunk of the first prompt the text that it adds, as its tokenizer spells
             it, and the number of its tokens.
+        taken_out: comments and tags of the first prompt that are not read, as in A1111.
     """
 
     tokens: int
@@ -73,10 +73,11 @@ class PromptLayout(NamedTuple):
     cut_at: int | None = None
     cut_off: tuple[tuple[str, int], ...] = ()
     texts: tuple[tuple[tuple[str, int], ...], ...] = ()
+    taken_out: tuple[str, ...] = ()
 
     def settings(self) -> dict:
         """What an image's settings say of it."""
-        return {name: value for name, value in self._asdict().items() if name not in ("cut_off", "texts")}
+        return {name: getattr(self, name) for name in ("tokens", "positions", "chunks", "cut_at")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +150,9 @@ def _with_options_of(
 class LongPromptMixin:
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
-    A subclass has `_text_encoders()`, (tokenizer, encoder) of each; and `_states(encoder, ids, clip_skip)`, which gives
-    hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width] or None.
+    A subclass has `_text_encoders()`, (tokenizer, encoder) of each; and `_states(encoder, ids, clip_skip,
+    eos_token_id)`, which gives hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width]
+    or None.
     """
 
     _long_prompt = LongPromptOptions()
@@ -158,6 +160,8 @@ class LongPromptMixin:
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if issubclass(cls, DiffusionPipeline):
+            # diffusers looks up related classes by name, and a saved folder says it.
+            cls.__name__ = next(base.__name__ for base in cls.__mro__ if not issubclass(base, LongPromptMixin))
             own = vars(cls).get("__call__")
 
             @wraps(cls.__call__)  # so that its signature is still diffusers'
@@ -199,16 +203,6 @@ class LongPromptMixin:
                     stacklevel=2,
                 )
         super().__setattr__(name, value)
-
-    def to_json_string(self) -> str:
-        """The configuration, with the name of the class without this mixin, so that both load a saved folder."""
-        config = json.loads(super().to_json_string())
-        config["_class_name"] = next(
-            cls.__name__
-            for cls in type(self).__mro__
-            if issubclass(cls, DiffusionPipeline) and not issubclass(cls, LongPromptMixin)
-        )
-        return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
     def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
         read = [[self._alone(tokens) for tokens in batch] for batch in self._cut(texts)]  # [encoders][batch][texts]
@@ -252,24 +246,41 @@ class LongPromptMixin:
         return [[cut(tokens) for tokens in batch] for batch in texts]
 
     def _tokenize(
-        self, first: str | list[str], *others: str | list[str] | None, batch_size: int | None = None
+        self,
+        first: str | list[str],
+        *others: str | list[str] | None,
+        batch_size: int | None = None,
+        negative: bool = False,
     ) -> list[list[Tokens]]:
         """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
 
-        A single text is used for the whole batch.
+        A single text is used for the whole batch. Warns of other programs' syntax that is read as text.
         """
         if batch_size is None:
             batch_size = 1 if isinstance(first, str) else len(first)
         if not batch_size:
             raise ValueError("the batch of prompts is empty: give a prompt, or a list of at least one")
-        tokens = []
+        tokens, texts = [], {}
         for (tokenizer, _), prompts in zip(self._text_encoders(), (first, *others), strict=False):
             prompts = prompts or first
             prompts = [prompts] * batch_size if isinstance(prompts, str) else list(prompts)
             if len(prompts) != batch_size:
                 raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(prompts)}: {prompts}")
-            tokens.append(self._tokens(prompts, tokenizer))
+            tokens.append(self._tokens(prompts, tokenizer, negative))
+            texts |= dict.fromkeys(prompts)
+        for text in texts:
+            self._warn_of_syntax(take_out(text, self._long_prompt.reading, negative)[0])
         return tokens
+
+    def _warn_of_syntax(self, text: str) -> None:
+        if unread := unread_syntax(text):
+            warnings.warn(f"In the prompt {text[:80]!r} {unread}.", stacklevel=2)
+        if self._long_prompt.emphasis is None and self._long_prompt.weights == "none" and has_weights(text):
+            warnings.warn(
+                "Weights such as (red:1.3), backslashes before brackets and BREAK are read as text:"
+                ' set_long_prompt(emphasis="comfyui") reads them, emphasis="none" says that they are text.',
+                stacklevel=2,
+            )
 
     def _tokenize_negative(
         self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
@@ -283,9 +294,11 @@ class LongPromptMixin:
                 zeros = self._long_prompt.reading == "a1111" and hasattr(self, "text_encoder_2")
             texts = (negative, *negative_2)  # each a text, a list of them, or None
             zeros = zeros and not any(any([text] if isinstance(text, str) else text or ()) for text in texts)
-        return None if zeros else self._cut(self._tokenize(negative or "", *negative_2, batch_size=batch_size))
+        if zeros:
+            return None
+        return self._cut(self._tokenize(negative or "", *negative_2, batch_size=batch_size, negative=True))
 
-    def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase, negative: bool = False) -> list[Tokens]:
         added = tokenizer.added_tokens_encoder
         # Only inversions of several vectors need converting.
         converts = isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added)
@@ -295,18 +308,25 @@ class LongPromptMixin:
         )
         options, tokens = self._long_prompt, []
         for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a prompt must be text, got {text!r}")
             text.encode()  # raises ValueError for half of a surrogate pair, which is no character
-            parts = parse_prompt(text, options.reading, options.weights)
-            if options.breaks == "concatenate":
-                parts = [Part([(run, weight * part.strength) for run, weight in part.runs]) for part in parts]
-            elif not sum(part.strength for part in parts):
-                raise ValueError(f"the strengths of the parts of {text[:80]!r} add up to 0, so they have no mean")
+            parts = parse_prompt(text, options.reading, options.weights, negative)
             if converts:
                 parts = [
                     part._replace(runs=[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part.runs])
                     for part in parts
                 ]
-            tokens.append(tokenize_parts(parts, tokenizer, options.reading, options.split_special_tokens))
+            read = tokenize_parts(parts, tokenizer, options.reading, options.split_special_tokens)
+            average = options.breaks == "average"
+            if not (total := sum(read.strengths) if average else 1.0):
+                raise ValueError(f"the strengths of the parts of {text[:80]!r} add up to 0, so they have no mean")
+            shares = [strength / total for strength in read.strengths]
+            weights = [
+                weight * share for part, share in zip(read.alone, shares, strict=True) for weight in part.weights
+            ]
+            check_weight(text, max([*weights, *shares], key=abs))  # what is left of empty parts
+            tokens.append(read if average else read._replace(weights=weights))
         return tokens
 
     def _shared_length(
@@ -368,12 +388,14 @@ class LongPromptMixin:
         if not 0 <= (clip_skip or 0) <= most:
             raise ValueError(f"`clip_skip` is {clip_skip}, but must be from 0 to {most} for these text encoders")
 
+        embeds, pooled, options = [], None, self._long_prompt
+
         def states(encoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
-            return self._states(encoder, ids.to(inputs), clip_skip)
+            return self._states(encoder, ids.to(inputs), clip_skip, eos_token_id)
 
-        embeds, pooled, options = [], None, self._long_prompt
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
+            eos_token_id = pooling_eos(tokenizer, length, options.reading)
             alone = [self._alone(tokens) for tokens in batch]
             embedded, pooled = encode_texts(
                 encoder,
@@ -439,7 +461,9 @@ class LongPromptMixin:
     def _pair_layout(self, prompts: tuple, negatives: tuple, guided: bool) -> PromptLayout:
         tokens = self._tokenize(*prompts)
         negative_tokens = self._tokenize_negative(*negatives, batch_size=len(tokens[0])) if guided else None
-        return self._layout(tokens, self._shared_length(self._cut(tokens), negative_tokens))
+        layout = self._layout(tokens, self._shared_length(self._cut(tokens), negative_tokens))
+        first = prompts[0] if isinstance(prompts[0], str) else prompts[0][0]
+        return layout._replace(taken_out=tuple(take_out(first, self._long_prompt.reading)[1]))
 
     @contextmanager
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:
@@ -541,8 +565,8 @@ class SDXLLongPromptMixin(LongPromptMixin):
         pairs = [(self.tokenizer, self.text_encoder), (self.tokenizer_2, self.text_encoder_2)]
         return [(tokenizer, encoder) for tokenizer, encoder in pairs if encoder is not None]
 
-    def _states(self, encoder, ids, clip_skip):
-        return penultimate_states(encoder, ids, clip_skip)
+    def _states(self, encoder, ids, clip_skip, eos_token_id):
+        return penultimate_states(encoder, ids, clip_skip, eos_token_id)
 
 
 class SDLongPromptMixin(LongPromptMixin):
@@ -602,7 +626,7 @@ class SDLongPromptMixin(LongPromptMixin):
             )
         return [(self.tokenizer, self.text_encoder)]
 
-    def _states(self, encoder, ids, clip_skip):
+    def _states(self, encoder, ids, clip_skip, eos_token_id):
         mask = None
         if getattr(encoder.config, "use_attention_mask", False):  # up to the first EOS, which pads, too
             ends = (ids == self.tokenizer.eos_token_id).int().argmax(-1, keepdim=True)

@@ -36,6 +36,7 @@ from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, lo
 from .classes import StableDiffusionXLLongPromptPipeline
 from .long_prompt import LongPromptOptions, PromptLayout
 from .png import first_difference, sampler, settings_text, write_png
+from .weighting import BREAK
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
@@ -75,16 +76,18 @@ class ImagePrompt:
 
 
 def cleaned(text: str, options: LongPromptOptions) -> str:
-    """A prompt as pipelines read it: cleaned like training captions, BREAK in capitals if it is read.
+    """A prompt as pipelines read it: cleaned like training captions, BREAK in capitals if it is read, and A1111's AND,
+    of which they warn.
 
     Where another program is imitated, the text stays as it is.
     """
     if options.reading in PROGRAMS:
         return text
-    if options.weights == "none":
-        return clean(text)
-    pieces = re.split(r"(\bBREAK\b(?::[-+]?[.\d]+)?)", text)  # cleaning lowers case
-    return " ".join(piece if number % 2 else clean(piece) for number, piece in enumerate(pieces))
+    pieces, start = [], 0
+    for match in re.finditer(r"\bAND\b" if options.weights == "none" else rf"{BREAK}|\bAND\b", text):
+        pieces += [clean(text[start : match.start()]), match[0]]  # cleaning lowers case
+        start = match.end()
+    return " ".join([*pieces, clean(text[start:])])
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from debias_diffusion.app.options import ComfyUIConfig
 from debias_diffusion.chunks import TRAINED_POSITIONS, Cut
 from debias_diffusion.interchange.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
-from debias_diffusion.reading import tokenize_text
+from debias_diffusion.pipelines.weighting import parse_prompt
+from debias_diffusion.reading import tokenize_parts, tokenize_text
 from debias_diffusion.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -279,7 +280,11 @@ TEXTS = [
     "Mr. Lee's cat, at 3.5 m: (\"Hello!\" he said.) état—naïve Straße\n\n- 5,000 it's; #1 \\o/ 😀😀",
     "一只红猫。它睡在沙发上，旁边有窗户。你好 three，four five",
     "x" * 300 + "antidisestablishmentarianism " * 3,
+    "By J. C. Leyendecker, of St. Ives. Mary.She saw a red collar.The grass is 3.5 m high!Really?'No.'the end",
 ]
+TIGHT = (
+    "There is a red(star:1.3).(masterpiece)(best quality:1.1)1 woman(upper body, happy),(sky:1)s. (A:1.2)(cat). " * 5
+)
 
 
 def test_tokens_and_cuts_are_those_of_our_pipeline(tokenizing):
@@ -287,6 +292,23 @@ def test_tokens_and_cuts_are_those_of_our_pipeline(tokenizing):
         tokens, _ = tokenize_text(text, clip_tokenizer(TRAINED_POSITIONS))
         escaped = text.replace("(", "\\(").replace(")", "\\)")
         assert list(read_text(tokenizing, escaped, ("l", "g"))[0].values()) == [tokens] * 2
+
+
+@pytest.mark.parametrize("reading", ["overlap", "separate", "a1111", "kohya"])
+def test_runs_that_touch_are_those_of_our_pipeline(tokenizing, reading):
+    """A run's edge is a word's edge: "red(star:1.3)" is no "redstar"."""
+    parts = parse_prompt(TIGHT, "overlap", "comfyui")
+    for tokenizer, read in zip(
+        (clip_tokenizer(TRAINED_POSITIONS), clip_tokenizer(TRAINED_POSITIONS, "!")),
+        read_text(tokenizing, TIGHT, ("l", "g"), reading)[0].values(),
+        strict=True,
+    ):
+        tokens = tokenize_parts(parts, tokenizer, reading)
+        assert read.ids == tokens.ids and read.weights == pytest.approx(tokens.weights)
+        assert read.cuts[:-1] == tokens.cuts[:-1]
+    assert tokenizer.decode(read.ids[:5]) == "there is a red star"
+    if reading in ("overlap", "separate"):
+        assert read.cuts[3:6] == [Cut.WORD, Cut.WORD, Cut.SENTENCE]
 
 
 def test_tokens_are_those_of_comfyui(tokenizing):
@@ -416,7 +438,7 @@ def test_the_pack_in_the_repository_is_the_one_that_is_written_today(tmp_path):
         {file.relative_to(pack): file.read_bytes() for file in pack.rglob("*") if file.is_file()}
         for pack in (folder, kept)
     )
-    assert written == in_repository and len(written) == 10
+    assert written == in_repository and len(written) == 11
     pack = tomllib.loads((folder / "pyproject.toml").read_text())
     assert pack["project"]["version"] == version("debias-diffusion") and pack["project"]["dependencies"] == []
     assert "DisplayName" in pack["tool"]["comfy"] and "comfyui" not in pack["project"]["name"].lower()

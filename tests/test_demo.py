@@ -320,6 +320,8 @@ def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
         ("A &amp; (red:1.3) BREAK 😀 [Ring", "comfyui", "overlap"),
         (" \n", None, "overlap"),
         ("A &amp; (Red:1.3) ring", None, "a1111"),
+        ("a red(ring:1.3)(star).(cross:1)s", "comfyui", "overlap"),
+        ("a red(ring:1.3) <lora:x:1> # star", None, "a1111"),
     ],
 )
 def test_tokens_are_those_of_the_prompt_as_it_is_read(tiny, prompt, emphasis, reading):

@@ -28,6 +28,7 @@ from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import MaskedView
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
+from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
@@ -353,3 +354,10 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
         train(config(world, tmp_path / "refused", **settings))
     train(config(world, tmp_path / "run", **settings | {"max_bad": 0.5}))
     assert "no short caption" in (tmp_path / "run" / "bad-records.jsonl").read_text()
+
+
+def test_short_captions_are_whole_while_their_length_is_not_known():
+    """Before `bind`, which training calls."""
+    tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)
+    captions = find_method("fix-clip").captions("A cat. A dog runs.", tokenizer, 0, 0, "a")
+    assert captions[-1].ids == tokenizer.text_ids(["A cat."])[0]

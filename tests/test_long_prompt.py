@@ -1,6 +1,7 @@
 """Long prompts through SDXL: diffusers' own results where it has any, and a literal reading of the layout elsewhere."""
 
 import logging
+import warnings
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_prompt_layout_says_what_encode_prompt_does(base, long):
 def test_a_cut_layout_holds_the_tokens_before_cutting(long):
     cut = type(long)(**long.components).set_long_prompt(reading="cut", strict=True)
     assert cut.prompt_layout(words(300), negative_prompt=words(100))[:4] == (300, 77, (1, 1), 77)
-    assert cut.prompt_layout("cat") == (1, 77, (1, 1), 77, (("", 0),) * 2, ((("cat", 1),),) * 2)
+    assert cut.prompt_layout("cat") == (1, 77, (1, 1), 77, (("", 0),) * 2, ((("cat", 1),),) * 2, ())
     assert all(map(same, cut.encode_prompt(words(300)), cut.encode_prompt(words(75))))
 
 
@@ -383,6 +384,32 @@ def test_the_vectors_of_a_textual_inversion_stay_together(inverted, base):
     assert all(map(same, stock.encode_prompt("a <x> <y>, <x>"), inverted.encode_prompt("a <x> <y>, <x>")))
 
 
+@pytest.mark.parametrize("reading", ["overlap", "separate", "cut", "a1111", "kohya", "comfyui"])
+def test_pooled_embeddings_are_of_the_end_and_not_of_an_inversion(inverted, reading):
+    """Unless diffusers' are wanted, which are of the highest id with the `eos_token_id` of SDXL's published files."""
+    encoder, states = inverted.text_encoder_2, []
+    hook = encoder.text_model.register_forward_hook(lambda module, inputs, output: states.append(output[0]))
+    inverted.set_long_prompt(reading=reading)
+    as_diffusers = reading in ("overlap", "separate", "cut")
+
+    def pooled_at(place):
+        return encoder.text_projection(states[0][0, place])
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        short = inverted.encode_prompt("red <x> cat", do_classifier_free_guidance=False)[2][0]
+    assert torch.allclose(short, pooled_at(7 if as_diffusers else 9), atol=1e-6)
+    assert ["eos_token_id 2" in str(warning.message) for warning in warned] == [True] * as_diffusers
+    states.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        negative = words(100) if reading not in ("cut", "kohya") else "red"
+        if reading != "cut":
+            long = inverted.encode_prompt("red <x> cat", negative_prompt=negative)[2][0]
+            assert torch.allclose(long, pooled_at(9), atol=1e-6)
+    hook.remove()
+
+
 def test_names_of_inversions_may_end_in_a_number(base):
     pipe = assemble_copy(Ours, base)
     tiny_sdxl.add_inversions(pipe, {"style_2": 2, "style_3": 1, "style": 1})
@@ -456,6 +483,8 @@ def test_errors(ours, base):
         ("cat", {"clip_skip": 3}, "`clip_skip` is 3, but must be from 0 to 2"),
         ("a cat \ud83d", {}, "surrogates not allowed"),
         ([], {}, "the batch of prompts is empty"),
+        (["a", None], {}, "a prompt must be text, got None"),
+        ("a", {"prompt_2": [7]}, "a prompt must be text, got 7"),
         (None, given | {"negative_prompt": words(80)}, "takes 82 positions, .* does not fit the 77 positions"),
     ):
         with pytest.raises(ValueError, match=message):

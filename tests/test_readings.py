@@ -24,6 +24,7 @@ from debias_diffusion.tokens import clip_tokenizer
 DATA = json.loads((Path(__file__).parent / "data" / "readings.json").read_text(encoding="utf-8"))
 # A1111's second tokenizer cleans texts; names of special tokens are text in ours alone.
 UNLIKE = {"chinese", "html", "special"}
+COMMENT = {"hash"}  # these runs are of A1111's conditioning, which comments do not reach
 CHUNKS = [Chunk(range(75), range(75)), Chunk(range(75, 80), range(75, 80))]
 
 
@@ -35,7 +36,7 @@ def pipe():
 @pytest.mark.parametrize("run", DATA["layouts"])
 def test_ids_and_weights_are_those_of_the_program(run, pipe):
     (reading, _, emphasis), tokenizers = run.partition("_"), (pipe.tokenizer, pipe.tokenizer_2)
-    for name in DATA["layouts"][run].keys() - UNLIKE:
+    for name in DATA["layouts"][run].keys() - UNLIKE - (COMMENT if reading == "a1111" else set()):
         parts = parse_prompt(DATA["prompts"][name], reading, emphasis or PROGRAMS[reading])
         for tokenizer, (counts, crc, weights) in zip(tokenizers, DATA["layouts"][run][name], strict=True):
             tokens = tokenize_parts(parts, tokenizer, reading)
@@ -59,6 +60,22 @@ def test_weights_multiply_keep_the_mean_or_move_away_from_the_empty_text():
     assert_close(weigh(states, weights, empty, "comfyui"), moved)
     factor = states[0].mean() / multiplied[0].mean()  # of one chunk: the other has a mean of its own
     assert_close(weigh(states, weights, empty, "original"), torch.stack([multiplied[0] * factor, states[1]]))
+
+
+def test_a1111_takes_out_comments_and_tags(pipe):
+    prompt = "a red cat <lora:style:0.8> # on a sofa\n(by a window)<hypernet:x:1>, # <lora:y:1>\nseen < above"
+    pipe.set_long_prompt(reading="a1111")
+    embeds, negative = pipe.encode_prompt(prompt, negative_prompt="ugly # <lora:z:1>")[:2]
+    expected = pipe.encode_prompt("a red cat (by a window), seen < above", negative_prompt="ugly")
+    assert torch.equal(embeds, expected[0]) and torch.equal(negative, expected[1])
+    taken_out = ("# on a sofa", "# <lora:y:1>", "<lora:style:0.8>", "<hypernet:x:1>")
+    assert pipe.prompt_layout(prompt).taken_out == taken_out
+    # A1111 reads tags in a negative prompt, and nobody else takes anything out.
+    with pytest.warns(UserWarning, match="'<lora:z:1>' is read as text"):
+        assert not torch.equal(pipe.encode_prompt("a", negative_prompt="ugly <lora:z:1>")[1], expected[1])
+    with pytest.warns(UserWarning, match="'<lora:style:0.8>' is read as text"):
+        assert pipe.set_long_prompt(reading="comfyui").prompt_layout(prompt).taken_out == ()
+    pipe.set_long_prompt()
 
 
 def test_kohya_gives_a_bos_all_text_positions_and_the_last():

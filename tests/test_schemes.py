@@ -1,5 +1,10 @@
 """Schemes of reading: weights and BREAK, their syntax and what they do to embeddings; chunks as kohya trains."""
 
+import re
+import signal
+import warnings
+from contextlib import suppress
+
 import pytest
 import torch
 from helpers import tiny_sdxl
@@ -8,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion.chunks import split_text
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, parse_prompt
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline as Ours
+from debias_diffusion.pipelines import parse_prompt
+from debias_diffusion.pipelines.weighting import has_weights, unread_syntax
 from debias_diffusion.reading import tokenize_text
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -49,6 +56,15 @@ RUNS = {
     "(red cat)++ on": [("red cat", 1.21), (" on", 1)],
     "(red cat)-- on": [("red cat", 0.81), (" on", 1)],
     "(red)-haired": [("red", 1.1), ("-haired", 1)],
+    "(red)(cat)((sofa:1))": [("red", 1.1), ("cat", 1.1), ("sofa", 1.1)],  # runs end at brackets, not at weights
+    "1 woman(tall:1), red(cat:1)": [("1 woman", 1), ("tall", 1), (", red", 1), ("cat", 1)],
+    # compel's numbers
+    "(a red cat)0.5 on": [("a red cat", 0.5), (" on", 1)],
+    "((red)1.2 cat).5, (sofa)1.0.": [("red", 0.6), (" cat", 0.5), (", ", 1), ("sofa", 1), (".", 1)],
+    "(red)1girl (red)2 cats, (red)3d [red]1.5": [
+        *[("red", 1.1), ("1girl ", 1), ("red", 1.1), ("2 cats, ", 1), ("red", 1.1), ("3d ", 1)],
+        *[("red", 1 / 1.1), ("1.5", 1)],
+    ],
     "(a cat++:2)": [("a ", 2), ("cat", 2.42)],
     "<x>++ cat": [("<x>", 1.21), (" cat", 1)],
     r"(red \(dark\):1.2)": [("red (dark)", 1.2)],
@@ -107,10 +123,118 @@ def test_nested_weights_multiply(brackets, weight):
     assert text == "x" and got == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("prompt", ["(" * 20_000 + "x", "(" * 50 + "x", "x" + "+" * 20_000, f"(x:{'9' * 400})"])
+@pytest.mark.parametrize("prompt", ["(" * 50 + "x", "x" + "+" * 20_000, f"(x:{'9' * 400})"])
 def test_a_weight_beyond_numbers_is_refused(prompt):
     with pytest.raises(ValueError, match="the weight of 'x' is .*, but must be from -100 to 100"):
         parse_weights(prompt)
+
+
+@pytest.mark.parametrize("reading", ["overlap", "a1111", "kohya", "comfyui"])
+def test_too_many_brackets_are_refused(reading):
+    for prompt in ("(" * 1200 + "x" + ")" * 1200, "(x:1) " + "(x" * 20_000):
+        if reading == "comfyui" and ")" * 3 not in prompt:  # there an open bracket is text
+            continue
+        with pytest.raises(ValueError, match="more than 100 brackets"):
+            parse_prompt(prompt, reading, "comfyui")
+
+
+@pytest.mark.parametrize("pieces", ["x{}y", ":1{}x", "BREAK:{}x", "<x:{}", "__x{}"])
+def test_long_texts_take_time_in_proportion(pieces):
+    """What is quadratic takes hours for these; a signal ends that."""
+
+    def give_up(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(30)
+    try:
+        for sign in "+- 1(":
+            prompt = pieces.format(sign * 60_000)
+            for reading in ("overlap", "a1111", "comfyui"):
+                with suppress(ValueError):
+                    parse_prompt(prompt, reading, "comfyui")
+            unread_syntax(prompt), has_weights(prompt)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ---- other programs' syntax
+
+UNREAD = {
+    "a [cat:dog:0.5]": "[cat:dog:0.5]",
+    "a [cat|dog] on": "[cat|dog]",
+    "a cat AND a dog": "AND",
+    "a {red|blue} cat": "{red|blue}",
+    "a __colour__ cat": "__colour__",
+    "embedding:style, a cat": "embedding:style,",
+    '("a cat", "a dog").blend(0.5, 0.5)': ".blend(",
+    '("a cat", "a dog").and()': ".and(",
+    "a cat.swap(dog)": ".swap(",
+    "a cat <lora:style:0.8>": "<lora:style:0.8>",
+}
+READ = [
+    "A CAT AND A DOG",
+    r"a \[cat|dog\]",
+    "[a cat] {a dog}",
+    "rock and roll, 10:30",
+    "snake__case (cat:1.2)",
+    "4 < 5",
+]
+
+
+@pytest.mark.parametrize("prompt", UNREAD)
+def test_other_programs_syntax_is_named_once_for_a_prompt(pipe, weighting, prompt):
+    for own in (pipe, weighting):
+        with pytest.warns(UserWarning, match=re.escape(f"{UNREAD[prompt]!r} is read as text: ")) as warned:
+            own.encode_prompt(prompt, prompt, negative_prompt=prompt)
+        assert len({str(warning.message) for warning in warned}) == 1
+
+
+def test_weights_that_are_text_are_named_and_others_are_not(pipe, weighting):
+    for prompt in ("a (red:1.3) cat", r"rem \(re\)", "a cat++, here", "a cat BREAK a dog", "((red)) cat"):
+        with pytest.warns(UserWarning, match="are read as text: .*emphasis"):
+            pipe.prompt_layout(prompt)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            weighting.prompt_layout(prompt)
+            Ours(**pipe.components).set_long_prompt(emphasis="none").prompt_layout(prompt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for prompt in READ:
+            weighting.prompt_layout(prompt)
+        pipe.prompt_layout("a red cat (small), state-of-the-art")
+
+
+# ---- strengths of BREAK
+
+
+@pytest.mark.parametrize("breaks", ["concatenate", "average"])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "(red:100) cat BREAK:100000",
+        "(a:0) BREAK:70000 b",
+        "a BREAK:1e9 b",
+        "(red:60) BREAK:2 (red:60)",
+        "a BREAK:-101 b",
+    ],
+)
+def test_strengths_beyond_numbers_are_refused(base, breaks, prompt):
+    if (breaks, prompt) == ("average", "(red:60) BREAK:2 (red:60)"):
+        prompt = "a BREAK:-0.999 b"  # shares of 1000 and -999
+    pipe = tiny_sdxl.assemble(Ours, base).set_long_prompt(emphasis="comfyui", breaks=breaks)
+    with pytest.raises(ValueError, match="but must be from -100 to 100"):
+        pipe.encode_prompt(prompt)
+
+
+def test_strengths_of_the_parts_that_are_kept_add_up(base):
+    pipe = tiny_sdxl.assemble(Ours, base).set_long_prompt(emphasis="comfyui", breaks="average")
+    with pytest.raises(ValueError, match="add up to 0"):
+        pipe.encode_prompt("a red cat BREAK:-1 a blue sofa BREAK:0.5 ")
+    embeds = pipe.encode_prompt("a red cat BREAK:-0.5 a sofa BREAK:-0.5 BREAK:3 ")[0]
+    assert embeds.isfinite().all() and torch.equal(embeds, pipe.encode_prompt("a red cat BREAK:-0.5 a sofa")[0])
+    assert [part.strength for part in parse_prompt("a BREAK:1girl", "overlap", "comfyui")] == [1, 1]
 
 
 # ---- in the pipeline
@@ -124,12 +248,12 @@ def base():
 @pytest.fixture(scope="module")
 def pipe(base):
     long = tiny_sdxl.text_encoder(positions=248)
-    return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, base, text_encoder=long)
+    return tiny_sdxl.assemble(Ours, base, text_encoder=long)
 
 
 @pytest.fixture(scope="module")
 def weighting(pipe):
-    return StableDiffusionXLLongPromptPipeline(**pipe.components).set_long_prompt(emphasis="comfyui")
+    return Ours(**pipe.components).set_long_prompt(emphasis="comfyui")
 
 
 def test_off_by_default_and_without_syntax_nothing_changes(pipe, weighting):
@@ -182,7 +306,7 @@ def test_what_follows_a_break_does_not_see_what_was_before(weighting):
 
 
 def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
-    pipe = tiny_sdxl.assemble_copy(StableDiffusionXLLongPromptPipeline, base)
+    pipe = tiny_sdxl.assemble_copy(Ours, base)
     tiny_sdxl.add_inversions(pipe, {"<x>": 3})
     tokens = pipe.set_long_prompt(emphasis="comfyui")._tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
     assert tokens.weights[:4] == [1, 1.5, 1.5, 1.5] and len(tokens.weights) == len(tokens.ids) > 6
@@ -195,7 +319,7 @@ def test_separate_chunks_are_laid_out_as_kohya_trains(base, count):
 
     Its chunks end at every 75th token, and so do ours where no sentence or clause ends in a chunk's second half.
     """
-    pipe = tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, base).set_long_prompt(reading="separate")
+    pipe = tiny_sdxl.assemble(Ours, base).set_long_prompt(reading="separate")
     text = " ".join((["red", "cat", "blue", "sofa", "tree", "house", "sky"] * 33)[:count])
     ids = pipe.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     embeds, _, pooled, _ = pipe.encode_prompt(text)

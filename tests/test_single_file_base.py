@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
 from helpers.single_files import original_layout
 from helpers.text_encoders import hub_repository
@@ -15,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
-from debias_diffusion.encoders import ORIGINAL
+from debias_diffusion.app.tokens import load_reader
+from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import Processes
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.tokens import clip_tokenizer
 
 CPU = torch.device("cpu")
 XL_KEY = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"  # by which diffusers knows an SDXL
@@ -106,3 +108,20 @@ def test_other_files_and_incomplete_ones_are_refused(bases, tmp_path):
     }.items():
         with pytest.raises(UserError, match=message):
             load_pipeline(base if ":" in base else tmp_path / base, None, CPU)
+
+
+def test_a_first_encoder_of_other_positions_than_configured_is_read(tmp_path):
+    """As in files into which people put a CLIP-L of 248 positions; diffusers knows the usual configuration alone."""
+    parts = tiny_sdxl.sdxl_parts(64, vocabulary=clip_tokenizer)
+    parts["text_encoder_2"] = tiny_sdxl.text_encoder_2(vocabulary=clip_tokenizer, width=80)  # the wider
+    parts["unet"] = tiny_sdxl.unet(64 + 80 - tiny_sdxl.WIDTH_2)
+    tiny_sdxl.assemble(StableDiffusionXLPipeline, parts).save_pretrained(tmp_path / "usual")
+    parts["text_encoder"] = tiny_sdxl.text_encoder(64, 248, seed=5, vocabulary=clip_tokenizer)
+    save_file(original_layout(parts), tmp_path / "longer.safetensors")
+    base = f"{tmp_path / 'usual'}:{tmp_path / 'longer.safetensors'}"
+    pipe = load_pipeline(base, None, CPU)
+    weights, expected = pipe.text_encoder.state_dict(), parts["text_encoder"].state_dict()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert pipe.prompt_layout("red cat " * 60).chunks == (1, 3)
+    reader = load_reader(Checkpoint.parse(base), EncoderSpec.parse(ORIGINAL))
+    assert reader.prompt_layout("red cat " * 60, do_classifier_free_guidance=False).chunks == (1, 3)

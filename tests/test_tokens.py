@@ -92,6 +92,15 @@ def test_a_prefix_that_does_not_fit_is_refused():
         TOKENIZER.batch(ids, [245])
 
 
+def test_another_context_length_leaves_the_tokenizer_as_it_is():
+    longer = TOKENIZER.with_context_length(LENGTH + 50)
+    assert (TOKENIZER.tokenizer.model_max_length, longer.tokenizer.model_max_length) == (LENGTH, LENGTH + 50)
+    assert (
+        longer.text_ids(["word " * 999])[0]
+        == TOKENIZER.text_ids(["word " * 999])[0] + longer.text_ids(["word"])[0] * 50
+    )
+
+
 def test_eot_must_be_the_highest_id():
     tokenizer = clip_tokenizer(77)
     tokenizer.add_tokens(["<new>"])

@@ -2,18 +2,27 @@
 
 import copy
 import json
+import logging
 import pickle
 import threading
+from types import ModuleType
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    AutoPipelineForImage2Image,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
+)
 from diffusers.pipelines.deprecated.alt_diffusion import modeling_roberta_series
 from helpers import tiny_sdxl
 from helpers.draw import LONG, SHORT, add_lora
 from helpers.tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion.pipelines import SDXLLongPromptMixin, StableDiffusionXLLongPromptPipeline, with_long_prompts
+from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
 from debias_diffusion.reading import encode_texts, last_states
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -131,6 +140,64 @@ def test_an_override_of_encode_prompt_is_refused_not_dropped(sdxl):
     styled = assemble(StyledLong, sdxl)
     assert isinstance(styled, SDXLLongPromptMixin) and styled.encode_prompt(LONG)[0].shape[1] == 152
     assert same(styled.encode_prompt(SHORT)[::2], assemble(Styled, sdxl).encode_prompt(SHORT)[::2])
+
+
+class Weighted(StableDiffusionXLPipeline):
+    """As community pipelines that have an `encode_prompt` and encode otherwise."""
+
+    def __call__(self, prompt):
+        return [self._embed(text) for text in prompt]
+
+    def _embed(self, text):
+        return self.text_encoder(self.tokenizer(text, return_tensors="pt").input_ids)
+
+
+class Indirect(StableDiffusionXLPipeline):
+    """As pipelines that call it in a method, or in a function within one."""
+
+    def __call__(self, prompt):
+        return [self._embed(text) for text in prompt]
+
+    def _embed(self, text):
+        return (lambda: self.encode_prompt(text))()
+
+
+def test_a_class_that_never_calls_encode_prompt_is_refused(sdxl):
+    with pytest.raises(ValueError, match="Weighted never calls its `encode_prompt`"):
+        with_long_prompts(assemble(Weighted, sdxl))
+    assert with_long_prompts(assemble(Indirect, sdxl))([LONG])[0][0].shape[1] == 152
+
+
+def test_an_exported_class_is_taken_as_it_is(sdxl, tmp_path):
+    code = write_custom_pipeline(tmp_path / "long" / "pipeline.py").read_text(encoding="utf-8")
+    exported = ModuleType("exported")
+    exec(compile(code, "pipeline.py", "exec"), vars(exported))  # it is this package's own
+    pipe = assemble(exported.StableDiffusionXLLongPromptPipeline, sdxl)
+    wrapped = with_long_prompts(pipe)
+    assert type(wrapped) is type(pipe) and wrapped.set_long_prompt(reading="a1111") is not pipe
+    assert wrapped.encode_prompt(LONG)[0].shape[1] == 154 and pipe.encode_prompt(LONG)[0].shape[1] == 152
+
+
+class Own(StableDiffusionXLLongPromptPipeline):
+    """A user's class of ours."""
+
+
+@pytest.mark.parametrize("cls", [StableDiffusionXLLongPromptPipeline, Own])
+def test_auto_pipelines_find_a_class_by_the_name_of_diffusers(sdxl, cls, caplog):
+    pipe = assemble(cls, sdxl)
+    image_to_image = AutoPipelineForImage2Image.from_pipe(pipe)
+    assert type(image_to_image) is StableDiffusionXLImg2ImgPipeline
+    assert with_long_prompts(image_to_image).encode_prompt(LONG)[0].shape[1] == 152
+    # diffusers' own object cuts, and says so
+    logger = logging.getLogger("diffusers")
+    caplog.set_level(logging.WARNING, logger.name)
+    logger.addHandler(caplog.handler)
+    try:
+        assert image_to_image.encode_prompt(LONG)[0].shape[1] == 77 and "truncated" in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+    copied = pickle.loads(pickle.dumps(assemble(cls, tiny_sdxl.sdxl_parts())))
+    assert type(copied) is cls
 
 
 def test_an_encoder_that_is_no_clip_is_refused(sd15):

@@ -1,5 +1,6 @@
 """ComfyUI's "CLIP Text Encode (long prompt)": chunks that end with sentences, both encoders of SDXL aligned."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ _PIECE = re.compile(
     r"""
     embedding (?= : (?: \s | $ ) )                                # without a name it is text
     | embedding: [\S\x1c-\x1f]+
-    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )*?           # up to a mark of Chinese or Japanese,
-      [。！？，、；：] ["'”’»)\]}]* (?= \w ) (?! embedding: )       # because no white space follows it
+    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )*?           # up to a mark that no white space follows
+      (?: [。！？，、；：] | [.!?…] (?! ["'”’»)\]}]* \d ) ) ["'”’»)\]}]* (?= [^\W_] ) (?! embedding: )
     | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )+
     """,
     re.VERBOSE,
@@ -173,15 +174,19 @@ def weighted_words(text: str, breaks: bool = False) -> tuple[list[Word], str, li
     """The pieces of a prompt, the prompt without the signs of weights, and the places of its BREAKs if they count."""
     from comfy.sd1_clip import escape_important, token_weights, unescape_important  # only ComfyUI has it
 
-    words, plain, places = [], "", []
-    for run, (part, weight) in enumerate(token_weights(escape_important(text), 1.0)):
-        for piece in re.split(r"\b(BREAK)\b" if breaks else "(?!)", unescape_important(part)):
-            start = len(plain)
-            plain += piece
+    runs = [
+        [(number, weight, piece) for piece in re.split(r"\b(BREAK)\b" if breaks else "(?!)", unescape_important(part))]
+        for number, (part, weight) in enumerate(token_weights(escape_important(text), 1.0))
+    ]
+    plain, starts = chunks.join_runs(["".join(piece for _, _, piece in run) for run in runs])
+    words, places = [], []
+    for run, start in zip(runs, starts, strict=True):
+        for number, weight, piece in run:
             if breaks and piece == "BREAK":
                 places.append(start)
             else:
-                words += [Word(start + at.start(), start + at.end(), weight, run) for at in _PIECE.finditer(piece)]
+                words += [Word(start + at.start(), start + at.end(), weight, number) for at in _PIECE.finditer(piece)]
+            start += len(piece)
     return words, plain, places
 
 
@@ -217,17 +222,14 @@ def read_text(
 
 def rate_cuts(plain: str, found: list[tuple[Any, Word]], reading: chunks.Reading, comma: int) -> list[chunks.Cut]:
     """How good it is to end a chunk after each of the tokens `found`, as a reading sees it."""
-    cuts = chunks.rate_cuts(plain, [(word.start, word.end) for _, word in found], [None] * len(found))
-    # What ComfyUI takes for a word: a run of text of one weight, or the vectors of a textual inversion.
+    # What ComfyUI takes for a run: text of one weight, or the vectors of a textual inversion.
     groups = [(word.run, word if torch.is_tensor(token) else None) for token, word in found]
-    for at, (group, following) in enumerate(zip(groups, [*groups, None][1:], strict=True)):
-        if reading == "comfyui":
-            cuts[at] = chunks.Cut.TOKEN if group == following else chunks.Cut.WORD
-        elif group[1] and group == following:
-            cuts[at] = chunks.Cut.NEVER
-        elif reading == "a1111":
-            cuts[at] = chunks.Cut.COMMA if not group[1] and found[at][0] == comma else chunks.Cut.TOKEN
-    return cuts
+    joined = [vectors is not None and (run, vectors) == after for (run, vectors), after in itertools.pairwise(groups)]
+    if reading not in chunks.PROGRAMS:
+        return chunks.rate_cuts(plain, [(word.start, word.end) for _, word in found], joined)
+    commas = [not torch.is_tensor(token) and token == comma for token, _ in found]
+    runs = itertools.accumulate([0, *(group != after for group, after in itertools.pairwise(groups))])
+    return chunks.rate_cuts_of_program(reading, joined, commas, list(runs)[: len(found)])
 
 
 def count_positions(texts: Sequence[chunks.Tokens], context_lengths: list[int], reading: chunks.Reading) -> int:

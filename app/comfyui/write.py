@@ -5,7 +5,7 @@ import shutil
 from importlib.metadata import distribution
 from pathlib import Path
 
-from debias_diffusion import chunks
+from debias_diffusion import chunks, sentences
 
 from ..options import ComfyUIConfig
 from ..written_folder import written_folder
@@ -16,7 +16,7 @@ WORKFLOW, WORKFLOW_248, SHARPENED = "long_prompt.json", "long_prompt_248.json", 
 
 
 def write_node(config: ComfyUIConfig) -> Path:
-    """Writes the node's modules, with the one that it shares with our pipelines, and what makes them a node pack.
+    """Writes the node's modules, with those that it shares with our pipelines, and what makes them a node pack.
 
     Returns:
         the folder
@@ -27,7 +27,7 @@ def write_node(config: ComfyUIConfig) -> Path:
     output, node = Path(config.output), Path(long_prompt_node.__file__)
     workflow = json.loads(node.with_name(WORKFLOW).read_text(encoding="utf-8"))
     with written_folder(output, "comfyui") as folder:
-        for file in (node.with_name("__init__.py"), node, Path(chunks.__file__)):
+        for file in (node.with_name("__init__.py"), node, *(Path(module.__file__) for module in (chunks, sentences))):
             shutil.copyfile(file, folder / file.name)
         texts = {"LICENSE": license_text(), "README.md": README, "pyproject.toml": pyproject()}
         texts[f"{WORKFLOWS}/{WORKFLOW}"] = json.dumps(workflow, indent=2)

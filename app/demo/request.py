@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.chunks import MOST_SHARPENING, PROGRAMS, Emphasis, Reading
+from debias_diffusion.chunks import MOST_SHARPENING, Emphasis, Reading, join_runs
 from debias_diffusion.encoders import ORIGINAL
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
@@ -105,12 +105,11 @@ def check_text_settings(request: Request, models: DemoModels) -> None:
 
 def without_weights(text: str, options: LongPromptOptions) -> str:
     """A prompt as written, without the syntax of weights if they are read. Raises UserError for one beyond limits."""
-    between = " " if options.reading in PROGRAMS and options.weights != "none" else ""  # runs are tokenized apart
     try:
         parts = parse_prompt(text, options.reading, options.weights)
-        return " ".join(between.join(run for run, _ in part.runs) for part in parts)
     except ValueError as error:
         raise UserError(f"The prompt's weights cannot be read: {reason(error)}.") from error
+    return join_runs([run for part in parts for run, _ in part.runs])[0]
 
 
 # ---- in a PNG

@@ -284,7 +284,8 @@ class FixClip(DualCaption):
         """The long caption, then the short one, which "own" positions cut at the base model's context length."""
         captions = super().captions(caption, tokenizer, *draw, **short)
         if self.has_own_positions:
-            captions[-1] = Caption(captions[-1].ids[: self.short_length - tokenizer.n_special], 0, is_short=True)
+            end = self.short_length - tokenizer.n_special if self.short_length else None  # None before `bind`
+            captions[-1] = Caption(captions[-1].ids[:end], 0, is_short=True)
         return captions
 
     def views(

@@ -3,11 +3,14 @@
 Nothing but torch and the standard library is needed, so that a node of ComfyUI and a single file of code can carry it.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from .sentences import sentence_ends
 
 if TYPE_CHECKING:
     import torch  # imported where it is used: names of readings are read before any model is loaded
@@ -113,34 +116,62 @@ def positions_for(n_tokens: int, context_lengths: list[int]) -> int:
     return positions if positions <= max(context_lengths) else whole_chunks(max(context_lengths))
 
 
-def rate_cuts(text: str, spans: list[tuple[int, int]], added_tokens: list[str | None]) -> list[Cut]:
+def join_runs(runs: Sequence[str]) -> tuple[str, list[int]]:
+    """Runs of text that are tokenized by themselves as one text, and where each begins: a run ends with a word, so a
+    space stands between two that have none."""
+    text, starts = "", []
+    for run in runs:
+        if text and run and not (text[-1].isspace() or run[0].isspace()):
+            text += " "
+        starts.append(len(text))
+        text += run
+    return text, starts
+
+
+def rate_cuts(text: str, spans: Sequence[tuple[int, int]], joined: Sequence[bool]) -> list[Cut]:
     """How good it is to end a chunk after each token of a text.
 
     Args:
-        text: the text that was tokenized.
+        text: the text that was tokenized, without the signs of weights.
         spans: start and end of each token in `text`, in characters.
-        added_tokens: the content of each added token, None for tokens of the original vocabulary.
+        joined: for each token but the last, whether the next is a vector of the same textual inversion.
     """
+    ends = sentence_ends(text)
+    sentences = [bisect.bisect_right(ends, start) for start, _ in spans]
     cuts: list[Cut] = []
-    for (_, end), (start, _), name, next_name in zip(spans, spans[1:], added_tokens, added_tokens[1:], strict=False):
+    for at, ((_, end), (start, _)) in enumerate(itertools.pairwise(spans)):
         gap = text[end:start]
-        # Closing quotation marks and brackets may follow the end of a sentence or clause: (like this.)
+        # Closing quotation marks and brackets may follow the end of a clause: (like this,) and so on.
         last = text[max(0, end - 8) : end].rstrip("\"'”’»)]}")[-1:] or " "
-        # A textual inversion "<x>" of several vectors is the tokens "<x>", "<x>_1", "<x>_2", ...
-        if not (cuts and cuts[-1] == Cut.NEVER):
-            stem, vector = name, 0
-        if stem is not None and next_name == f"{stem}_{vector + 1}":
-            vector += 1
+        if joined[at]:
             cuts.append(Cut.NEVER)
         elif start < end:  # both tokens are bytes of one character
             cuts.append(Cut.TOKEN)
-        elif "\n" in gap or last in "。！？" or (gap and last in ".!?…"):
+        elif "\n" in gap or sentences[at] < sentences[at + 1]:
             cuts.append(Cut.SENTENCE)
         elif last in "，、；：" or (gap and last in ",;:"):
             cuts.append(Cut.COMMA)
         else:
             cuts.append(Cut.WORD if gap else Cut.TOKEN)
     return cuts + [Cut.SENTENCE] * (len(spans) > 0)
+
+
+def rate_cuts_of_program(
+    reading: Reading, joined: Sequence[bool], commas: Sequence[bool], runs: Sequence[int]
+) -> list[Cut]:
+    """`rate_cuts` for a program that is imitated: A1111 sees commas, ComfyUI the ends of runs of one weight.
+
+    Args:
+        commas: for each token, whether it is A1111's comma.
+        runs: for each token, the number of its run.
+    """
+    cuts = [Cut.COMMA if is_comma and reading == "a1111" else Cut.TOKEN for is_comma in commas]
+    for at, (run, next_run) in enumerate(itertools.pairwise([*runs, None])):
+        if at < len(joined) and joined[at]:
+            cuts[at] = Cut.NEVER
+        elif run != next_run and reading == "comfyui":
+            cuts[at] = Cut.WORD
+    return cuts
 
 
 def split_text(tokens: Tokens, slots: int, reading: Reading = "overlap") -> list[Chunk]:
