@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import UserError
+from ..files import open_regular
 from .bad_records import BadRecord
 from .captions import Captions, folded, is_text, usable, utf8
 from .images import ImageFolder
@@ -104,7 +105,7 @@ def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     if not is_text(image):
         raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
     try:
-        with open(root / caption, "rb") as file:
+        with open_regular(root / caption) as file:
             content = file.read(_LARGEST + 1)
     except OSError as error:
         raise ValueError(f"unreadable caption file: {caption}: {error.strerror}") from None
