@@ -9,7 +9,7 @@ smart-clip-sampling   one caption, cut after a random number of sentences, and o
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Caption, Method, image_features
 from .keep_states import KeepStates
-from .objectives import Features, check_components, dual_caption_objective
+from .objectives import Features, check_components, dual_caption_objective, most_components
 from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
 
 
@@ -111,6 +111,10 @@ class DualCaption(Method):
     def text_names(self) -> list[str]:
         """The features of the captions, in their order in a batch."""
         return ["long_text"] * self.has_long + ["short_text"] * self.has_short
+
+    def fit(self, batch: int, embed_dim: int) -> "DualCaption":
+        most = most_components(batch // self.component_parts, embed_dim)
+        return self if self.components <= most else replace(self, components=max(1, most // 2))
 
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:
