@@ -88,13 +88,8 @@ def _open_text(path: Path, newline: str | None = None) -> TextIO:
 
 
 def _text(path: Path) -> str:
-    """A text file; empty where there is none. Raises ValueError("kind: detail") for one that cannot be read."""
-    try:
-        return utf8(read_file(path), path.name)
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise ValueError(f"unreadable file: {path.name}: {error.strerror}") from None
+    """A text file; empty where there is none. Raises OSError, or ValueError("kind: detail") unless it is UTF-8."""
+    return utf8(read_file(path), path.name) if path.exists() else ""
 
 
 def _objects(path: Path, key: str) -> list[dict]:

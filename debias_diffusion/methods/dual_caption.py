@@ -21,7 +21,7 @@ from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Caption, Method, image_features
 from .keep_states import KeepStates
-from .objectives import Features, check_components, dual_caption_objective, most_components
+from .objectives import Features, check_components, dual_caption_objective
 from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
 
 
@@ -113,8 +113,8 @@ class DualCaption(Method):
         return ["long_text"] * self.has_long + ["short_text"] * self.has_short
 
     def fit(self, batch: int, embed_dim: int) -> "DualCaption":
-        most = most_components(batch // self.component_parts, embed_dim)
-        return self if self.components <= most else replace(self, components=max(1, most // 2))
+        most = min(batch // self.component_parts - 1, embed_dim)
+        return self if self.components < most else replace(self, components=max(1, most // 2))
 
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:

@@ -92,14 +92,9 @@ def _sum_over_blocks(term: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Ten
     return torch.stack(sums).sum()
 
 
-def most_components(batch: int, dim: int) -> int:
-    """As many components as leave something out; with more, rebuilding changes nothing."""
-    return min(batch - 1, dim) - 1
-
-
 def check_components(components: int, batch: int, dim: int) -> None:
-    """Raises UserError unless `components` is from 1 to `most_components`."""
-    if not 1 <= components <= most_components(batch, dim):
+    """Raises UserError unless `components` < min(batch - 1, dim): otherwise rebuilding changes nothing."""
+    if not 1 <= components < min(batch - 1, dim):
         raise UserError(
             f"components is {components}, but must be at least 1 and less than {min(batch - 1, dim)}, the smaller of "
             f"the global batch, or a part of it, less one ({batch - 1}) and the features' dimension ({dim}). Take a "
