@@ -92,7 +92,6 @@ def print_plan(run, probe: Batch, start: int) -> None:
     chunks = f" in chunks of {config.chunk}" if config.chunk else ""
     rest = f"; the last {batches.remainder} pairs fill no step" if batches.remainder else ""
     chosen = " (auto: 1,000, of small data a tenth; --validation)" if run.given.validation == "auto" else ""
-    batch = f" (auto: {config.LARGEST_BATCH}, of small data fewer; --batch)" if run.given.batch == "auto" else ""
     fitted = (
         "; as many components as the batch allows (--components)"
         if run.settings["components"] != config.components
@@ -105,7 +104,7 @@ def print_plan(run, probe: Batch, start: int) -> None:
         "recipe": f"{config.recipe}: {run.method.describe_all()}{fitted}",
         "trained": "text tower, with cached image features" if config.freeze_image_tower else "both towers",
         "pairs": f"{batches.records} to train on; {len(run.held_out)} held out{chosen}{choosing}",
-        "steps": f"{total} of {config.batch} pairs{batch}{chunks} ({total * config.batch / batches.records:.2f} epochs)"
+        "steps": f"{total} of {run.pairs_a_step}{chunks} ({total * config.batch / batches.records:.2f} epochs)"
         f"{made}{rest}; {config.warmup} of warm-up",
         "machine": f"{run.accelerator.num_processes} x {device.type}, {run.precision}",
         "memory": f"about {memory / GB:.1f} GB a process ({states / GB:.1f} weights, gradients and AdamW, "

@@ -238,6 +238,12 @@ class Run(ABC):
             seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
             check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
 
+    @property
+    def pairs_a_step(self) -> str:
+        """In words, for the plan."""
+        chosen = f" (auto: {self.config.LARGEST_BATCH}, of small data fewer; --batch)"
+        return f"{self.config.batch} pairs{chosen if self.given.batch == 'auto' else ''}"
+
     def say_done(self, state: TrainState, rest: str = "") -> None:
         few = f" {self.few_steps()} Give it another --output." if self.few_steps() else ""
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.{few}")
@@ -249,7 +255,7 @@ class Run(ABC):
             return ""
         epochs = max(config.epochs, math.ceil(ENOUGH_STEPS * config.batch / self.batches.records))
         cap = f" --max-steps {ENOUGH_STEPS}" if config.max_steps else ""
-        return f"Little will have changed after {total} steps; --epochs {epochs}{cap} makes {ENOUGH_STEPS}."
+        return f"Little will have changed after {total} step{'s' * (total > 1)}; --epochs {epochs}{cap} makes {ENOUGH_STEPS}."
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""
