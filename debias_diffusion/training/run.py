@@ -255,7 +255,8 @@ class Run(ABC):
             return ""
         epochs = max(config.epochs, math.ceil(ENOUGH_STEPS * config.batch / self.batches.records))
         cap = f" --max-steps {ENOUGH_STEPS}" if config.max_steps else ""
-        return f"Little will have changed after {total} step{'s' * (total > 1)}; --epochs {epochs}{cap} makes {ENOUGH_STEPS}."
+        steps = f"{total} step{'s' * (total > 1)}"
+        return f"Little will have changed after {steps}; --epochs {epochs}{cap} makes {ENOUGH_STEPS}."
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""
