@@ -44,8 +44,8 @@ class _ConfigFile(ActionConfigFile):
     """Opens the file before jsonargparse does, which would wait at a FIFO."""
 
     def __call__(self, parser, cfg, values, option_string=None):
-        if os.path.exists(values):
-            open_regular(values).close()
+        if os.path.exists(file := os.path.expanduser(values)):
+            open_regular(file).close()
         super().__call__(parser, cfg, values, option_string)
 
 
