@@ -5,6 +5,7 @@ YAML files have the names of the fields. Of several values of an option the last
 """
 
 import dataclasses
+import os
 import re
 from argparse import SUPPRESS
 from types import NoneType, UnionType
@@ -14,11 +15,12 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.files import open_regular
 from debias_diffusion.limits import refusal
 
 _POSITIONAL = ("prompt", "folder", "target")  # given without a flag
 _FLAGS = {"import_file": "--import"}  # `import` can be no field
-_BROKEN = (ValueError, OverflowError, RecursionError)  # from files and numbers that break the parsers
+_BROKEN = (OSError, ValueError, OverflowError, RecursionError)  # from files and numbers that break the parsers
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -36,6 +38,15 @@ class _HelpFormatter(DefaultHelpFormatter):
         return (
             action.help if action.default in (None, SUPPRESS) else f"{action.help} (default: {_show(action.default)})"
         )
+
+
+class _ConfigFile(ActionConfigFile):
+    """Opens the file before jsonargparse does, which would wait at a FIFO."""
+
+    def __call__(self, parser, cfg, values, option_string=None):
+        if os.path.exists(file := os.path.expanduser(values)):
+            open_regular(file).close()
+        super().__call__(parser, cfg, values, option_string)
 
 
 def make_parser(program: str, summary: str, options: type, example: str) -> ArgumentParser:
@@ -64,7 +75,7 @@ def make_parser(program: str, summary: str, options: type, example: str) -> Argu
         allow_abbrev=False,
         print_config="--print-config",
     )
-    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these options.")
+    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of these options.")
     groups = {
         name: title for title, names in getattr(options, "GROUPS", {}).items() for name in names if name in fields
     }

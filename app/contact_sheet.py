@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError, reason
+from debias_diffusion.files import open_regular
 from debias_diffusion.pipelines.png import UNREADABLE, write_png
 
 PER_PAGE = 48
@@ -53,7 +54,7 @@ def write_contact_sheets(folder: Path, images: Sequence[tuple[Path, str, str]]) 
 def _cell(path: Path, title: str, text: str, font: ImageFont.FreeTypeFont) -> Image.Image:
     """An image in a square, and below it its title and the first lines of its text."""
     try:
-        with Image.open(path, formats=("PNG",)) as image:
+        with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             image = image.convert("RGB")
     except UNREADABLE as error:
         raise UserError(

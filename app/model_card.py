@@ -20,7 +20,7 @@ from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import is_ablation, read_ablation
 from debias_diffusion.encoders import MODELS_OF_RUN, READINGS, EncoderSpec, open_clip_models
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import read_json_object
+from debias_diffusion.files import read_file, read_json_object
 from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
 
@@ -140,7 +140,7 @@ def _read_run(model: str) -> dict | None:
     with suppress(UserError):  # a method of another version
         learned_from = find_method(job.settings["recipe"], changes).describe_all()
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # a kill or a damaged disk
-        for line in map(json.loads, (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()):
+        for line in map(json.loads, read_file(folder / "log.jsonl").decode().splitlines()):
             measured |= {line["step"]: line} if "t2i_r1" in line else {}
     step = scores.get("step")
     return {

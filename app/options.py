@@ -87,6 +87,8 @@ class AlignConfig(RunConfig):
         pixels: Images are scaled and cropped to squares of this side, a multiple of 8; null is the checkpoint's own.
         validation: How many of the first pairs are held out; at most 64 of them are measured. auto is 1000, and a tenth
             of fewer than 10,000 pairs.
+        batch: Pairs per step, over all processes together. auto is 48; of fewer pairs, the largest power of two.
+        warmup: Steps of linear warm-up. auto is 100, at most a tenth of all steps.
         precision: fp32, or bf16 or fp16 for a UNet and frozen encoders of that dtype, and mixed precision in the
             encoders that are fitted. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
         latent_cache: Folder of the images' latents, which runs can share; null is latents beside the output folder.
@@ -106,9 +108,8 @@ class AlignConfig(RunConfig):
     keep_features: NonNegativeFloat = 10.0
     reading: Literal["overlap", "separate"] = "overlap"
     pixels: Side | None = None
-    batch: PositiveInt = 48
+    LARGEST_BATCH, LONGEST_WARMUP = 48, 100
     epochs: PositiveInt = 1
-    warmup: NonNegativeInt = 100
     latent_cache: str | None = None
 
     def __post_init__(self):

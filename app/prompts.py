@@ -11,6 +11,7 @@ from pathlib import Path
 
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import read_file
 from debias_diffusion.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
@@ -76,7 +77,7 @@ def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]
     if entries is None:
         raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
     try:
-        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        data = read_file(path).removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UserError(
             f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."

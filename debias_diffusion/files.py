@@ -40,6 +40,12 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     return file
 
 
+def read_file(path: str | os.PathLike) -> bytes:
+    """The content of a regular file. Raises OSError as `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def _open_at_once(path: str, flags: int) -> int:
     # `open` has set O_CLOEXEC already. Not every system has the others.
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0), 0o666)
@@ -109,8 +115,7 @@ def read_json(path: str | os.PathLike, shape: type = dict, advice: str = "") -> 
         UserError: the file cannot be read, is no JSON, or holds something else.
     """
     try:
-        with open_regular(path) as file:
-            content = json.loads(file.read().decode("utf-8-sig"))
+        content = json.loads(read_file(path).decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{str(path)!r} cannot be read as JSON: {reason(error)}. {advice}".rstrip()) from error
     if not isinstance(content, shape):

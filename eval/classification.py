@@ -27,7 +27,7 @@ from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import sha256
+from debias_diffusion.files import read_file, sha256
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.retrieval import TIE, encode_texts
 
@@ -181,7 +181,7 @@ def read_cifar(data: str, dataset: str) -> LabelledImages:
             f"{data!r} has no {missing[0]}. Give the unpacked folder of {kind} (https://www.cs.toronto.edu/~kriz/cifar"
             ".html), which holds it. The Python version is pickled, and a pickle can run code, so it is not read."
         )
-    lines = (root / names).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_file(root / names).decode(errors="replace").splitlines()
     classes = [line.strip().replace("_", " ") for line in lines if line.strip()]
     if len(classes) != count:
         raise UserError(f"{str(root / names)!r} names {len(classes)} classes, and {dataset} has {count}.")

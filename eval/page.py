@@ -7,7 +7,7 @@ from pathlib import Path
 
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import open_regular, write_text
+from debias_diffusion.files import read_file, write_text
 
 from .options import ReportConfig, check_output
 from .registry import EVALUATIONS
@@ -85,8 +85,7 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
     results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
         try:
-            with open_regular(file) as opened:
-                result = Result(file, json.load(opened))
+            result = Result(file, json.loads(read_file(file)))
             EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
             results.append(result)
         except Exception as error:  # of another program
@@ -118,7 +117,7 @@ def section(group: Sequence[Result]) -> Section:
     for number, result in enumerate(group):  # beside the results, those that cannot be drawn again from their numbers
         for name in evaluation.saved:
             if (file := result.file.parent / name).is_file():
-                figures[f"{number}-{name}" if len(group) > 1 else name] = file.read_bytes()
+                figures[f"{number}-{name}" if len(group) > 1 else name] = read_file(file)
     settings = report["settings"]
     data = settings.get("dataset") or settings.get("data") or "one prompt"
     data = data[0] if isinstance(data, list) else data  # of retrieval, a report has one benchmark

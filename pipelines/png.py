@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from debias_diffusion.files import atomic_file
+from debias_diffusion.files import atomic_file, open_regular
 
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
@@ -80,7 +80,7 @@ def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
 def read_settings(path: Path) -> dict | None:
     """The settings in a PNG, without decoding the image; None if it holds none."""
     try:
-        with Image.open(path, formats=("PNG",)) as image:
+        with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             settings = json.loads(image.info[SETTINGS_KEY])
     except (*UNREADABLE, KeyError, RecursionError):
         return None

@@ -56,7 +56,10 @@ def test_help_names_every_command_and_option(capsys):
         (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, align, ablate"),
         (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
         (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),
-        (["train", "--batch=many"], "batch is 'many', but must be a whole number, at least 1. `debias-diffusion train"),
+        (
+            ["train", "--batch=many"],
+            "batch is 'many', but must be a whole number, at least 1, or auto. `debias-diffusion train",
+        ),
         (["generate", "a", "star", "--base=toy/sdxl"], "unrecognized arguments: star"),
         (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
         (["train"], "--data, --output and --model are missing. For example: debias-diffusion train --config configs/"),

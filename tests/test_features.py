@@ -8,8 +8,9 @@ import torch
 from helpers.steps import CPU
 from helpers.tiny_clip import tiny_clip
 from helpers.tiny_data import make_tiny_data
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
+from debias_diffusion.data import images
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.training import feature_cache
@@ -107,6 +108,20 @@ def test_other_images_of_equal_names_sizes_and_times_are_not_served_the_old_feat
         captions, images = open_data(folder / "data.jsonl", folder)
         of_colour = world[0], captions.records, images, world[3]
         torch.testing.assert_close(features(of_colour), plain_features(of_colour), rtol=0, atol=1e-5)
+
+
+def test_features_of_images_that_were_opened_otherwise_are_not_taken(world, encoded, monkeypatch):
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    file = world[2].root / world[1][2].image
+    with Image.open(file) as image:
+        image.save(file, exif=turned)
+    with monkeypatch.context() as before:
+        before.setattr(images, "OPENED_AS", "as stored")
+        before.setattr(ImageOps, "exif_transpose", lambda image, in_place: None)
+        fill(world)
+    assert fill(world)[1] == [] and encoded == [4, 4, 1, 1]  # of the others the pixels are the same
+    torch.testing.assert_close(features(world), plain_features(world), rtol=0, atol=1e-5)
 
 
 def test_everything_that_changes_features_changes_the_key(world):

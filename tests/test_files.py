@@ -1,15 +1,28 @@
 """Files and folders that are written whole, whatever stands where they are written; digests; locks."""
 
+import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
+from helpers.odd_files import ODD, put_odd
+from PIL import Image
 
 from debias_diffusion import files
+from debias_diffusion.app.command_line import parse
+from debias_diffusion.app.contact_sheet import write_contact_sheets
+from debias_diffusion.app.demo.launch import open_app
+from debias_diffusion.app.options import AppConfig, GenerateConfig
+from debias_diffusion.app.prompts import read_prompts
+from debias_diffusion.app.reproduce.papers import Column, read_yaml
 from debias_diffusion.data.images import ImageFolder
+from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import (
     append,
@@ -25,6 +38,9 @@ from debias_diffusion.files import (
     unfinished,
     write_json,
 )
+from debias_diffusion.interchange.single_file import read_tensors
+from debias_diffusion.methods import import_methods
+from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.training.logs import cut_log
 
 ENDED = 999_999_999  # a process that no system has
@@ -151,6 +167,81 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path, read):
     os.mkfifo(tmp_path / "log.jsonl")
     with pytest.raises(OSError, match="not a regular file, but a FIFO or device"):
         read(tmp_path / "log.jsonl")
+
+
+OPENED = {  # by the name of a file that a user may give, what opens it
+    "prompts.txt": read_prompts,
+    "prompts.csv": read_prompts,
+    "data.json": lambda file: open_data(file, file.parent),
+    "data.jsonl": lambda file: open_data(file, file.parent),
+    "data.tar": open_data,
+    "options.yaml": lambda file: parse("generate", "draws", GenerateConfig, "", ["--config", str(file)]),
+    "columns.yaml": lambda file: read_yaml(file, list[Column]),
+    "password": lambda file: open_app(AppConfig(password_file=str(file), user="me")),
+    "image.png": lambda file: write_contact_sheets(file.parent, [(file, "", "")]),
+    "weights.safetensors": read_tensors,
+    "weights.pt": read_tensors,
+    "method.py": lambda file: import_methods(str(file)),
+    "docci_descriptions.jsonlines": lambda file: read_retrieval_set("docci", file.parent),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", OPENED)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path, name, kind):
+    (tmp_path / "images").mkdir()
+    put_odd(tmp_path / name, kind)
+    with pytest.raises(UserError, match=name) as caught:
+        OPENED[name](tmp_path / name)
+    reasons = (
+        "not a regular file|Is a directory|The folder|hold their images|No such device|is not there|no Python file"
+    )
+    assert re.search(reasons, str(caught.value))
+    assert read_settings(tmp_path / name) is None
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_captions_that_are_no_regular_files_are_bad_records(tmp_path, kind):
+    for name in ("image", "caption"):
+        (tmp_path / "urban1k" / name).mkdir(parents=True)
+    for index in range(2):
+        for place in (tmp_path / "pairs", tmp_path / "urban1k" / "image"):
+            place.mkdir(exist_ok=True)
+            Image.new("RGB", (8, 8)).save(place / f"{index}.jpg")
+    for place in (tmp_path / "pairs", tmp_path / "urban1k" / "caption"):
+        (place / "0.txt").write_text("A cat. A dog.")
+        put_odd(place / "1.txt", kind)
+    (bad,) = open_data(tmp_path / "pairs")[0].bad
+    assert (bad.where, bad.kind) == ("1.jpg", "no caption")
+    (bad,) = read_retrieval_set("urban1k", tmp_path / "urban1k").bad
+    assert (bad.where, bad.kind) == ("caption/1.txt", "unreadable file")
+
+
+def test_links_to_regular_files_are_opened(tmp_path):
+    (tmp_path / "mine").write_text("A cat.")
+    (tmp_path / "prompts.txt").symlink_to("mine")
+    assert [prompt.text for prompt in read_prompts(tmp_path / "prompts.txt")[0]] == ["A cat."]
+
+
+# They read, by other means, files of the package, or those that the same program has written and checked.
+READ_THEIR_OWN = {
+    *("files.py", "jobs.py", "training/config.py", "toymodels/sdxl.py", "eval/session.py", "app/comfyui/write.py"),
+    *("app/reproduce/command.py", "app/reproduce/units.py", "app/synthesize/command.py"),
+}
+
+
+def test_all_other_files_are_opened_by_the_one_function():
+    found, package = set(), Path(files.__file__).parent
+    parts = [package, *(package / part for part in ("pipelines", "eval", "app"))]  # which may be links
+    for file in {file for part in parts for file in part.rglob("*.py")}:
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func)
+            mode = next((part.value for part in call.args[1:2] if isinstance(part, ast.Constant)), "r")
+            opens = (name == "open" and mode[0] == "r") or name.endswith((".read_text", ".read_bytes"))
+            # Pillow gets open files.
+            if opens or (name == "Image.open" and ast.unparse(call.args[0]) != "file"):
+                found.add(file.relative_to(package).as_posix())
+    assert found == READ_THEIR_OWN
 
 
 def test_a_lock_that_is_taken_or_none_is_named(tmp_path):

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from helpers.odd_files import ODD, put_odd
 from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
-from PIL import EpsImagePlugin, Image, features
+from PIL import EpsImagePlugin, ExifTags, Image, features
 
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
@@ -114,6 +115,51 @@ def test_transparency_is_left_out_and_every_pixel_keeps_its_colour(tmp_path):
         assert np.array_equal(np.asarray(opened(tmp_path, name)), expected) and expected.std() > 20, name
 
 
+STORED = {  # by EXIF's orientation, how a camera that was held so stores an upright image
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+def save_held(image: Image.Image, path, orientation: int, kind: str, **options):
+    """Saves an image as a camera does that was held as EXIF's orientation says."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    turn = STORED[orientation]
+    (image if turn is None else image.transpose(turn)).save(path, kind, exif=exif, **options)
+
+
+@pytest.mark.parametrize("orientation", STORED)
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "MPO"])
+def test_photographs_are_upright_however_the_camera_was_held(tmp_path, kind, orientation):
+    # JPEG keeps blocks of 16 pixels of one colour whole.
+    image = Image.fromarray(np.kron(np.array([[0, 80], [160, 240], [40, 120]], np.uint8), np.ones((16, 16), np.uint8)))
+    save_held(image.convert("RGB"), tmp_path / "a.jpg", orientation, kind, quality=100, lossless=True)
+    turned, upright = opened(tmp_path, "a.jpg"), np.asarray(image.convert("RGB")).astype(int)
+    assert turned.size == (32, 48) and abs(np.asarray(turned) - upright).max() < 3
+    assert turned.getexif().get(ExifTags.Base.Orientation, 1) == 1  # so that nothing turns it again
+    if kind == "PNG" and orientation > 4:
+        grey = Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50)
+        save_held(grey, tmp_path / "16.png", orientation, kind)
+        assert np.array_equal(np.asarray(opened(tmp_path, "16.png"))[..., 0], np.asarray(grey) >> 8)
+
+
+@pytest.mark.parametrize(
+    "exif", [b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM", b"nonsense", b"Exif\0\0\0\0\0\0\0\0"]
+)
+def test_where_exif_is_unreadable_the_image_is_as_it_is_stored(tmp_path, exif):
+    colours().save(tmp_path / "a.png")
+    colours().save(tmp_path / "b.png", exif=exif)
+    with warnings.catch_warnings(action="ignore"):
+        assert opened(tmp_path, "b.png").tobytes() == opened(tmp_path, "a.png").tobytes()
+
+
 # Whatever is wrong, it is named
 
 
@@ -202,3 +248,12 @@ def test_loops_of_links_are_bad_records(three):
         read_shards(folder)
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(folder / "1.png")
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_regular_file_is_a_bad_record_at_once(three, kind):
+    records, folder = three
+    (folder / "1.png").unlink()
+    put_odd(folder / "1.png", kind)
+    good, bad = _with_readable_reference(records, ImageFolder(folder))
+    assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]

@@ -22,6 +22,7 @@ from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import PAD, CaptionTokenizer
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.optimizer import Optimizer
+from debias_diffusion.training.setup import batch_size, warmup_steps
 
 SENTENCES = ["S.", "a.", "b.", "c.", "d."]
 DETAILS = SENTENCES[1:]
@@ -133,7 +134,8 @@ def test_the_recipes_are_the_papers():
 def test_the_training_defaults_are_the_papers():
     """Table S1, in its order; and the schedule, the kept positions and the scale of Long-CLIP, which it follows."""
     defaults = TrainConfig(data="data", output="output", model="toy/clip")
-    assert (defaults.batch, defaults.epochs, defaults.warmup, defaults.weight_decay) == (256, 3, 200, 1e-2)
+    assert (batch_size(defaults, 1_244_000), defaults.epochs, defaults.weight_decay) == (256, 3, 1e-2)
+    assert warmup_steps(defaults, 1_244_000 * 3 // 256) == 200
     assert (defaults.learning_rate, defaults.betas, defaults.eps) == (1e-6, (0.9, 0.999), 1e-8)
     assert (defaults.recipe, defaults.keep_positions, defaults.stretch) == ("debias-clip", 20, 4)
     assert (defaults.initial_scale, defaults.freeze_image_tower, defaults.max_steps) == ("auto", False, None)
@@ -203,6 +205,7 @@ def test_unknown_samplings_and_paddings_are_named():
 def test_parts_with_components_of_their_own_must_be_equal_and_large_enough():
     recipe = find_method("long-clip", {"component_parts": 4})
     recipe.check(256, 512)  # 32 of at most 63 directions
+    assert recipe.fit(256, 512) is recipe and recipe.fit(128, 512).components == 15  # half of at most 30
     assert "32 components of each of 4 parts" in recipe.describe()
     with pytest.raises(UserError, match=r"components is 32, .* less than 31, .* or a part of it, less one \(31\)"):
         recipe.check(128, 512)

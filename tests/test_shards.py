@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.ranks import forked
 from helpers.tiny_data import entry, tar
-from PIL import Image
+from PIL import ExifTags, Image, ImageChops, ImageStat
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data.bad_records import read_or_bad
@@ -134,6 +134,18 @@ def test_unusable_pairs_are_left_out_counted_and_named(folder, tmp_path, capsys)
     kinds = sorted(json.loads(line)["kind"] for line in (shards / "bad-records.jsonl").read_text().splitlines())
     assert kinds == ["absurdly large image", "missing image", "unreadable image"]
     assert "Wrote 4 of 7 pairs" in capsys.readouterr().out
+
+
+def test_shards_hold_upright_images_without_a_tag(folder, tmp_path):
+    file, exif = Path(folder[1]) / "part0" / "0.v1.png", Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright = Image.open(file)
+    upright.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
+    captions, images = written(folder, tmp_path / "shards", size=1000)
+    with Image.open(io.BytesIO(images.read(captions.records[0].image))) as stored:
+        assert stored.size == upright.size and not stored.getexif()
+        difference = ImageChops.difference(stored.convert("RGB"), upright.convert("RGB"))
+    assert max(ImageStat.Stat(difference).mean) < 3
 
 
 def test_shards_are_written_of_shards(folder, tmp_path, capsys):

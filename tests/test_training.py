@@ -29,6 +29,7 @@ from helpers.training_runs import (
 )
 from PIL import Image
 
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_two_tower
@@ -36,8 +37,16 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import recall_at_k
 from debias_diffusion.training import loop, stop
+from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.loop import train
-from debias_diffusion.training.setup import held_out_count, load_base_model, load_base_tokenizer, prepare_backbone
+from debias_diffusion.training.setup import (
+    batch_size,
+    held_out_count,
+    load_base_model,
+    load_base_tokenizer,
+    prepare_backbone,
+    warmup_steps,
+)
 
 
 def world_with(world, folder, **changes):
@@ -294,6 +303,51 @@ def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_pa
     settings = config(world, tmp_path, validation="auto")
     assert [held_out_count(settings, records) for records in (1_200_000, 9_999, 5)] == [1000, 999, 0]
     assert held_out_count(replace(settings, validation=1000), 24) == 1000
+
+
+AUTO = dict(validation="auto", batch="auto", components=None, warmup="auto", max_steps=None)
+
+
+def test_batch_and_warmup_fit_small_data(world, tmp_path):
+    settings = config(world, tmp_path, **AUTO)
+    sizes = [batch_size(settings, pairs) for pairs in (10**6, 256, 255, 100, 11, 4, 3, 0, -5)]
+    assert sizes == [256, 256, 128, 64, 8, 4, 4, 4, 4]
+    assert [warmup_steps(settings, steps) for steps in (10**6, 2000, 1999, 31, 9)] == [200, 200, 199, 3, 0]
+    aligned = AlignConfig(data="x", output="y", base="toy/sdxl", encoder="original")
+    assert [batch_size(aligned, pairs) for pairs in (10**6, 48, 47)] == [48, 48, 32]
+    assert [warmup_steps(aligned, steps) for steps in (1000, 999)] == [100, 99]
+    given = replace(settings, batch=24, warmup=7)
+    assert batch_size(given, 3) == 24 and warmup_steps(given, 9) == 7
+
+
+def test_twelve_pairs_train_with_the_defaults_and_are_told_that_it_is_little(world, tmp_path, capsys):
+    few = world_with(world, tmp_path, count=12)
+    train(config(few, tmp_path / "run", **AUTO | dict(epochs=3)))
+    out = capsys.readouterr().out
+    for part in (
+        "3 components, eot pooling; as many components as the batch allows (--components)",
+        "4 of 8 pairs (auto: 256, of small data fewer; --batch) (2.91 epochs)",
+        "; 0 of warm-up",
+    ):
+        assert part in out
+    line = "Little will have changed after 4 steps; --epochs 219 makes 300."
+    assert f"  {line}\n" in out and f"records were replaced, and the last 1 pairs filled no step. {line} Give it" in out
+    recorded = {"batch": 8, "components": 3, "warmup": 0, "validation": 1}
+    assert {name: settings_of(tmp_path / "run")[name] for name in recorded} == recorded
+    # Continued with these numbers, given or not.
+    again = killed_copy(tmp_path / "run", tmp_path / "again", 4)
+    train(config(few, again, **recorded | dict(max_steps=None, epochs=3)))
+    is_the_same_run(again, tmp_path / "run")
+
+
+def test_the_epochs_named_make_three_hundred_steps(world, tmp_path, capsys):
+    few = world_with(world, tmp_path, count=5)
+    with pytest.raises(UserError, match=r"5 usable pairs less 2 held out leave 3 .*, fewer than a batch of 4"):
+        train(config(few, tmp_path / "run", **AUTO | dict(validation=2)))
+    train(config(few, tmp_path / "run", **AUTO | dict(epochs=50, max_steps=2)))  # one component is left
+    assert "after 2 steps; --epochs 240 --max-steps 300 makes 300." in capsys.readouterr().out
+    assert [GlobalBatches(5, 4, epochs, 0).total_steps for epochs in (239, 240)] == [298, 300]
+    assert settings_of(tmp_path / "run")["components"] == 1
 
 
 # ---- runs that continue from what was changed, damaged or left unfinished since they stopped

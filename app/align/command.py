@@ -59,6 +59,7 @@ class Alignment(Run):
 
     def __init__(self, config: AlignConfig, accelerator: Accelerator):
         super().__init__(config, accelerator)
+        config = self.config
         checkpoint = Checkpoint.parse(config.base)
         self.pixels = config.pixels or min(checkpoint.size)
         self.settings["pixels"] = self.pixels
@@ -192,7 +193,7 @@ class Alignment(Run):
             if self.two_tower is not None:
                 import_text_encoder(self.two_tower, self.slots[0].fitted.model)
                 save_model(self.job, LAST, self.two_tower, {"step": state.step})
-        self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced.")
+        self.say_done(state)
         option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
         self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")
         self.accelerator.wait_for_everyone()

@@ -76,7 +76,7 @@ def print_plan(run, start: int) -> None:
         "unet": f"{config.base}, frozen; images of {run.pixels} x {run.pixels} pixels",
         "loss": f"denoising {config.denoising:g}, states {config.keep_states:g}, features {config.keep_features:g}",
         "pairs": f"{batches.records} to train on; {len(run.held_out)} held out",
-        "steps": f"{batches.total_steps} of {config.batch} pairs{made}",
+        "steps": f"{batches.total_steps} of {run.pairs_a_step}{made}; {config.warmup} of warm-up",
         "machine": f"{accelerator.num_processes} x {accelerator.device.type}, {run.precision}",
         "work": f"{cost.flop / PROBE / 1e12:.3g} TFLOP a pair, {cost.flop / PROBE * config.batch * left / 1e15:.3g} "
         f"PFLOP in the {left} steps left (counted on a probe of {PROBE} pairs)",

@@ -14,6 +14,7 @@ from PIL import Image
 from debias_diffusion.chunks import MOST_SHARPENING, Emphasis, Reading
 from debias_diffusion.encoders import READINGS
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import open_regular
 
 from ..prompts import parse_seed
 from .examples import examples
@@ -219,7 +220,7 @@ class _Endpoints:
             request, notes = from_png(png, self.models)
         images = _reference(request.scene, request.prompt)
         if images:
-            with Image.open(png, formats=("PNG",)) as image:
+            with open_regular(png) as file, Image.open(file, formats=("PNG",)) as image:
                 if image.size == (request.width, request.height):
                     images.append((png, f"The PNG{_marks(image, request.scene, request.prompt)}"))
         status = escape(" ".join(["All settings are restored.", *notes]))

@@ -8,6 +8,7 @@ import yaml
 
 from debias_diffusion.chunks import Reading
 from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.files import read_file
 from debias_diffusion.limits import Checked
 
 from ..options import ReproduceConfig
@@ -281,7 +282,7 @@ def read_yaml(file: Path, kind: Any) -> Any:
         UserError: it is no YAML, has an unknown key, lacks one, or a value is of another type.
     """
     try:
-        content = yaml.load(file.read_text(encoding="utf-8"), _LOADER)
+        content = yaml.load(read_file(file).decode(), _LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{str(file)!r} cannot be read as YAML: {reason(error)}.") from error
     return _build(kind, content, str(file))

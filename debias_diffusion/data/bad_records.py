@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import UserError
-from ..files import append, open_regular
+from ..files import append, read_file
 from .images import as_unreadable
 from .records import Record
 
@@ -79,8 +79,7 @@ def add_bad(bad: Sequence[BadRecord], output: Path) -> None:
     path, written = output / BAD_RECORDS, set()
     output.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        with open_regular(path) as file:
-            written = set(file.read().splitlines())
+        written = set(read_file(path).splitlines())
     lines = dict.fromkeys(json.dumps(vars(record), ensure_ascii=False) for record in bad)
     if new := [line for line in lines if line.encode() not in written]:
         append(path, "\n".join(new))

@@ -5,15 +5,12 @@ sentence that is none teaches little, and neither do sentences that make sense o
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from ..sentences import join_sentences, split_sentences
 from ..tokens import CaptionTokenizer
-
-_SHARE, _FEWEST = 0.5, 2  # of the recurring words that a summary names
 
 _WORD = re.compile(r"[^\W\d_]+")
 _PRONOUNS = frozenset("it its he him his she her hers they them their theirs this that these those".split())
@@ -53,7 +50,7 @@ class CaptionMeasure:
         tokens: of the whole caption, SOT and EOT included.
         first_two_tokens: of its first two sentences, SOT and EOT included.
         referring: sentences that begin with a pronoun.
-        summary_first: whether the first sentence is a summary; None for a caption of fewer than three sentences.
+        summary_first: whether the first sentence is a summary; None where `is_summary_first` cannot tell.
     """
 
     sentences: int
@@ -74,8 +71,8 @@ class CaptionStatistics:
         first_two_tokens_mean: tokens of its first two sentences. DeBias-CLIP's supplement, section F, has 46.6, 43.8
             and 40.4 for DOCCI and 49.5, 46.5 and 42.1 for Urban1k under CLIP's, SigLIP's and SigLIP 2's tokenizers; it
             does not say whether SOT and EOT count.
-        summary_first: share, from 0 to 1, of captions of three sentences or more whose first is a summary; None if
-            there are no such captions.
+        judged: of how many it can be told whether their first sentence is a summary.
+        summary_first: the share of these, from 0 to 1, whose first sentence is one; None if there are no such captions.
         referring: share, from 0 to 1, of all sentences that begin with a pronoun.
     """
 
@@ -83,6 +80,7 @@ class CaptionStatistics:
     sentences_mean: float
     tokens_mean: float
     first_two_tokens_mean: float
+    judged: int
     summary_first: float | None
     referring: float
 
@@ -92,7 +90,8 @@ class CaptionStatistics:
             f"{self.referring:.0%} of the sentences begin with a pronoun and refer back.",
         ]
         if self.summary_first is not None:
-            lines.insert(0, f"{self.summary_first:.0%} of the captions begin with a summary.")
+            judged = "captions" if self.judged == self.captions else f"{self.judged} captions that can be judged"
+            lines.insert(0, f"{self.summary_first:.0%} of the {judged} begin with a summary.")
         return " ".join(lines)
 
 
@@ -105,6 +104,7 @@ def summarise(measures: Iterable[CaptionMeasure]) -> CaptionStatistics:
         sentences_mean=fmean(measure.sentences for measure in measures),
         tokens_mean=fmean(measure.tokens for measure in measures),
         first_two_tokens_mean=fmean(measure.first_two_tokens for measure in measures),
+        judged=len(judged),
         summary_first=fmean(judged) if judged else None,
         referring=sum(measure.referring for measure in measures) / max(1, sum(each.sentences for each in measures)),
     )
@@ -118,7 +118,7 @@ def measure_caption(caption: str, tokenizer: CaptionTokenizer) -> CaptionMeasure
         tokens=tokenizer.count(caption),
         first_two_tokens=tokenizer.count(join_sentences(sentences[:2])),
         referring=sum(map(begins_with_pronoun, sentences)),
-        summary_first=is_summary_first(sentences) if len(sentences) > 2 else None,
+        summary_first=is_summary_first(sentences),
     )
 
 
@@ -130,18 +130,17 @@ def begins_with_pronoun(sentence: str) -> bool:
     return not (words[0] in _DEMONSTRATIVES and words[1:] and _singular(words[1]) in _PICTURES)
 
 
-def is_summary_first(sentences: Sequence[str]) -> bool:
+def is_summary_first(sentences: Sequence[str]) -> bool | None:
     """Whether the first sentence says what the others, of a caption in English, are about.
 
-    The nouns that two sentences or more share are what the caption is about. A summary names at least half of them, and
-    at least two. Nouns are taken to be all words but common others, such as colours. (Ours: the papers call the first
-    sentence a summary and measure nothing.)
+    A summary shares a noun with as many of the other sentences as any sentence does. None where all share as many, as
+    where none shares any: short captions seldom name a thing twice. Nouns are taken to be all words but common others,
+    such as colours. (Ours: the papers call the first sentence a summary and measure nothing.)
     """
-    topics = [{_singular(word.lower()) for word in _WORD.findall(sentence)} - _EMPTY for sentence in sentences]
-    count = Counter(word for words in topics for word in words)
-    recurring = {word for word, times in count.items() if times > 1 and len(word) > 1}
-    named = recurring & topics[0]
-    return len(named) >= _FEWEST and len(named) >= _SHARE * len(recurring)
+    words = ({_singular(word.lower()) for word in _WORD.findall(sentence) if len(word) > 1} for sentence in sentences)
+    topics = [of_sentence - _EMPTY for of_sentence in words]
+    sharing = [sum(not topic.isdisjoint(other) for other in topics if other is not topic) for topic in topics]
+    return sharing[0] == max(sharing) if len(set(sharing)) > 1 else None
 
 
 def _singular(word: str) -> str:

@@ -28,13 +28,15 @@ def usable(parts: Iterable[tuple[str, Part]], read: Callable[[Part], T], bad: li
     """What `read` makes of each of `parts`, (where it is, part).
 
     Args:
-        read: raises ValueError("kind: detail") for a part that cannot be used, which is added to `bad`.
+        read: raises ValueError("kind: detail"), or an OSError, for a part that cannot be used, which is added to `bad`.
     """
     for where, part in parts:
         try:
             result = read(part)
         except ValueError as error:
             bad.append(refused(where, error))
+        except OSError as error:
+            bad.append(BadRecord(where, "unreadable file", f"its file: {error.strerror}"))
         else:
             yield result
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import UserError
+from ..files import open_regular
 from .bad_records import BadRecord
 from .captions import Captions, folded, is_text, usable, utf8
 from .images import ImageFolder
@@ -93,7 +94,7 @@ def _files(root: Path) -> Iterator[str]:
 
 
 def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
-    """One pair. Raises ValueError("kind: detail")."""
+    """One pair. Raises ValueError("kind: detail") or OSError."""
     if not captions:
         raise ValueError(f"no caption: {_shown(images[0])} has none (.{CAPTION})")
     if not images:
@@ -103,11 +104,8 @@ def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     image, caption = images[0], captions[0]
     if not is_text(image):
         raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
-    try:
-        with open(root / caption, "rb") as file:
-            content = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise ValueError(f"unreadable caption file: {caption}: {error.strerror}") from None
+    with open_regular(root / caption) as file:
+        content = file.read(_LARGEST + 1)
     if len(content) > _LARGEST:
         raise ValueError(f"absurdly large caption: {caption} has more than {_LARGEST} bytes")
     return Record(image, image, folded(utf8(content, caption), f"image {image}"))

@@ -2,20 +2,22 @@
 
 import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from ..errors import UserError, reason
-from ..files import file_stamp
+from ..files import file_stamp, open_regular
 
 # Formats of photographs and pictures that Pillow decodes from the file's own bytes. Of its others EPS starts
 # Ghostscript, IPTC opens whatever lies inside (an EPS too), WMF, GRIB, HDF5 and BUFR need handlers from elsewhere, and
 # TGA and some more have no signature, so that they take noise for an image.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
 
+OPENED_AS = "upright"  # what `decode_image` makes of a file: another word makes caches compute anew
 _MOST_LOPSIDED = 200  # times longer than wide, or the reverse
 _EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # modes that Pillow converts to RGB
 
@@ -53,7 +55,7 @@ def open_image(path: str | os.PathLike) -> Image.Image:
         UnreadableImage: it cannot be had, for whatever reason. No other Exception is raised.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return decode_image(file)
     except UnreadableImage:
         raise
@@ -62,10 +64,10 @@ def open_image(path: str | os.PathLike) -> Image.Image:
 
 
 def decode_image(file: BinaryIO) -> Image.Image:
-    """The RGB image in an open file, of several the first.
+    """The RGB image in an open file, of several the first, upright as EXIF says it; as stored if EXIF is unreadable.
 
     Grey of 16 bits keeps its upper 8, as Pillow keeps those of 16-bit colours. Transparency is left out, as
-    `Image.convert("RGB")` does: a pixel keeps its colour however transparent it is. EXIF rotation is not applied.
+    `Image.convert("RGB")` does: a pixel keeps its colour however transparent it is.
 
     Raises:
         UnreadableImage: it is of none of `FORMATS`, has pixels that cannot become RGB faithfully (floating point
@@ -82,6 +84,8 @@ def decode_image(file: BinaryIO) -> Image.Image:
         if max(*image.size, 1) > _MOST_LOPSIDED * min(image.size):
             raise UnreadableImage(f"{image.width} x {image.height} pixels are no picture")
         image.load()
+        with suppress(Exception):  # what reads EXIF raises almost anything, too
+            ImageOps.exif_transpose(image, in_place=True)
         if image.mode in _EIGHT_BIT:
             # Left out in any case, but Pillow would warn of it, and refuse some palettes.
             image.info.pop("transparency", None)
@@ -107,7 +111,7 @@ class ImageSource(Protocol):
         """The decoded RGB image. Raises UnreadableImage or any other Exception when it cannot be had."""
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes that change when the image's file could have changed, as `files.file_stamp` tells.
+        """16 bytes that change when the image's file could have changed (`files.file_stamp`), or how it is opened.
 
         Raises:
             OSError, ValueError: there is no such image.
@@ -125,6 +129,12 @@ def is_there(images: ImageSource, image: str) -> bool:
 def digest_of(*parts: str | int | Path) -> bytes:
     """16 bytes that stand for these parts."""
     return hashlib.blake2b("\0".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def stamp_of(root: Path, image: str, stamp: tuple[int, int, int]) -> bytes:
+    """16 bytes for an image by its name, the `files.file_stamp` of the file that it lies in, and how it is opened."""
+    # The root, because two may hold other images of the same names, sizes and times.
+    return digest_of(OPENED_AS, root, image, *stamp)
 
 
 def pixels_digest(image: Image.Image) -> bytes:
@@ -159,5 +169,4 @@ class ImageFolder:
         Raises:
             OSError, ValueError: there is no such file.
         """
-        # The root, because two may hold other images of the same names, sizes and times.
-        return digest_of(self.root, image, *file_stamp(self.root / image))
+        return stamp_of(self.root, image, file_stamp(self.root / image))

@@ -11,6 +11,7 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from ..errors import UserError
+from ..files import open_regular, read_file
 from .bad_records import refused
 from .captions import Captions, caption_of, check_caption, fold, is_text, short_of
 from .records import InFile, PackedRecords, Record, as_places
@@ -59,7 +60,7 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
     """Reads a data file: `parts` parses it, `label` names a part in messages."""
     places, bad, shape = array("q"), [], f"It must have the shape {shape}"
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             is_large = size > _IN_MEMORY
             with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
@@ -70,7 +71,7 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
                     except ValueError as error:
                         bad.append(refused(f"{label} {number}", error))
                     bar.update(end - bar.n)
-        content = InFile(path) if is_large else path.read_bytes()
+        content = InFile(path) if is_large else read_file(path)
     except OSError as error:
         raise UserError(f"Data file {str(path)!r} cannot be read ({error.strerror}). {shape}") from error
     except BrokenList as error:

@@ -10,6 +10,8 @@ from operator import eq
 
 import numpy as np
 
+from ..files import open_regular
+
 
 @dataclass(frozen=True)
 class Record:
@@ -80,7 +82,7 @@ class InFile:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self._path, self._file = os.path.abspath(path), open(path, "rb")  # noqa: SIM115 (closed with this object)
+        self._path, self._file = os.path.abspath(path), open_regular(path)
         weakref.finalize(self, self._file.close)
 
     def __reduce__(self):

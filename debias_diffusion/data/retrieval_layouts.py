@@ -1,6 +1,7 @@
 """How each retrieval benchmark is laid out by its authors (docs/evaluation.md shows the layouts)."""
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import UserError
-from ..files import read_json
+from ..files import open_regular, read_file, read_json
 from .captions import answer_of, is_text, utf8
 
 FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
@@ -81,14 +82,14 @@ def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
 def _open_text(path: Path, newline: str | None = None) -> TextIO:
     """A file of the benchmark itself; what is no UTF-8 becomes U+FFFD. Raises UserError where it cannot be read."""
     try:
-        return open(path, encoding="utf-8-sig", errors="replace", newline=newline)
+        return io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline=newline)
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be read ({error.strerror}). {_AGAIN}") from None
 
 
 def _text(path: Path) -> str:
-    """A text file; empty where there is none. Raises ValueError("kind: detail") for one that is not UTF-8."""
-    return utf8(path.read_bytes(), path.name) if path.exists() else ""
+    """A text file; empty where there is none. Raises OSError, or ValueError("kind: detail") unless it is UTF-8."""
+    return utf8(read_file(path), path.name) if path.exists() else ""
 
 
 def _objects(path: Path, key: str) -> list[dict]:

@@ -22,7 +22,7 @@ from ..files import file_stamp, open_regular
 from ..jobs import Job
 from .bad_records import BadRecord, refused
 from .captions import Captions, caption_of, folded, is_text, short_of, utf8
-from .images import decode_image, digest_of
+from .images import decode_image, stamp_of
 from .records import PackedRecords, Record
 
 FINISHED = "shards"  # what a job notes when its shards, which are items, are finished: samples by their names
@@ -77,7 +77,7 @@ class ShardImages:
         stamp = file_stamp(self.root / shard)
         if stamp[0] < offset + size:
             raise OSError(f"{shard!r} ends before the image")
-        return digest_of(self.root, image, *stamp)
+        return stamp_of(self.root, image, stamp)
 
 
 def _locate(image: str) -> tuple[str, int, int]:

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..errors import UserError
-from ..files import atomic_file, read_json_object
+from ..files import atomic_file, open_regular, read_json_object
 from ..models.model_files import CONFIG_FILE, check_finite, explain_failure
 from ..models.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
 from ..tokens import clip_tokenizer
@@ -95,7 +95,7 @@ def read_tensors(file: Path) -> State:
     """
     label = repr(os.fspath(file))
     with explain_failure(f"The file {label} could not be read; it may be cut short, or no file of weights"):
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             start = opened.read(512)
         for pattern, description in _BEGINNINGS:
             if re.match(pattern, start):

@@ -195,6 +195,10 @@ class Method(Term):
         """Multiplies the learning rate of a parameter, by its name in the optimizer ("method/..." for `modules`)."""
         return 1.0
 
+    def fit(self, batch: int, embed_dim: int) -> "Method":
+        """The method for that batch and features, where nobody has said how many components it takes."""
+        return self
+
     def check(self, batch: int, embed_dim: int) -> None:
         """Raises UserError when the method cannot work with a global batch of `batch` and features of `embed_dim`."""
 

@@ -9,7 +9,7 @@ smart-clip-sampling   one caption, cut after a random number of sentences, and o
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -111,6 +111,10 @@ class DualCaption(Method):
     def text_names(self) -> list[str]:
         """The features of the captions, in their order in a batch."""
         return ["long_text"] * self.has_long + ["short_text"] * self.has_short
+
+    def fit(self, batch: int, embed_dim: int) -> "DualCaption":
+        most = min(batch // self.component_parts - 1, embed_dim)
+        return self if self.components < most else replace(self, components=max(1, most // 2))
 
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..errors import UserError
-from ..files import bytes_digest
+from ..files import bytes_digest, open_regular
 from ..limits import KEEP
 
 POSITIONS = "positional_embedding"
@@ -62,7 +62,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[st
 
 def _is_safetensors(file: Path) -> bool:
     """Whether the file begins like safetensors: the length of a JSON object, then the object."""
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         start = opened.read(9)
     return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= 100_000_000
 

@@ -43,7 +43,6 @@ def toy_training(
         epochs=steps,  # more than enough; max_steps ends the run
         max_steps=steps,
         learning_rate=learning_rate,
-        warmup=steps // 10,
         seed=seed,
         precision="fp32",
         max_bad=0,  # what the world draws is readable, so no scene need stand in for another

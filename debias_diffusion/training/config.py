@@ -55,12 +55,10 @@ class RunConfig(Checked):
             world (toy/train-2).
         images: Folder that the image paths of a JSON or JSONL file start from; null for all other data.
         output: Folder of the run. A stopped run resumes there when it is started again with the same settings.
-        batch: Pairs per step, over all processes together.
         chunk: Pairs whose activations a process holds at once; the gradient is the same. null holds all.
         epochs: Passes over the data.
         max_steps: Stop after this many steps, if the epochs take more.
         learning_rate: Peak learning rate of AdamW, reached after the warm-up; then a cosine to 0.
-        warmup: Steps of linear warm-up.
         weight_decay: On matrices only.
         betas: AdamW's averages.
         eps: AdamW's epsilon.
@@ -92,17 +90,18 @@ class RunConfig(Checked):
         "Bad records": ("max_bad", "check_data"),
     }
     keep_best = 0  # no option of every run
+    LARGEST_BATCH, LONGEST_WARMUP = 256, 200  # of auto
 
     data: str
     images: str | None = None
     output: str
     validation: NonNegativeInt | Literal["auto"] = "auto"
-    batch: PositiveInt
+    batch: PositiveInt | Literal["auto"] = "auto"
     chunk: PositiveInt | None = None
     epochs: PositiveInt
     max_steps: PositiveInt | None = None
     learning_rate: LearningRate = 1e-6
-    warmup: NonNegativeInt
+    warmup: NonNegativeInt | Literal["auto"] = "auto"
     weight_decay: NonNegativeFloat = 1e-2
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     eps: NonNegativeFloat = 1e-8
@@ -144,7 +143,8 @@ class TrainConfig(RunConfig):
         padding: Pads before the short caption: random, none, pad-20, pad-40 or pad-N, pre-sot (before SOT too).
         short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1; at 0 or 1 only one of them is computed.
         components: Principal components of the image features that short captions are compared with, fewer than the
-            batch less one; 0 compares them with the features themselves.
+            batch less one; 0 compares them with the features themselves. null is the recipe's, or of a small batch half
+            of what fits.
         label_smoothing: From 0 to below 1; not for SigLIP's loss.
         pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
         keep_states: Weight of the term that keeps the hidden states which SDXL's UNet reads near the base model's, read
@@ -159,6 +159,8 @@ class TrainConfig(RunConfig):
             of fewer than 10,000 pairs.
         keep_best: Also keep the best model, in best/, by R@1 on this many pairs after the held-out ones, which are not
             trained on either. 0 keeps none: the result of a run is the model after the last step, in last/.
+        batch: Pairs per step, over all processes together. auto is 256; of fewer pairs, the largest power of two.
+        warmup: Steps of linear warm-up. auto is 200, at most a tenth of all steps.
         chunk: Pairs whose activations a process holds at once, for one more forward pass: a batch of 2048 in chunks of
             64 gives the gradient of 2048 in the memory of 64. null holds all.
         freeze_image_tower: Train the text tower alone. Image features are computed once and cached on disk.
@@ -193,11 +195,9 @@ class TrainConfig(RunConfig):
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
     keep_best: NonNegativeInt = 0
-    batch: PositiveInt = 256
     freeze_image_tower: bool = False
     feature_cache: str | None = None
     epochs: PositiveInt = 3
-    warmup: NonNegativeInt = 200
     initial_scale: _Scale | Literal["auto"] | None = "auto"
     compile: bool = False
     check_data: bool = False

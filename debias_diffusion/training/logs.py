@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from ..devices import end_group_at_exit
 from ..errors import UserError, reason
-from ..files import append, atomic_file, open_regular
+from ..files import append, atomic_file, read_file
 from .config import RunConfig
 
 PROJECT = "debias-diffusion"
@@ -29,8 +29,7 @@ def cut_log(file: Path, step: int) -> None:
     which a kill or a damaged disk left."""
     if not file.exists():
         return
-    with open_regular(file) as opened:
-        lines = opened.read().splitlines(keepends=True)
+    lines = read_file(file).splitlines(keepends=True)
     kept = [line for line in lines if step > 0 and _step_of(line) <= step]
     if kept != lines:
         with atomic_file(file) as temporary:

@@ -55,6 +55,7 @@ class _Training(Run):
     def __init__(self, config: TrainConfig, accelerator: Accelerator):
         self.method = config.make_method()
         super().__init__(config, accelerator)
+        config = self.config
         if self.method.reads_short:
             look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config)
@@ -63,7 +64,10 @@ class _Training(Run):
             self.inputs["import file"] = sha256(config.import_file)
         self.backbone = prepare_backbone(base_model, config)
         self.method = self.method.bind(self.backbone)
-        self.method.check(config.batch, self.backbone.config["model_cfg"]["embed_dim"])
+        sizes = config.batch, self.backbone.config["model_cfg"]["embed_dim"]
+        if config.components is None and (fitted := self.method.fit(*sizes)) is not self.method:
+            self.method, self.settings["components"] = fitted, fitted.components
+        self.method.check(*sizes)
         torch.manual_seed(config.seed)  # the method's modules are the same on every process and in every run
         self.model, self.modules = self.backbone.model, self.method.all_modules(self.backbone)
         self.backbone.to(accelerator.device).train()
@@ -161,7 +165,7 @@ class _Training(Run):
         if self.main:
             save_model(self.job, LAST, self.backbone, {"step": state.step})
         rest = f", and the last {self.batches.remainder} pairs filled no step" if self.batches.remainder else ""
-        self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.")
+        self.say_done(state, rest)
         if self.choosing:
             self.say(
                 f"Best R@1 on the pairs that choose, mean of both directions: {state.best_r1:.1f} at step "

@@ -91,16 +91,21 @@ def print_plan(run, probe: Batch, start: int) -> None:
     total = batches.total_steps
     chunks = f" in chunks of {config.chunk}" if config.chunk else ""
     rest = f"; the last {batches.remainder} pairs fill no step" if batches.remainder else ""
-    chosen = " (auto: 1,000, of small data a tenth; --validation)" if config.validation == "auto" else ""
+    chosen = " (auto: 1,000, of small data a tenth; --validation)" if run.given.validation == "auto" else ""
+    fitted = (
+        "; as many components as the batch allows (--components)"
+        if run.settings["components"] != config.components
+        else ""
+    )
     choosing = f"; {config.keep_best} more choose the best model" if config.keep_best else ""
     lines = {
         "model": f"{config.model}, {origin} weights; context length {backbone.context_length}: the first "
         f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
-        "recipe": f"{config.recipe}: {run.method.describe_all()}",
+        "recipe": f"{config.recipe}: {run.method.describe_all()}{fitted}",
         "trained": "text tower, with cached image features" if config.freeze_image_tower else "both towers",
         "pairs": f"{batches.records} to train on; {len(run.held_out)} held out{chosen}{choosing}",
-        "steps": f"{total} of {config.batch} pairs{chunks} ({total * config.batch / batches.records:.2f} epochs)"
-        f"{made}{rest}",
+        "steps": f"{total} of {run.pairs_a_step}{chunks} ({total * config.batch / batches.records:.2f} epochs)"
+        f"{made}{rest}; {config.warmup} of warm-up",
         "machine": f"{run.accelerator.num_processes} x {device.type}, {run.precision}",
         "memory": f"about {memory / GB:.1f} GB a process ({states / GB:.1f} weights, gradients and AdamW, "
         f"{activations / GB:.1f} activations); {free / GB:.1f} free",

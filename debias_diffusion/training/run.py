@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,9 +27,10 @@ from .checkpoints import TrainState, load_checkpoint, save_checkpoint
 from .config import RunConfig
 from .logs import LOG, NOT_FINITE, add_line, cut_log, tracked
 from .optimizer import AdamW, learning_rate
-from .setup import held_out_count, split
+from .setup import batch_size, held_out_count, split, warmup_steps
 from .stop import StopRequest
 
+FEW_STEPS, ENOUGH_STEPS = 100, 300  # a run of fewer is told how to make enough
 PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
 # Settings that say where something lies: what lies there is compared by its contents.
 _PLACES = ("data", "images", "model", "pretrained", "base", "encoder", "encoder_2")
@@ -41,6 +43,7 @@ class Run(ABC):
     `print_plan`; `measure` is optional.
 
     Attributes:
+        given: the settings as they were given; `config` has numbers in the place of `auto`.
         main: whether this is the main process, which prints and writes.
         precision: "fp32", "bf16" or "fp16".
         all_records: the usable records of the data; `held_out` is measured on, `choosing` chooses
@@ -69,22 +72,23 @@ class Run(ABC):
     collate: Callable
 
     def __init__(self, config: RunConfig, accelerator: Accelerator):
-        self.config, self.accelerator, self.folder = config, accelerator, Path(config.output)
+        self.given, self.accelerator, self.folder = config, accelerator, Path(config.output)
         self.main = accelerator.is_main_process
-        self.precision = pick_precision(config.precision, accelerator.device)
-        if config.batch % accelerator.num_processes:
-            raise UserError(
-                f"batch is {config.batch}, but must be a multiple of the {accelerator.num_processes} processes."
-            )
         self.captions, self.images = open_data(config.data, config.images)
         self.all_records = self.captions.records
         validation = held_out_count(config, len(self.all_records))
-        not_trained, self.records = split(self.captions, config, validation + config.keep_best)
+        batch = batch_size(config, len(self.all_records) - validation - config.keep_best)
+        if batch % accelerator.num_processes:
+            raise UserError(f"batch is {batch}, but must be a multiple of the {accelerator.num_processes} processes.")
+        not_trained, self.records = split(self.captions, batch, validation + config.keep_best)
         self.held_out, self.choosing = not_trained[:validation], not_trained[validation:]
         self.missing = look_for_images(self.records, self.images, config.max_bad)
-        self.settings = config.settings() | {"validation": validation, "precision": self.precision}
         self.inputs = {"data": data_digest(config.data, self.captions)}
-        self.batches = GlobalBatches(len(self.records), config.batch, config.epochs, config.seed, config.max_steps)
+        self.batches = GlobalBatches(len(self.records), batch, config.epochs, config.seed, config.max_steps)
+        self.precision = pick_precision(config.precision, accelerator.device)
+        warmup = warmup_steps(config, self.batches.total_steps)
+        self.config = replace(config, validation=validation, batch=batch, warmup=warmup, precision=self.precision)
+        self.settings = self.config.settings()
 
     @abstractmethod
     def backward(self, batch) -> dict[str, float]:
@@ -138,6 +142,8 @@ class Run(ABC):
                 self.print_plan(state.step)
                 if self.missing:
                     print(f"  {self.missing} of the images that were looked up are missing; other pairs replace them.")
+                if few := self.few_steps():
+                    print(f"  {few}")
             for log in (LOG, NOT_FINITE):
                 cut_log(self.folder / log, state.step)
         bar = tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main)
@@ -231,6 +237,26 @@ class Run(ABC):
             # The share of a few samples says nothing about the rest.
             seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
             check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
+
+    @property
+    def pairs_a_step(self) -> str:
+        """In words, for the plan."""
+        chosen = f" (auto: {self.config.LARGEST_BATCH}, of small data fewer; --batch)"
+        return f"{self.config.batch} pairs{chosen if self.given.batch == 'auto' else ''}"
+
+    def say_done(self, state: TrainState, rest: str = "") -> None:
+        few = f" {self.few_steps()} Give it another --output." if self.few_steps() else ""
+        self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.{few}")
+
+    def few_steps(self) -> str:
+        """That a run of few steps changes little, and what makes more; empty for any other."""
+        total, config = self.batches.total_steps, self.config
+        if total >= FEW_STEPS:
+            return ""
+        epochs = max(config.epochs, math.ceil(ENOUGH_STEPS * config.batch / self.batches.records))
+        cap = f" --max-steps {ENOUGH_STEPS}" if config.max_steps else ""
+        steps = f"{total} step{'s' * (total > 1)}"
+        return f"Little will have changed after {steps}; --epochs {epochs}{cap} makes {ENOUGH_STEPS}."
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""

@@ -106,10 +106,23 @@ def held_out_count(config: RunConfig, records: int) -> int:
     return min(VALIDATION, records // 10) if config.validation == "auto" else config.validation
 
 
-def split(captions: Captions, config: RunConfig, validation: int) -> tuple[Sequence[Record], Sequence[Record]]:
+def batch_size(config: RunConfig, records: int) -> int:
+    """Pairs of a step; for `auto` as many of so few as every usual number of processes can share, but at least 4."""
+    if config.batch != "auto":
+        return config.batch
+    return config.LARGEST_BATCH if records >= config.LARGEST_BATCH else 1 << max(records, 4).bit_length() - 1
+
+
+def warmup_steps(config: RunConfig, steps: int) -> int:
+    """Steps of warm-up; for `auto` never more than a tenth of all."""
+    return min(config.LONGEST_WARMUP, steps // 10) if config.warmup == "auto" else config.warmup
+
+
+def split(captions: Captions, batch: int, validation: int) -> tuple[Sequence[Record], Sequence[Record]]:
     """(held-out pairs, training pairs).
 
     Args:
+        batch: pairs of a step.
         validation: how many are held out, with those that choose the best model.
 
     Raises:
@@ -117,9 +130,9 @@ def split(captions: Captions, config: RunConfig, validation: int) -> tuple[Seque
     """
     records = captions.records
     left = max(0, len(records) - validation)
-    if left < config.batch:
+    if left < batch:
         raise UserError(
             f"{len(records)} usable pairs less {validation} held out leave {left} to train on, fewer than "
-            f"a batch of {config.batch}. Lower --validation, --keep-best or --batch, or give more pairs."
+            f"a batch of {batch}. Lower --validation, --keep-best or --batch, or give more pairs."
         )
     return records[:validation], records[validation:]

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
 from debias_diffusion.data.bad_records import print_left_out
-from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.data.images import OPENED_AS, UnreadableImage, open_image
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, path_digest, sha256
@@ -97,7 +97,8 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
                 texts += model()(image, questions[start : start + config.batch_size])
             return {"answers": texts}
 
-        depends = {"vqa": vqa, "image": sha256(_file(files, index)), "index": index, "count": per_prompt}
+        image = [OPENED_AS, sha256(_file(files, index))]
+        depends = {"vqa": vqa, "image": image, "index": index, "count": per_prompt}
         return kept.noted(kind, depends | {"questions": questions}, ask)["answers"]
 
     tokenizer = clip_tokenizer(77)

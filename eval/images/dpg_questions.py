@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import bytes_digest, open_regular, sha256
+from debias_diffusion.files import bytes_digest, open_regular, read_file, sha256
 from debias_diffusion.tokens import clean
 
 COLUMNS = (
@@ -80,8 +80,7 @@ def read_dpg_bench(data: str) -> DpgBench:
     prompts, bad, digests = {}, [], [sha256(file)]
     for path in sorted(folder.glob("*.txt")):
         try:
-            with open_regular(path) as opened:
-                content = opened.read()
+            content = read_file(path)
         except OSError as error:
             bad.append(BadRecord(f"prompts/{path.name}", "unreadable prompt", reason(error)))
             continue
