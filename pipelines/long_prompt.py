@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_args
 
@@ -40,7 +40,7 @@ from debias_diffusion.reading import (
     tokenize_parts,
 )
 
-from .sharpening import check_sharpening, sharpened
+from .sharpening import SharpenedMixin, check_sharpening
 from .weighting import parse_prompt
 
 try:
@@ -146,7 +146,7 @@ def _with_options_of(
     return lambda method: method
 
 
-class LongPromptMixin:
+class LongPromptMixin(SharpenedMixin):
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
     A subclass has `_text_encoders()`, (tokenizer, encoder) of each; and `_states(encoder, ids, clip_skip)`, which gives
@@ -154,19 +154,6 @@ class LongPromptMixin:
     """
 
     _long_prompt = LongPromptOptions()
-
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if issubclass(cls, DiffusionPipeline):
-            own = vars(cls).get("__call__")
-
-            @wraps(cls.__call__)  # so that its signature is still diffusers'
-            def sharpened_call(self, *args, **kwargs):
-                call = super(cls, self).__call__ if own is None else partial(own, self)
-                with sharpened(self.unet, self._long_prompt.sharpen):
-                    return call(*args, **kwargs)
-
-            cls.__call__ = sharpened_call
 
     @_with_options_of(LongPromptOptions)
     def set_long_prompt(self, **options):
