@@ -76,7 +76,7 @@ class SharpenedMixin:
     @property
     def components(self) -> dict[str, Any]:
         """As in diffusers, with the UNet itself: other pipelines are made of them, and hooks are set on them."""
-        return super().components | {"unet": vars(self)["unet"]}  # ty: ignore[unresolved-attribute]
+        return super().components | {"unet": vars(self)["unet"]}
 
 
 @contextmanager
