@@ -31,7 +31,8 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
     A UNet that was trained with 77 keys spreads its attention over more of them; a factor above 1 makes it choose. At
     77 positions and below nothing changes, to the bit, nor do self-attention and the image keys of IP-Adapters.
 
-    Only forwards in this thread are sharpened. A pipeline with a `sharpen` of its own uses that instead.
+    Only forwards in this thread are sharpened, not those that gradient checkpointing repeats on a GPU. A pipeline with
+    a `sharpen` of its own uses that instead.
 
     Args:
         unet: diffusers' UNet of SDXL or Stable Diffusion 1.5, compiled or not, with or without LoRAs and offloading.
@@ -47,7 +48,7 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
     with _key_factors(unet) as factors:
         if any(key_factor.value != 1 for key_factor in factors):
             raise ValueError("the UNet is sharpened in this thread already: leave that context before the next.")
-        with _set(factors, factor):
+        with _set_factors(factors, factor):
             yield
 
 
@@ -81,18 +82,18 @@ class SharpenedMixin:
 
 @contextmanager
 def _views(pipe: SharpenedMixin, factor: float) -> Iterator[None]:
-    """Within the context, in this thread, `pipe.unet` is a view."""
+    """Within the context, in this thread, `pipe.unet` is a view whose forwards, and no others, are sharpened."""
     with ExitStack() as stack:
 
         @functools.cache
         def view_of(unet: Any) -> Any:
-            """The same object in all but its call."""
+            """An object with the attributes and methods of the UNet, and one `__dict__`, but a call of its own."""
             if factor == 1:  # as for most calls, and a UNet has thousands of modules
                 return unet
             factors = stack.enter_context(_key_factors(unet))
 
             def forward(_, *args, **kwargs):
-                with _set(factors, factor):
+                with _set_factors(factors, factor):
                     return unet(*args, **kwargs)
 
             cls = type(unet)
@@ -108,7 +109,7 @@ def _views(pipe: SharpenedMixin, factor: float) -> Iterator[None]:
 class _ThreadValue(threading.local):
     """A value of each thread, at first the same in all."""
 
-    def __init__(self, value):
+    def __init__(self, value):  # an attribute of the class is what torch 2.8 would compile
         self.value = value
 
 
@@ -116,7 +117,7 @@ _VIEWS = _ThreadValue({})  # by the id of the pipeline
 
 
 @contextmanager
-def _set(factors: list[_ThreadValue], value: float) -> Iterator[None]:
+def _set_factors(factors: list[_ThreadValue], value: float) -> Iterator[None]:
     before = [factor.value for factor in factors]
     try:
         for factor in factors:
@@ -163,11 +164,11 @@ def _key_factor(attention: Any) -> Iterator[_ThreadValue]:
 
 def _scaling(layer: Any, own: Callable | None, parts: int) -> Any:
     """A key projection whose output, the first of so many `parts` of it, is multiplied if the text is long."""
-    # torch 2.8 would compile anew for every new bound method, and read a number from the class of `factor`.
-    factor, of_class = _ThreadValue(1.0), type(layer).forward
+    # A bound method would be a new object each time, for which torch 2.8 compiles anew.
+    factor, class_forward = _ThreadValue(1.0), type(layer).forward
 
     def scaled_keys(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        output = own(hidden_states, *args, **kwargs) if own else of_class(layer, hidden_states, *args, **kwargs)
+        output = own(hidden_states, *args, **kwargs) if own else class_forward(layer, hidden_states, *args, **kwargs)
         if factor.value == 1 or hidden_states.shape[1] <= TRAINED_POSITIONS:
             return output
         keys, *values = output.chunk(parts, dim=-1)
