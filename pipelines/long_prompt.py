@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_args
 
@@ -39,7 +39,7 @@ from debias_diffusion.reading import (
     tokenize_parts,
 )
 
-from .sharpening import check_sharpening, sharpened
+from .sharpening import SharpenedMixin, check_sharpening
 from .weighting import check_weight, has_weights, parse_prompt, take_out, unread_syntax
 
 try:
@@ -147,7 +147,7 @@ def _with_options_of(
     return lambda method: method
 
 
-class LongPromptMixin:
+class LongPromptMixin(SharpenedMixin):
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
     A subclass has `_text_encoders()`, (tokenizer, encoder) of each; and `_states(encoder, ids, clip_skip,
@@ -159,18 +159,9 @@ class LongPromptMixin:
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if issubclass(cls, DiffusionPipeline):
-            # diffusers looks up related classes by name, and a saved folder says it.
-            cls.__name__ = next(base.__name__ for base in cls.__mro__ if not issubclass(base, LongPromptMixin))
-            own = vars(cls).get("__call__")
-
-            @wraps(cls.__call__)  # so that its signature is still diffusers'
-            def sharpened_call(self, *args, **kwargs):
-                call = super(cls, self).__call__ if own is None else partial(own, self)
-                with sharpened(self.unet, self._long_prompt.sharpen):
-                    return call(*args, **kwargs)
-
-            cls.__call__ = sharpened_call
+        pipelines = [base for base in cls.__mro__ if issubclass(base, DiffusionPipeline)]
+        if pipelines:  # diffusers looks up related classes by name, and a saved folder says it
+            cls.__name__ = next(base.__name__ for base in pipelines if not issubclass(base, LongPromptMixin))
 
     @_with_options_of(LongPromptOptions)
     def set_long_prompt(self, **options):

@@ -1,14 +1,17 @@
 """`sharpen`: cross-attention of long prompts, against attention written out, in all that pipelines may be."""
 
+import copy
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import StableDiffusionXLPipeline
 from helpers import tiny_sdxl
-from helpers.draw import LONG, SHORT, draw
+from helpers.draw import LONG, SHORT, draw, embed
 from helpers.tiny_sdxl import assemble, assemble_copy
 from peft import LoraConfig
 
@@ -56,6 +59,11 @@ def keys_of(unet):
     return [module.to_k for name, module in unet.named_modules() if name.endswith("attn2")]
 
 
+def traces(pipe):
+    """What is set on the UNet's modules, of which `forward` may be."""
+    return [(sorted(vars(module)), vars(module).get("forward")) for module in pipe.unet.modules()]
+
+
 def drawn_with_scaled_keys(pipe, prompt=LONG, **call):
     """The image where hooks double the keys, the plain way."""
     hooks = [layer.register_forward_hook(lambda module, inputs, keys: FACTOR * keys) for layer in keys_of(pipe.unet)]
@@ -80,20 +88,17 @@ def test_short_prompts_and_a_factor_of_one_stay_as_they_are(pipe, factor, prompt
 
 
 def test_nothing_stays_behind(pipe):
-    def traces():
-        return [sorted(vars(module)) for module in pipe.unet.modules()]
-
-    before, plain = traces(), draw(pipe, LONG)
+    before, plain = traces(pipe), draw(pipe, LONG)
 
     def fail(*_):
-        assert traces() != before
+        assert traces(pipe) != before
         raise KeyboardInterrupt
 
     pipe.set_long_prompt(sharpen=FACTOR)
     with pytest.raises(KeyboardInterrupt):
         draw(pipe, LONG, callback_on_step_end=fail)
-    assert traces() == before
-    assert not np.array_equal(draw(pipe, LONG), plain) and traces() == before
+    assert traces(pipe) == before
+    assert not np.array_equal(draw(pipe, LONG), plain) and traces(pipe) == before
     assert np.array_equal(draw(pipe.set_long_prompt(), LONG), plain)
 
 
@@ -102,14 +107,102 @@ class Own(StableDiffusionXLLongPromptPipeline):
         return super().__call__(*args, **kwargs)
 
 
-def test_a_context_within_a_context_scales_once(pipe):
-    """Such as the call of a subclass, which calls that of its parent."""
+def test_the_call_of_a_subclass_scales_once(pipe):
     expected = draw(pipe.set_long_prompt(sharpen=FACTOR), LONG)
     own = Own(**pipe.components).set_long_prompt(sharpen=FACTOR)
     own.set_progress_bar_config(disable=True)
     assert np.array_equal(draw(own, LONG), expected)
-    with sharpened(pipe.unet, FACTOR):
-        assert np.array_equal(draw(pipe, LONG), expected)
+
+
+def sharing(pipe, cls=StableDiffusionXLLongPromptPipeline):
+    """A pipeline of the same models, with a scheduler of its own."""
+    return assemble(cls, pipe.components, scheduler=copy.deepcopy(pipe.scheduler))
+
+
+def in_thread(work):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+@pytest.mark.parametrize("run", [lambda work: work(), in_thread])
+def test_a_plain_pipeline_in_a_step_of_a_sharpened_one(pipe, run):
+    embeds, images = embed(pipe, LONG), []
+    plain = draw(sharing(pipe, StableDiffusionXLPipeline), **embeds)
+    alone = draw(pipe.set_long_prompt(sharpen=FACTOR), LONG)
+
+    def preview(pipe, *_):
+        images.append(run(lambda: draw(sharing(pipe, StableDiffusionXLPipeline), **embeds)))
+        return {}
+
+    assert np.array_equal(draw(pipe, LONG, callback_on_step_end=preview), alone)
+    assert len(images) == 2 and all(np.array_equal(image, plain) for image in images)
+
+
+def test_a_plain_pipeline_in_the_middle_of_a_sharpened_forward(pipe):
+    other, sharp_thread, images = sharing(pipe), threading.current_thread(), []
+    plain, alone = draw(other, LONG), draw(pipe.set_long_prompt(sharpen=FACTOR), LONG)
+
+    def meanwhile(*_):
+        if threading.current_thread() is sharp_thread:
+            images.append(in_thread(lambda: draw(other, **embeds)))
+
+    embeds = embed(pipe, LONG)
+    pipe.unet.mid_block.register_forward_pre_hook(meanwhile)
+    assert np.array_equal(draw(pipe, LONG), alone)
+    assert len(images) == 2 and all(np.array_equal(image, plain) for image in images)
+
+
+@pytest.mark.parametrize("factors", [(FACTOR, FACTOR), (FACTOR, 3.0)])
+def test_two_sharpened_pipelines_of_which_one_ends_first(pipe, factors):
+    first, last = (sharing(pipe).set_long_prompt(sharpen=factor) for factor in factors)
+    before, alone = traces(pipe), [draw(first, LONG), draw(last, LONG)]
+    last_has_begun, first_has_ended = threading.Event(), threading.Event()
+
+    def begin_last(*_):
+        if not last_has_begun.is_set():
+            drawn.append(pool.submit(draw, last, LONG, callback_on_step_end=wait))
+            assert last_has_begun.wait(60)
+        return {}
+
+    def wait(*_):
+        last_has_begun.set()
+        assert first_has_ended.wait(60)
+        return {}
+
+    drawn = []
+    with ThreadPoolExecutor(1) as pool:
+        image = draw(first, LONG, callback_on_step_end=begin_last)
+        first_has_ended.set()
+        assert np.array_equal(image, alone[0]) and np.array_equal(drawn[0].result(), alone[1])
+    assert traces(pipe) == before
+
+
+def test_contexts(pipe, parts):
+    """Of several UNets, but not twice of one; a pipeline's own factor holds instead of the context's."""
+    other = assemble_copy(StableDiffusionXLLongPromptPipeline, {**parts, "unet": tiny_sdxl.unet(seed=1)})
+    plain, sharp, other_sharp = draw(pipe, LONG), drawn_with_scaled_keys(pipe), drawn_with_scaled_keys(other)
+    with sharpened(other.unet, 3.0), sharpened(pipe.unet, FACTOR), sharpened(pipe.unet, 1.0):
+        with pytest.raises(ValueError, match="sharpened in this thread already"), sharpened(pipe.unet, FACTOR):
+            pass
+        assert np.array_equal(draw(pipe, LONG), sharp)
+        assert np.array_equal(draw(other.set_long_prompt(sharpen=FACTOR), LONG), other_sharp)
+        assert np.array_equal(in_thread(lambda: draw(pipe, LONG)), plain)
+    assert np.array_equal(draw(pipe, LONG), plain)
+
+
+def test_a_unet_that_is_set_in_a_call(pipe):
+    """It is sharpened from then on, and stays."""
+    unet, other = pipe.unet, tiny_sdxl.unet(seed=1)
+
+    def exchange(pipe, *_):
+        pipe.unet = other
+        return {}
+
+    with sharpened(unet, FACTOR), sharpened(other, FACTOR):
+        expected = draw(pipe, LONG, callback_on_step_end=exchange)
+    pipe.unet = unet
+    assert np.array_equal(draw(pipe.set_long_prompt(sharpen=FACTOR), LONG, callback_on_step_end=exchange), expected)
+    assert pipe.unet is other
 
 
 def with_lora(pipe):
@@ -132,9 +225,23 @@ def with_hooks(pipe):
 @pytest.mark.parametrize("prepare", [with_lora, with_ip_adapter, with_hooks])
 def test_with_other_things_in_the_unet(pipe, prepare):
     call = prepare(pipe) or {}
-    expected = drawn_with_scaled_keys(pipe, **call)
+    before, expected = traces(pipe), drawn_with_scaled_keys(pipe, **call)
     sharp = draw(pipe.set_long_prompt(sharpen=FACTOR), LONG, **call)
+    assert traces(pipe) == before
     assert np.array_equal(sharp, expected) and not np.array_equal(sharp, draw(pipe.set_long_prompt(), LONG, **call))
+
+
+def test_hooks_that_go_in_a_call(pipe):
+    plain = draw(pipe, LONG)
+    with_hooks(pipe)
+
+    def remove(pipe, *_):
+        for layer in keys_of(pipe.unet):
+            remove_hook_from_module(layer)
+        return {}
+
+    draw(pipe.set_long_prompt(sharpen=FACTOR), LONG, callback_on_step_end=remove)
+    assert np.array_equal(draw(pipe.set_long_prompt(), LONG), plain)
 
 
 def test_fused_projections(pipe):
