@@ -428,6 +428,7 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
         cola_images: Folder with the images that it names.
         dpg_bench: Folder of the published DPG-Bench, for images generated with the base.
         vqa: VQA model that answers its questions: folder or hub id of a ViLT or BLIP.
+        batch_size: Images, texts or questions taken at once; null is each evaluation's own number.
     """
 
     encoders: list[str] = field(default_factory=lambda: list(TOYS))
@@ -441,6 +442,7 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     cola_images: str | None = None
     dpg_bench: str | None = None
     vqa: str | None = None
+    batch_size: PositiveInt | None = field(default=None, kw_only=True)
 
     WITH_READINGS = True
 
@@ -494,6 +496,8 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     def settings(self, options: type, **changes) -> Any:
         """The settings of one evaluation: what is given here by the same name, and `changes`."""
         shared = {item.name: getattr(self, item.name) for item in fields(options) if hasattr(self, item.name)}
+        if self.batch_size is None:
+            del shared["batch_size"]
         return options(**(shared | {"encoders": self.for_texts} | changes))
 
 

@@ -116,7 +116,7 @@ class Run(ABC):
             bad, count = self.captions.bad, len(self.captions.records) + len(self.captions.bad)
             if self.main and not self.job.names():
                 report_bad(bad, self.folder)
-            check_share(bad, count, self.config.max_bad, continue_hint(self.config))
+            check_share(bad, count, self.config.max_bad, continue_hint(self.config, bad))
             yield
 
     def report_unreadable(self, bad: Sequence[BadRecord], count: int) -> None:
@@ -127,7 +127,7 @@ class Run(ABC):
         """
         if self.main:
             report_bad(bad, self.folder)
-        check_share(bad, count, self.config.max_bad, continue_hint(self.config))
+        check_share(bad, count, self.config.max_bad, continue_hint(self.config, bad))
 
     def make_steps(self, request: StopRequest) -> TrainState | None:
         """Makes the steps that are left. None if the run was asked to stop before the last."""
@@ -230,7 +230,7 @@ class Run(ABC):
         if count:
             # The share of a few samples says nothing about the rest.
             seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
-            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
+            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config, batch.bad))
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""
