@@ -16,13 +16,14 @@ from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
 from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import pixels_digest
 from debias_diffusion.data.records import Record
+from debias_diffusion.data.seen import SEEN, add_seen, read_seen
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.eval.session import Pairs, read_source
-from debias_diffusion.files import bytes_digest, read_json_object
+from debias_diffusion.files import bytes_digest, read_json_object, write_json
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.genetic import Generation
 from debias_diffusion.head_search.population import Population, TextPopulation
@@ -102,6 +103,7 @@ class _Search:
         spec = EncoderSpec.parse(config.model)
         if spec.kind is Kind.ABLATION:
             raise _ablated_already(config.model)
+        self.seen_before = read_seen(spec)
         self.device = pick_device(config.device)
         self.backbone = spec.load_two_tower().to(self.device).eval()
         self.blocks, self.heads = tower_shape(self.backbone, config.tower)
@@ -163,6 +165,9 @@ class _Search:
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
         recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
         more = {"heads": heads, "settings": asdict(config), "data_sha256": self.pairs.digest, "recall": recall}
+        positions = range(len(self.pairs.records))
+        with self.job.write(SEEN) as temporary:
+            write_json(temporary, add_seen([self.seen_before], self.pairs.digest, positions))
         with self.job.write(FILE) as temporary:
             write_ablation(temporary, config.model, self.backbone, ablation, **more)
 

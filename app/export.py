@@ -1,11 +1,13 @@
 """Exports a training run, or any other text encoder, for other programs."""
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from debias_diffusion.data.seen import SEEN, read_seen, write_seen
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
@@ -60,6 +62,7 @@ def export(config: ExportConfig) -> Path:
             title, encoder, lines = write(config, source, folder)
             card = model_card(config, title, encoder, backbone, digest)
             (folder / "README.md").write_text(card, encoding="utf-8")
+            write_seen(folder, read_seen(_spec(config)))
     if backbone and backbone.image_attention and config.to not in _BOTH_TOWERS:
         lines.insert(1, "The suppressed heads are the image tower's. This text encoder is that of the base model.")
     return _finish(config, output, lines)
@@ -103,13 +106,17 @@ def _check(config: ExportConfig, output: Path) -> None:
         raise UserError(f"The output {config.output!r} exists and is no file of an export. Give a new file.")
 
 
+def _spec(config: ExportConfig) -> EncoderSpec:
+    return EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
+
+
 # What is exported: two towers, suppressed text heads as ordinary weights where they can be, or a text encoder alone.
 _Source = Union["Backbone", tuple[TextEncoder, CLIPTokenizer]]
 
 
 def _load(config: ExportConfig) -> tuple[_Source, str | None]:
     """The model, and the digest of two towers as evaluations read them, if scores are wanted."""
-    spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
+    spec = _spec(config)
     if config.to not in _BOTH_TOWERS and spec.kind not in (Kind.OPEN_CLIP, Kind.ABLATION):
         if config.positions == "short":
             raise UserError(
@@ -204,7 +211,8 @@ def _write_comfyui(config: ExportConfig, source: _Source, output: Path) -> list[
             "train from OpenAI's weights (ViT-L-14-quickgelu)."
         )
     program = f"debias-diffusion {version('debias-diffusion')}"
-    write_file(_text_encoder(source)[0], output, {"note": _COMFYUI_NOTE, "exported_with": program})
+    seen = {SEEN: json.dumps(record)} if (record := read_seen(_spec(config))) else {}
+    write_file(_text_encoder(source)[0], output, {"note": _COMFYUI_NOTE, "exported_with": program} | seen)
     width = sizes.hidden_size
     lines = [f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."]
     if not known:

@@ -34,7 +34,7 @@ class ImageSession(Session):
     """
 
     def __init__(self, name: str, config: Any, data: Any, counted: Sequence[BadRecord] = ()):
-        super().__init__(name, config, data.digest, data.bad)
+        super().__init__(name, config, data)
         self.records, self.images, self._counted = data.records, data.images, list(counted)
         check_share(self._counted, len(self.records) + len(self._counted), config.max_bad)
         self.image_digest = bytes_digest(map(self._stamp, self.records))

@@ -127,20 +127,30 @@ class OfRecords(OfEncoders):
 
 
 @dataclass
-class OfImageFiles:
-    """What evaluations on images with captions have.
+class OfHeldOut:
+    """What evaluations on pairs have.
 
     Attributes:
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        held_out: Use only pairs of the data that a training run among the encoders held out.
+        held_out: Use only pairs that none of the encoders has seen: they, and the models they were made from, were
+            neither trained on them nor chosen by them.
     """
 
-    images: str | None = None
     held_out: bool = field(default=False, kw_only=True)
 
 
 @dataclass
-class OfCaptions(OfRecords):
+class OfImageFiles(OfHeldOut):
+    """What evaluations on images with captions have.
+
+    Attributes:
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+    """
+
+    images: str | None = None
+
+
+@dataclass
+class OfCaptions(OfHeldOut, OfRecords):
     """What evaluations on captions have.
 
     Attributes:

@@ -17,11 +17,13 @@ from debias_diffusion.app.align.data import PART, FrozenVAE, collate
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data.records import Record
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.data.seen import read_seen, write_seen
+from debias_diffusion.data.sources import data_digest, read_captions
+from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.eval.session import Processes
+from debias_diffusion.eval.session import Processes, read_source
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
@@ -50,7 +52,9 @@ def settings(sdxl_folder, long_clip_folder, world, tmp_path_factory):
 def finished(settings, tmp_path_factory):
     """Both encoders fitted, each in one piece."""
     output = tmp_path_factory.mktemp("finished")
-    align(settings(output))
+    base = shutil.copytree(settings(output).encoder, tmp_path_factory.mktemp("base") / "clip")
+    write_seen(base, {"other data": [[3, 9]]})
+    align(settings(output, encoder=str(base)))
     return output
 
 
@@ -177,6 +181,17 @@ def test_a_run_fits_both_encoders_and_nothing_else(finished, settings):
     for line in steps:
         weighted = 10 * line["denoising_loss"] + line["state_error"] + 10 * line["feature_distance"]
         assert line["loss"] == pytest.approx(weighted, rel=1e-4)
+
+
+def test_both_encoders_have_seen_what_they_were_fitted_on_and_what_the_first_had(finished, settings, tmp_path):
+    config, pairs = settings(finished), 24
+    digest = data_digest(config.data, read_captions(config.data))
+    for name in ("encoder", "encoder_2", "last"):
+        spec = EncoderSpec.parse(finished / name)
+        assert read_seen(spec) == {digest: [[config.validation, pairs]], "other data": [[3, 9]]}
+    values = dict(base=config.base, output=str(tmp_path), data=config.data, images=config.images, dino="x")
+    beside = GenerationConfig(["original"], encoder_2=str(finished / "encoder_2"), held_out=True, **values)
+    assert len(read_source(beside).records) == config.validation
 
 
 def test_a_killed_run_resumes_bit_identically(finished, settings, tmp_path):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
+from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
 from ..data.workers import load_batches
 from ..devices import pick_precision
@@ -52,6 +53,7 @@ class Run(ABC):
         job: what lies there, within `opened`.
         settings: everything that decides the result; a subclass adds the rest.
         inputs: digests of data and models; likewise.
+        seen_before: the records of the models that the run begins with.
         model: what is trained and what a checkpoint holds.
         modules: further modules that are trained, or None.
         optimizer: of both.
@@ -62,6 +64,7 @@ class Run(ABC):
     command = "train"
     title = "training"  # of the progress bar
     job: Job
+    seen_before: Sequence[Seen] = ()
     model: nn.Module
     modules: nn.Module | None = None
     optimizer: AdamW
@@ -231,6 +234,16 @@ class Run(ABC):
             # The share of a few samples says nothing about the rest.
             seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
             check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config, batch.bad))
+
+    def seen(self, first: int | None = None) -> Seen:
+        """The record of a model of this run that was trained on, or chosen by, the pairs from `first` on.
+
+        Args:
+            first: None: the first pair of `records`.
+        """
+        count = len(self.all_records)
+        first = count - len(self.records) if first is None else first
+        return add_seen(self.seen_before, self.inputs["data"], range(first, count))
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""
