@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,10 +39,13 @@ CPU = torch.device("cpu")
 def settings(sdxl_folder, long_clip_folder, world, tmp_path_factory):
     """A configuration with changes: a first encoder of 248 positions, and the checkpoint's second one stretched."""
     latents = str(tmp_path_factory.mktemp("latents"))
+    encoder = str(shutil.copytree(long_clip_folder, tmp_path_factory.mktemp("encoder") / "clip"))
+    Path(encoder).chmod(0o755)  # a shared folder is read-only
+    write_seen(Path(encoder), {"other data": [[3, 9]]})
 
     def make(output, **changes):
         values = dict(base=str(sdxl_folder), data=world[1], images=world[2], output=str(output), latent_cache=latents)
-        values |= dict(encoder=str(long_clip_folder), encoder_2="stretch", validation=4, batch=4, epochs=9, max_steps=4)
+        values |= dict(encoder=encoder, encoder_2="stretch", validation=4, batch=4, epochs=9, max_steps=4)
         values |= dict(learning_rate=1e-3, warmup=1, workers=0, checkpoint_every=2, eval_every=4, log_every=1)
         return AlignConfig(**(values | changes))
 
@@ -52,9 +56,7 @@ def settings(sdxl_folder, long_clip_folder, world, tmp_path_factory):
 def finished(settings, tmp_path_factory):
     """Both encoders fitted, each in one piece."""
     output = tmp_path_factory.mktemp("finished")
-    base = shutil.copytree(settings(output).encoder, tmp_path_factory.mktemp("base") / "clip")
-    write_seen(base, {"other data": [[3, 9]]})
-    align(settings(output, encoder=str(base)))
+    align(settings(output))
     return output
 
 

@@ -18,7 +18,7 @@ from debias_diffusion.app.export import export
 from debias_diffusion.app.model_card import code, model_card
 from debias_diffusion.app.options import ComfyUIConfig, ExportConfig
 from debias_diffusion.app.written_folder import MARK
-from debias_diffusion.data.seen import read_seen, write_seen
+from debias_diffusion.data.seen import SEEN, read_seen, write_seen
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.registry import EVALUATIONS
@@ -57,7 +57,16 @@ def test_a_run_leaves_in_every_format(tmp_path, run):
     for to in ("diffusers", "open_clip", "clip"):  # the first is another name for transformers
         export(ExportConfig(str(tmp_path / to), run, to))
     names = {path.name for path in (tmp_path / "diffusers").iterdir()}
-    assert names == {"text_encoder", "tokenizer", "README.md", "pipeline.py", "block.py", "modular_config.json", MARK}
+    assert names == {
+        "text_encoder",
+        "tokenizer",
+        "README.md",
+        "pipeline.py",
+        "block.py",
+        "modular_config.json",
+        MARK,
+        SEEN,
+    }
     encoder = CLIPTextModel.from_pretrained(tmp_path / "diffusers", subfolder="text_encoder")
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "diffusers", subfolder="tokenizer")
     Expected(trained).check(encoder.eval(), tokenizer)
