@@ -151,7 +151,7 @@ class _Search:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
         recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
-        more = {"heads": heads, "settings": asdict(config), "data_sha256": self.pairs.digest, "recall": recall}
+        more = {"heads": heads, "settings": asdict(config), "recall": recall}
         positions = range(len(self.pairs.records))
         with self.job.write(SEEN) as temporary:
             write_json(temporary, add_seen([self.seen_before], self.pairs.digest, positions))

@@ -187,7 +187,7 @@ def write_table(
     name: str,
     table: PaperTable,
     scores: Lookup,
-    world_title: str,
+    world: str,
     seeds: list[int],
     output: Path,
     made_with: Sequence[str] = (),
@@ -201,7 +201,7 @@ def write_table(
         UserError: a row is compared with one that is not there.
     """
     head = {part: getattr(table, part) for part in ("paper", "title", "source", "note")}
-    content = {"name": name, **head, "world": world_title, "seeds": seeds, "versions": versions()}
+    content = {"name": name, **head, "world": world, "seeds": seeds, "versions": versions()}
     content["made_with"] = list(made_with)
     content |= {"columns": list(table.columns), "rows": {label: _cells(table, label, scores) for label in table.rows}}
     write_json(output / f"{name}.json", content)

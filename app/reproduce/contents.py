@@ -39,12 +39,12 @@ class Contents:
     def __init__(self, job: Job | None = None, read: bool = True):
         self._job, self._read = job, read
         self._data = cache(self._data_digests)
-        self.of_model = cache(self._of_model)
+        self._model = cache(self._of_model)
 
     def of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Settings with digests in place of the data and models that they name."""
         rest = {name: part for name, part in settings.items() if name not in (*_DATA, *_WITHOUT_EFFECT)}
-        named = {name: self.of_model(part) if isinstance(part, str) else part for name, part in rest.items()}
+        named = {name: self._model(part) if isinstance(part, str) else part for name, part in rest.items()}
         limit, datasets = settings.get("limit"), settings.get("dataset") or []
         given = {name: settings.get(name) for name in _DATA} | {"limit": limit if isinstance(limit, int) else None}
         given["dataset"] = (datasets,) if isinstance(datasets, str) else tuple(datasets)
