@@ -13,14 +13,14 @@ from torch import Tensor
 from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
 from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
 from debias_diffusion.data.bad_records import check_share, print_left_out
-from debias_diffusion.data.seen import SEEN, add_seen, read_seen
+from debias_diffusion.data.seen import add_seen, read_seen, write_seen
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.eval.session import read_source
-from debias_diffusion.files import read_json_object, write_json
+from debias_diffusion.files import read_json_object
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.genetic import Generation
 from debias_diffusion.head_search.population import Population, TextPopulation
@@ -152,9 +152,7 @@ class _Search:
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
         recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
         more = {"heads": heads, "settings": asdict(config), "recall": recall}
-        positions = range(len(self.pairs.records))
-        with self.job.write(SEEN) as temporary:
-            write_json(temporary, add_seen([self.seen_before], self.pairs.digest, positions))
+        write_seen(self.output, add_seen([self.seen_before], self.pairs.digest, range(len(self.pairs.records))))
         with self.job.write(FILE) as temporary:
             write_ablation(temporary, config.model, self.backbone, ablation, **more)
 

@@ -92,9 +92,9 @@ def test_a_text_encoder_alone_goes_from_format_to_format(tmp_path, longclip, cap
         export(ExportConfig(str(name), str(source), "comfyui" if name.suffix else "transformers"))
         expected.check(*load_text_encoder(name))
     assert "does not align a CLIP-L of 248 positions with clip_g past 75 tokens" in capsys.readouterr().out
-    write_seen(tmp_path / "folder", {"data": [[2, 5]]})  # of it ComfyUI's file tells, too
+    write_seen(tmp_path / "folder", {"data": [(2, 5)]})  # of it ComfyUI's file tells, too
     export(ExportConfig(str(tmp_path / "c.safetensors"), str(tmp_path / "folder"), "comfyui"))
-    assert read_seen(EncoderSpec.parse(tmp_path / "c.safetensors")) == {"data": [[2, 5]]}
+    assert read_seen(EncoderSpec.parse(tmp_path / "c.safetensors")) == {"data": [(2, 5)]}
 
 
 def test_what_a_format_cannot_hold_is_refused(tmp_path, longclip, world, monkeypatch):

@@ -17,7 +17,7 @@ from ..files import read_json, write_json
 from ..interchange.single_file import written_metadata
 
 SEEN = "seen.json"  # the record's file; in a single file of weights the key of its metadata
-Seen = dict[str, list[list[int]]]  # by digest of data, the positions of records: [first, end) of each range
+Seen = dict[str, list[tuple[int, int]]]  # by digest of data, the positions of records: [first, end) of each range
 
 
 def read_seen(encoder: EncoderSpec) -> Seen:
@@ -28,23 +28,22 @@ def read_seen(encoder: EncoderSpec) -> Seen:
     """
     place = Path(encoder.weights or encoder.place)
     # Text encoders and their weights lie in folders of a folder that was written as a whole.
-    files = (folder / SEEN for folder in [place, *place.parents][: 3 if place.is_file() else 2])
+    levels = 3 if place.is_file() else 2 if place.is_dir() else 0
+    files = (folder / SEEN for folder in [place, *place.parents][:levels])
     try:
         if not (content := place.is_file() and json.loads(written_metadata(place).get(SEEN, "{}"))):
             content = next((read_json(file) for file in files if file.is_file()), {})
-        return {data: [[int(first), int(end)] for first, end in ranges] for data, ranges in content.items()}
+        return {data: [(int(first), int(end)) for first, end in ranges] for data, ranges in content.items()}
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"The record {SEEN} of {encoder.name!r}, of the pairs that it was trained on, is damaged. Get the model "
-            "again."
-        ) from error
+        raise UserError(f"{SEEN} of {encoder.name!r}, what it was trained on, is damaged. Get it again.") from error
 
 
 def add_seen(records: Iterable[Seen], data: str, positions: range) -> Seen:
     """The record of a model that was made, on these positions of `data`, from models with these records."""
-    seen: Seen = {data: [[positions.start, positions.stop]]}
+    seen = {data: [(positions.start, positions.stop)]}
     for record in records:
-        seen |= {digest: [*seen.get(digest, []), *ranges] for digest, ranges in record.items()}
+        for digest, ranges in record.items():
+            seen[digest] = sorted({*map(tuple, seen.get(digest, [])), *map(tuple, ranges)})
     return seen
 
 
