@@ -63,8 +63,8 @@ class Reproduction:
             files = self._write()  # each process writes the same
         if self.mixed and not self.config.mixed:
             raise FailedError(
-                f"Written, but of results of several commits: {', '.join(self.mixed)}. To make all of them with this "
-                "one, give another --output; to take them as they are, --mixed."
+                f"{', '.join(self.mixed)}: written, but from results of several commits. Give another --output, to "
+                "compute all with this commit, or --mixed, to accept them."
             )
         return files
 
