@@ -170,7 +170,9 @@ def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(w
     cut = next(file for file in results if "retrieval" in str(file))
     cut.unlink()
     monkeypatch.setattr(units, "program", lambda: program() | {"commit": "0123456789ab"})
-    with pytest.raises(FailedError, match="table-S4: written, but from results of several commits. .*--output, .* or --mixed"):
+    with pytest.raises(
+        FailedError, match="table-S4: written, but from results of several commits. .*--output, .* or --mixed"
+    ):
         reproduce(ReproduceConfig(["table-S4"], **given))
     assert "**Made of results of several commits**: " in table.read_text() and "0123456789ab" in table.read_text()
     assert len(read_json_object(table.with_suffix(".json"))["made_with"]) == 2

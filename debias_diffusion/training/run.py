@@ -236,11 +236,7 @@ class Run(ABC):
             check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config, batch.bad))
 
     def seen(self, first: int | None = None) -> Seen:
-        """The record of a model of this run that was trained on, or chosen by, the pairs from `first` on.
-
-        Args:
-            first: None: the first pair of `records`.
-        """
+        """The record of a model that the pairs from `first` on have trained or chosen; None: from `records` on."""
         count = len(self.all_records)
         first = count - len(self.records) if first is None else first
         return add_seen(self.seen_before, self.inputs["data"], range(first, count))
