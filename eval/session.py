@@ -137,8 +137,8 @@ def _choose(config: Any, data: str, digest: str, count: int, limit: int | None) 
         chosen = np.flatnonzero(~np.any(list(seen.values()), axis=0))
         if not len(chosen):
             raise UserError(
-                f"Of the {count} pairs of {data!r} none is held out: {', '.join(seen)} have seen all of them. Give "
-                "other data, or leave out --held-out."
+                f"Each of the {count} pairs of {data!r} was seen by one of the encoders: {', '.join(seen)}. Give other "
+                "data, or leave out --held-out."
             )
     chosen = chosen[:limit]
     return chosen, {label: int(positions[chosen].sum()) for label, positions in seen.items()}
