@@ -1,7 +1,6 @@
 """`debias-diffusion ablate`: searches for heads whose suppression makes a CLIP retrieve better."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -13,16 +12,15 @@ from torch import Tensor
 
 from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
 from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
-from debias_diffusion.data.bad_records import check_share, print_left_out, read_or_bad
-from debias_diffusion.data.images import pixels_digest
-from debias_diffusion.data.records import Record
+from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.seen import add_seen, read_seen, write_seen
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.robustness import edit_caption
-from debias_diffusion.eval.session import Pairs, read_source
-from debias_diffusion.files import bytes_digest, read_json_object
+from debias_diffusion.eval.session import read_source
+from debias_diffusion.files import read_json_object
 from debias_diffusion.head_search.backprop import Backprop
 from debias_diffusion.head_search.genetic import Generation
 from debias_diffusion.head_search.population import Population, TextPopulation
@@ -40,7 +38,7 @@ from debias_diffusion.head_search.problems import (
 )
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
-from debias_diffusion.retrieval import READERS, encode_images, encode_texts
+from debias_diffusion.retrieval import encode_images, encode_texts, images_digest
 from debias_diffusion.sentences import split_sentences
 
 from .options import AblateConfig
@@ -70,21 +68,11 @@ def ablate(config: AblateConfig) -> Path:
     """
     search = _Search(config)
     settings = {name: value for name, value in asdict(config).items() if name not in _WITHOUT_EFFECT}
-    digests = search.backbone.digest(), search.pairs.digest, _images_digest(search.pairs)
+    digests = search.backbone.digest(), search.pairs.digest, images_digest(search.pairs.records, search.pairs.images)
     inputs = dict(zip(("model", "data", "set of images"), digests, strict=True))
     with Job.open(config.output, "ablate", settings, inputs) as search.job:
         search.run()
     return Path(config.output)
-
-
-def _images_digest(pairs: Pairs) -> str:
-    """sha256 of the images' pixels, and of what is wrong with those that cannot be read."""
-
-    def digest(record: Record) -> bytes:
-        return str(read_or_bad(record, lambda image: pixels_digest(pairs.images.open(image)))).encode()
-
-    with ThreadPoolExecutor(READERS) as readers:
-        return bytes_digest(readers.map(digest, pairs.records))
 
 
 def _ablated_already(model: str) -> UserError:
@@ -102,6 +90,7 @@ class _Search:
         spec = EncoderSpec.parse(config.model)
         if spec.kind is Kind.ABLATION:
             raise _ablated_already(config.model)
+        self.seen_before = read_seen(spec)
         self.device = pick_device(config.device)
         self.backbone = spec.load_two_tower().to(self.device).eval()
         self.blocks, self.heads = tower_shape(self.backbone, config.tower)
@@ -162,7 +151,8 @@ class _Search:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
         recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
-        more = {"heads": heads, "settings": asdict(config), "data_sha256": self.pairs.digest, "recall": recall}
+        more = {"heads": heads, "settings": asdict(config), "recall": recall}
+        write_seen(self.output, add_seen([self.seen_before], self.pairs.digest, range(len(self.pairs.records))))
         with self.job.write(FILE) as temporary:
             write_ablation(temporary, config.model, self.backbone, ablation, **more)
 

@@ -1,11 +1,13 @@
 """Exports a training run, or any other text encoder, for other programs."""
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from debias_diffusion.data.seen import SEEN, Seen, read_seen, write_seen
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
@@ -50,16 +52,18 @@ def export(config: ExportConfig) -> Path:
     _check(config, output)
     if config.to == "modular":
         return _export_block(config, output)
-    source, digest = _load(config)
+    spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
+    seen, (source, digest) = read_seen(spec), _load(config, spec)
     backbone = None if isinstance(source, tuple) else source
     if config.to == "comfyui":
-        lines = _write_comfyui(config, source, output)
+        lines = _write_comfyui(config, source, output, seen)
     else:
         write = {"transformers": _write_transformers, "open_clip": _write_open_clip, "clip": _write_clip}[config.to]
         with written_folder(output, "export") as folder:
             title, encoder, lines = write(config, source, folder)
             card = model_card(config, title, encoder, backbone, digest)
             (folder / "README.md").write_text(card, encoding="utf-8")
+            write_seen(folder, seen)
     if backbone and backbone.image_attention and config.to not in _BOTH_TOWERS:
         lines.insert(1, "The suppressed heads are the image tower's. This text encoder is that of the base model.")
     return _finish(config, output, lines)
@@ -107,9 +111,8 @@ def _check(config: ExportConfig, output: Path) -> None:
 _Source = Union["Backbone", tuple[TextEncoder, CLIPTokenizer]]
 
 
-def _load(config: ExportConfig) -> tuple[_Source, str | None]:
+def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]:
     """The model, and the digest of two towers as evaluations read them, if scores are wanted."""
-    spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
     if config.to not in _BOTH_TOWERS and spec.kind not in (Kind.OPEN_CLIP, Kind.ABLATION):
         if config.positions == "short":
             raise UserError(
@@ -189,7 +192,7 @@ def _write_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Wr
     return f"A CLIP that reads {backbone.context_length} tokens", None, [f"both towers, for {load}."]
 
 
-def _write_comfyui(config: ExportConfig, source: _Source, output: Path) -> list[str]:
+def _write_comfyui(config: ExportConfig, source: _Source, output: Path, seen: Seen) -> list[str]:
     sizes = source[0].config if isinstance(source, tuple) else text_config(source)
     if sizes.vocab_size != VOCABULARY:
         raise UserError(
@@ -204,7 +207,8 @@ def _write_comfyui(config: ExportConfig, source: _Source, output: Path) -> list[
             "train from OpenAI's weights (ViT-L-14-quickgelu)."
         )
     program = f"debias-diffusion {version('debias-diffusion')}"
-    write_file(_text_encoder(source)[0], output, {"note": _COMFYUI_NOTE, "exported_with": program})
+    record = {SEEN: json.dumps(seen)} if seen else {}
+    write_file(_text_encoder(source)[0], output, {"note": _COMFYUI_NOTE, "exported_with": program} | record)
     width = sizes.hidden_size
     lines = [f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."]
     if not known:

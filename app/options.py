@@ -484,6 +484,7 @@ class ReproduceConfig(Checked):
         papers: Folder of the tables' settings and published numbers.
         device: Device to run on: cpu, or null for cuda where there is one.
         results: Also write the claims' results into this JSON file.
+        mixed: Take tables made of results of several commits of this package, too; without it the exit code is 1.
         list: Name every table and figure, what it needs and whether it is here.
         plan: Print what would run and what it costs, and do nothing.
     """
@@ -496,6 +497,7 @@ class ReproduceConfig(Checked):
     papers: str = "configs/papers"
     device: str | None = None
     results: str | None = None
+    mixed: bool = False
     list: bool = False
     plan: bool = False
 

@@ -11,16 +11,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .data.bad_records import BadRecord, read_or_bad
-from .data.images import ImageSource
+from .data.images import ImageSource, pixels_digest
 from .data.records import Record
 from .errors import UserError
+from .files import bytes_digest
 from .models.backbone import Backbone
 
 # Closer cosine similarities are a tie. The same text or image, encoded in another batch or multiplied in another block,
 # differs by float32 rounding, which must not decide ranks.
 TIE = 1e-6
 
-READERS = 4  # threads that read images; decoding and resizing release Python's lock
+_READERS = 4  # threads that read images; decoding and resizing release Python's lock
+_AT_ONCE = 10_000  # images that wait for them
 
 
 def recall_at_k(
@@ -204,7 +206,7 @@ def encode_images(
 
     features, good, bad = [], [], []
     starts = range(0, len(records), batch_size)
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(_READERS) as readers:
         ahead = deque()  # at most two batches, which bounds the memory
         for start in tqdm(starts, desc=progress or None, disable=not progress):
             while len(ahead) < 2 and (upcoming := start + len(ahead) * batch_size) < len(records):
@@ -247,3 +249,14 @@ def encode_texts(
         tokens = backbone.tokenize(list(captions[start : start + batch_size])).to(device)
         features.append(backbone.encode_text(tokens).float().cpu())
     return torch.cat(features)
+
+
+def images_digest(records: Sequence[Record], images: ImageSource) -> str:
+    """sha256 of the images' pixels, and of what is wrong with those that cannot be read."""
+
+    def digest(record: Record) -> bytes:
+        return str(read_or_bad(record, lambda image: pixels_digest(images.open(image)))).encode()
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        parts = (records[start : start + _AT_ONCE] for start in range(0, len(records), _AT_ONCE))
+        return bytes_digest(row for part in parts for row in readers.map(digest, part))

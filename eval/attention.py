@@ -226,7 +226,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
         UserError: the data or an encoder cannot be used.
     """
     pairs = read_source(config, only_captions=True) if config.has_captions else None
-    session = Session("attention", config, pairs and pairs.digest, pairs.bad if pairs else ())
+    session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),
         lambda spec, label, device: (label, load_reader(spec, device, config.scale)),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
+from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
@@ -34,10 +35,10 @@ class ImageSession(Session):
     """
 
     def __init__(self, name: str, config: Any, data: Any, counted: Sequence[BadRecord] = ()):
-        super().__init__(name, config, data.digest, data.bad)
+        super().__init__(name, config, data)
         self.records, self.images, self._counted = data.records, data.images, list(counted)
         check_share(self._counted, len(self.records) + len(self._counted), config.max_bad)
-        self.image_digest = bytes_digest(map(self._stamp, self.records))
+        self.image_digest = stamps_digest(self.records, self.images)
         self._readable: list[int] | None = None
 
     def encode(self, encoder: TwoTower) -> tuple[Tensor, list[int]]:
@@ -91,8 +92,14 @@ class ImageSession(Session):
             return image
         return BadRecord(record.image, "unreadable image", f"{record.image}: it could not be read when it was encoded")
 
-    def _stamp(self, record: Record) -> bytes:
+
+def stamps_digest(records: Sequence[Record], images: ImageSource) -> str:
+    """sha256 of the images' names and order, and of what shows that their files have changed."""
+
+    def stamp(record: Record) -> bytes:
         try:
-            return self.images.stamp(record.image)
+            return images.stamp(record.image)
         except (OSError, ValueError):
             return f"no {record.image}\n".encode("utf-8", "surrogatepass")
+
+    return bytes_digest(map(stamp, records))

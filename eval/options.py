@@ -127,20 +127,30 @@ class OfRecords(OfEncoders):
 
 
 @dataclass
-class OfImageFiles:
-    """What evaluations on images with captions have.
+class OfHeldOut:
+    """What evaluations on pairs have.
 
     Attributes:
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        held_out: Use only pairs of the data that a training run among the encoders held out.
+        held_out: Use only pairs that none of the encoders has seen: they, and the models they were made from, were
+            neither trained on them nor chosen by them.
     """
 
-    images: str | None = None
     held_out: bool = field(default=False, kw_only=True)
 
 
 @dataclass
-class OfCaptions(OfRecords):
+class OfImageFiles(OfHeldOut):
+    """What evaluations on images with captions have.
+
+    Attributes:
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+    """
+
+    images: str | None = None
+
+
+@dataclass
+class OfCaptions(OfHeldOut, OfRecords):
     """What evaluations on captions have.
 
     Attributes:
@@ -428,6 +438,7 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
         cola_images: Folder with the images that it names.
         dpg_bench: Folder of the published DPG-Bench, for images generated with the base.
         vqa: VQA model that answers its questions: folder or hub id of a ViLT or BLIP.
+        batch_size: Images, texts or questions taken at once; null is each evaluation's own number.
     """
 
     encoders: list[str] = field(default_factory=lambda: list(TOYS))
@@ -441,6 +452,7 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     cola_images: str | None = None
     dpg_bench: str | None = None
     vqa: str | None = None
+    batch_size: PositiveInt | None = field(default=None, kw_only=True)
 
     WITH_READINGS = True
 
@@ -494,6 +506,8 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     def settings(self, options: type, **changes) -> Any:
         """The settings of one evaluation: what is given here by the same name, and `changes`."""
         shared = {item.name: getattr(self, item.name) for item in fields(options) if hasattr(self, item.name)}
+        if self.batch_size is None:
+            del shared["batch_size"]
         return options(**(shared | {"encoders": self.for_texts} | changes))
 
 

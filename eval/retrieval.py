@@ -19,7 +19,7 @@ from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_diffe
 from .options import OfPairs, RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
-from .session import TwoTower, compare, read_source, trained_on
+from .session import TwoTower, compare, read_source
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -74,13 +74,6 @@ class PairSession(ImageSession):
         texts = [readable.good, readable.captions, readable.image_of]
         digest = bytes_digest([json.dumps(texts).encode()])
         return encoder.depends | {"pixels": self.image_digest, "texts": digest}
-
-    def report(
-        self, encoders: dict[str, dict], compared: Sequence[dict] = (), notes: Sequence[str] = (), **more
-    ) -> dict:
-        """The report, which also says how many of the pairs each encoder was trained on."""
-        seen, of_seen = trained_on(self.encoders, self.pairs)
-        return super().report(encoders, compared, [*of_seen, *notes], trained_on=seen, **more)
 
 
 def hits(ranks: Sequence[int], k: int) -> np.ndarray:

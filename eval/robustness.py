@@ -270,6 +270,8 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, Share]) -> dict:
 def _sentence(label: str, kept: dict) -> str:
     if kept["share"] is None:
         return f"{label} finds no image first even with whole captions, so it has nothing to lose."
+    if kept["low"] is None:
+        return f"One image is too few to say what share of its R@1 {label} keeps without the first sentence."
     if _is_too_low(kept):
         return f"{label} finds too few images first to say what share of its R@1 it keeps without the first sentence."
     return (
@@ -280,7 +282,7 @@ def _sentence(label: str, kept: dict) -> str:
 
 def _is_too_low(kept: dict) -> bool:
     """Whether a share is of so few hits that its interval says nothing."""
-    return kept["low"] is None or kept["high"] - kept["low"] > _MOST_WIDTH
+    return kept["low"] is not None and kept["high"] - kept["low"] > _MOST_WIDTH
 
 
 def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[str, Share]]) -> list[dict]:
@@ -378,9 +380,7 @@ def tables(report: dict) -> list[Table]:
 
 
 def _kept(kept: dict) -> str | None:
-    if kept["share"] is not None and _is_too_low(kept):
-        return "too low to say"
-    return cell(*kept.values())
+    return "too low to say" if _is_too_low(kept) else cell(*kept.values())
 
 
 def _row(numbers: dict, edit: str) -> list[str | None]:

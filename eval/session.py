@@ -5,13 +5,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
@@ -23,6 +24,7 @@ from debias_diffusion.data.bad_records import BadRecord, check_share, print_left
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
+from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.devices import end_group_at_exit, pick_device
 from debias_diffusion.encoders import EncoderSpec
@@ -31,6 +33,7 @@ from debias_diffusion.files import json_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.weight_files import save_tensors
+from debias_diffusion.pipelines.checkpoints import STRETCH
 
 from .registry import EVALUATIONS
 from .report import versions, write_png
@@ -58,7 +61,8 @@ class Pairs:
         captions: all captions, at least one, [M].
         image_of: the position in `records` of each caption's image, [M].
         bad: the bad records of all the data.
-        digest: of all the data; of a benchmark, of the images and captions in use.
+        digest: of all the data.
+        trained_on: by label of an encoder whose record names the data, how many of these images it has seen.
     """
 
     records: Sequence[Record]
@@ -67,6 +71,17 @@ class Pairs:
     image_of: list[int]
     bad: list[BadRecord]
     digest: str
+    trained_on: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """`trained_on` in words."""
+        return [
+            f"{label} was trained or chosen on {count} of these {len(self.records)} pairs. --held-out evaluates on "
+            "the others."
+            for label, count in self.trained_on.items()
+            if count
+        ]
 
 
 def read_source(config: Any, only_captions: bool = False) -> Pairs:
@@ -75,62 +90,58 @@ def read_source(config: Any, only_captions: bool = False) -> Pairs:
     A limit of "auto" is 1,000 pairs of data and all of a benchmark. Bad records are also named on the console.
 
     Args:
-        config: has `data`, `limit`, `max_bad`; `images`, unless `only_captions`; it may have `dataset` and `root`, and
-            `held_out` with `specs`, for pairs that none of these encoders was trained on.
+        config: has `data`, `limit`, `max_bad`; `images`, unless `only_captions`; it may have `dataset` and `root`,
+            `labelled` encoders, and `held_out`, for pairs that none of these has seen.
         only_captions: images of data need not be there.
 
     Raises:
         UserError: the data cannot be used, or more of it than the share `max_bad`.
     """
-    auto = config.limit == "auto"
+    limit = config.limit
     if dataset := getattr(config, "dataset", None):
         [name] = [dataset] if isinstance(dataset, str) else dataset
-        return _read_benchmark(name, config.root, None if auto else config.limit, config.max_bad)
+        return _read_benchmark(name, config, None if limit == "auto" else limit)
     captions, source = (read_captions(config.data), None) if only_captions else open_data(config.data, config.images)
     print_left_out(captions.bad)
     check_share(captions.bad, len(captions.records) + len(captions.bad), config.max_bad)
-    records, digest = captions.records, data_digest(config.data, captions)
-    if getattr(config, "held_out", False):
-        counts = _held_out(config.specs, digest)
-        if not counts:
-            raise UserError(f"None of the encoders was trained on the data {config.data!r}. Leave out --held-out.")
-        records = records[: min(counts.values())]
-    records = records[: AUTO_LIMIT if auto else config.limit]
+    digest, limit = data_digest(config.data, captions), AUTO_LIMIT if limit == "auto" else limit
+    positions, seen = _choose(config, config.data, digest, len(captions.records), limit)
+    records = captions.records[positions]
     texts = [record.caption for record in records]
-    return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest)
+    return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest, seen)
 
 
-def _read_benchmark(name: str, root: str, limit: int | None, max_bad: float) -> Pairs:
-    benchmark = read_retrieval_set(name, root)
+def _read_benchmark(name: str, config: Any, limit: int | None) -> Pairs:
+    benchmark = read_retrieval_set(name, config.root)
     print_left_out(benchmark.bad)
-    check_share(benchmark.bad, len(benchmark.captions) + len(benchmark.bad), max_bad)
-    used = benchmark.first(limit)
+    check_share(benchmark.bad, len(benchmark.captions) + len(benchmark.bad), config.max_bad)
+    digest = benchmark.digest()
+    positions, seen = _choose(config, name, digest, len(benchmark.images), limit)
+    used = benchmark.select(positions.tolist())
     first = dict(zip(reversed(used.image_of), reversed(used.captions), strict=True))  # the earliest is set last
     records = [Record(image, image, first[position]) for position, image in enumerate(used.images)]
-    return Pairs(records, used.source, used.captions, used.image_of, used.bad, used.digest())
+    return Pairs(records, used.source, used.captions, used.image_of, used.bad, digest, seen)
 
 
-def _held_out(encoders: Sequence[EncoderSpec], digest: str) -> dict[EncoderSpec, int]:
-    """By training run on the data with this digest, how many pairs, the first of the data, it was not trained on."""
-    counts = {}
-    for spec in encoders:
-        model = Path(spec.place)
-        for folder in (model, model.parent):  # of a run, and of its model
-            job = Job.read(folder)
-            if job.inputs.get("data") == digest:
-                counts[spec] = job.settings["validation"] + job.settings.get("keep_best", 0)
-    return counts
-
-
-def trained_on(encoders: Mapping[str, EncoderSpec], pairs: Pairs) -> tuple[dict[str, int], list[str]]:
-    """By label of an encoder, how many of the pairs it was trained on, as far as its run says; and that in words."""
-    held_out, used = _held_out(list(encoders.values()), pairs.digest), len(pairs.records)
-    counts = {label: max(0, used - held_out[spec]) for label, spec in encoders.items() if spec in held_out}
-    return counts, [
-        f"{label} was trained on {count} of these {used} pairs. --held-out evaluates on the others."
-        for label, count in counts.items()
-        if count
-    ]
+def _choose(config: Any, data: str, digest: str, count: int, limit: int | None) -> tuple[np.ndarray, dict[str, int]]:
+    """The positions of the pairs to evaluate on, and how many of them each encoder has seen, see `Pairs.trained_on`."""
+    second = getattr(config, "encoder_2", None)
+    beside = [] if second in (None, STRETCH) else [EncoderSpec.parse(second)]
+    encoders = getattr(config, "labelled", {}).items()
+    found = {label: seen_positions([encoder, *beside], digest, count) for label, encoder in encoders}
+    seen = {label: positions for label, positions in found.items() if positions is not None}
+    chosen = np.arange(count)
+    if getattr(config, "held_out", False):
+        if not seen:
+            raise UserError(f"None of the encoders was trained or chosen on the data {data!r}. Leave out --held-out.")
+        chosen = np.flatnonzero(~np.any(list(seen.values()), axis=0))
+        if not len(chosen):
+            raise UserError(
+                f"Each of the {count} pairs of {data!r} was seen by one of the encoders: {', '.join(seen)}. Give other "
+                "data, or leave out --held-out."
+            )
+    chosen = chosen[:limit]
+    return chosen, {label: int(positions[chosen].sum()) for label, positions in seen.items()}
 
 
 # ---- processes
@@ -300,8 +311,7 @@ class Session:
     Args:
         name: in `registry.EVALUATIONS`.
         config: its settings.
-        data: digest of the data.
-        bad: the data's `BadRecord`s.
+        data: has a `digest` and `bad` records; None where nothing is read.
         device: where to run; by default as the settings say.
 
     Attributes:
@@ -311,14 +321,13 @@ class Session:
         left_out: the bad records so far.
     """
 
-    def __init__(
-        self, name: str, config: Any, data: str | None, bad: Sequence = (), device: torch.device | None = None
-    ):
+    def __init__(self, name: str, config: Any, data: Any, device: torch.device | None = None):
         self.name, self.config, self.device = name, config, device or pick_device(config.device)
         self.encoders: dict[str, EncoderSpec] = config.labelled
         self.cache = ResultCache(config.output)
-        self.digests: dict[str, Any] = {"data": data, "encoders": {}}
-        self.left_out = list(bad)
+        self.data = data
+        self.digests: dict[str, Any] = {"data": data and data.digest, "encoders": {}}
+        self.left_out = list(data.bad) if data else []
 
     def by_encoder(
         self,
@@ -352,7 +361,8 @@ class Session:
     ) -> dict:
         """Writes NAME.json and the figures into the output folder, prints the tables, and returns the report.
 
-        It holds settings, versions, digests, numbers by encoder, encoders compared, notes, bad records and seconds.
+        It holds settings, versions, digests, numbers by encoder, encoders compared, notes, bad records and seconds; of
+        pairs also how many of them each encoder has seen.
 
         Args:
             encoders: numbers by label.
@@ -360,6 +370,8 @@ class Session:
             saved: figures that cannot be drawn again from the report, by file name.
             seconds: by default those of the results in the cache.
         """
+        if isinstance(self.data, Pairs):
+            more, notes = {"trained_on": self.data.trained_on} | more, [*self.data.notes, *notes]
         report = {
             "evaluation": self.name,
             "settings": asdict(self.config),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from debias_diffusion.app.align.data import PART, FrozenVAE, collate
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.data.records import Record
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.data.seen import read_seen, write_seen
+from debias_diffusion.data.sources import data_digest, read_captions
+from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.eval.session import Processes
+from debias_diffusion.eval.session import Processes, read_source
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
@@ -36,10 +39,13 @@ CPU = torch.device("cpu")
 def settings(sdxl_folder, long_clip_folder, world, tmp_path_factory):
     """A configuration with changes: a first encoder of 248 positions, and the checkpoint's second one stretched."""
     latents = str(tmp_path_factory.mktemp("latents"))
+    encoder = str(shutil.copytree(long_clip_folder, tmp_path_factory.mktemp("encoder") / "clip"))
+    Path(encoder).chmod(0o755)  # a shared folder is read-only
+    write_seen(Path(encoder), {"other data": [[3, 9]]})
 
     def make(output, **changes):
         values = dict(base=str(sdxl_folder), data=world[1], images=world[2], output=str(output), latent_cache=latents)
-        values |= dict(encoder=str(long_clip_folder), encoder_2="stretch", validation=4, batch=4, epochs=9, max_steps=4)
+        values |= dict(encoder=encoder, encoder_2="stretch", validation=4, batch=4, epochs=9, max_steps=4)
         values |= dict(learning_rate=1e-3, warmup=1, workers=0, checkpoint_every=2, eval_every=4, log_every=1)
         return AlignConfig(**(values | changes))
 
@@ -177,6 +183,17 @@ def test_a_run_fits_both_encoders_and_nothing_else(finished, settings):
     for line in steps:
         weighted = 10 * line["denoising_loss"] + line["state_error"] + 10 * line["feature_distance"]
         assert line["loss"] == pytest.approx(weighted, rel=1e-4)
+
+
+def test_both_encoders_have_seen_what_they_were_fitted_on_and_what_the_first_had(finished, settings, tmp_path):
+    config, pairs = settings(finished), 24
+    digest = data_digest(config.data, read_captions(config.data))
+    for name in ("encoder", "encoder_2", "last"):
+        spec = EncoderSpec.parse(finished / name)
+        assert read_seen(spec) == {digest: [(config.validation, pairs)], "other data": [(3, 9)]}
+    values = dict(base=config.base, output=str(tmp_path), data=config.data, images=config.images, dino="x")
+    beside = GenerationConfig(["original"], encoder_2=str(finished / "encoder_2"), held_out=True, **values)
+    assert len(read_source(beside).records) == config.validation
 
 
 def test_a_killed_run_resumes_bit_identically(finished, settings, tmp_path):

@@ -1,3 +1,4 @@
+import json
 import pickle
 
 import open_clip
@@ -174,3 +175,13 @@ def test_a_folder_without_weights_or_with_a_broken_configuration_is_refused(tmp_
         (tmp_path / "open_clip_config.json").write_text(broken)
         with pytest.raises(UserError, match="is not an open_clip config|cannot be read as JSON|holds a list, not a d"):
             load_backbone(folder)
+
+
+@pytest.mark.parametrize("change", [{"std": [0] * 3}, {"std": [1e-45] * 3}, {"std": [0.2] * 2}, {"mean": [1e400] * 3}])
+def test_a_preprocess_configuration_that_no_image_survives_is_named(tmp_path, change):
+    """Not the images: with such a configuration each of them counted as unreadable."""
+    folder, file = save_tiny_clip(tmp_path), tmp_path / "open_clip_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"preprocess_cfg": config["preprocess_cfg"] | change}))
+    with pytest.raises(UserError, match=r"loaded: by its preprocess configuration, with mean \[.* and std \["):
+        load_backbone(folder)

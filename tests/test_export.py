@@ -18,6 +18,7 @@ from debias_diffusion.app.export import export
 from debias_diffusion.app.model_card import code, model_card
 from debias_diffusion.app.options import ComfyUIConfig, ExportConfig
 from debias_diffusion.app.written_folder import MARK
+from debias_diffusion.data.seen import SEEN, read_seen, write_seen
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.registry import EVALUATIONS
@@ -56,7 +57,16 @@ def test_a_run_leaves_in_every_format(tmp_path, run):
     for to in ("diffusers", "open_clip", "clip"):  # the first is another name for transformers
         export(ExportConfig(str(tmp_path / to), run, to))
     names = {path.name for path in (tmp_path / "diffusers").iterdir()}
-    assert names == {"text_encoder", "tokenizer", "README.md", "pipeline.py", "block.py", "modular_config.json", MARK}
+    assert names == {
+        "text_encoder",
+        "tokenizer",
+        "README.md",
+        "pipeline.py",
+        "block.py",
+        "modular_config.json",
+        MARK,
+        SEEN,
+    }
     encoder = CLIPTextModel.from_pretrained(tmp_path / "diffusers", subfolder="text_encoder")
     tokenizer = CLIPTokenizer.from_pretrained(tmp_path / "diffusers", subfolder="tokenizer")
     Expected(trained).check(encoder.eval(), tokenizer)
@@ -81,6 +91,9 @@ def test_a_text_encoder_alone_goes_from_format_to_format(tmp_path, longclip, cap
     for source, name in pairwise((file, *(tmp_path / name for name in ("a.safetensors", "folder", "b.safetensors")))):
         export(ExportConfig(str(name), str(source), "comfyui" if name.suffix else "transformers"))
         expected.check(*load_text_encoder(name))
+        if name.is_dir():
+            write_seen(name, {"data": [(2, 5)]})  # of it ComfyUI's file tells, too
+    assert read_seen(EncoderSpec.parse(name)) == {"data": [(2, 5)]}
     assert "does not align a CLIP-L of 248 positions with clip_g past 75 tokens" in capsys.readouterr().out
 
 

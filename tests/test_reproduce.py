@@ -1,16 +1,21 @@
 """`reproduce`: one table from end to end on tiny data, names of results, wrong files, claims and their page."""
 
 import json
+import os
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_data import make_tiny_data
+from PIL import Image
 
 from debias_diffusion.app.options import ReproduceConfig
-from debias_diffusion.app.reproduce import claims, measuring
+from debias_diffusion.app.reproduce import claims, contents, measuring, units
 from debias_diffusion.app.reproduce import papers as files
 from debias_diffusion.app.reproduce.building import Work
 from debias_diffusion.app.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
@@ -18,10 +23,12 @@ from debias_diffusion.app.reproduce.command import RESULTS, write_table
 from debias_diffusion.app.reproduce.evidence import evidence_page
 from debias_diffusion.app.reproduce.listing import reproduce
 from debias_diffusion.app.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
-from debias_diffusion.app.reproduce.units import RESULT
-from debias_diffusion.errors import UserError
+from debias_diffusion.app.reproduce.units import RESULT, commit_of, program
+from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.files import read_json_object, write_json
+from debias_diffusion.jobs import Job
+from debias_diffusion.retrieval import images_digest
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 ROOT = Path(__file__).parent.parent
@@ -89,6 +96,107 @@ def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
     trainings = [Model(training=spelled | more) for more in ({}, {"epochs": 3}, {"sampling": "summary"})]
     assert len({work.add(model, "docci", 0) for model in trainings}) == 1
     assert work.add(trainings[0], "docci", 1) != work.add(trainings[0], "docci", 0)
+
+
+def test_results_are_named_by_the_contents_of_data_and_models_not_by_their_places(papers, tmp_path):
+    world, root = files.read_world(papers, "toy"), tmp_path / "root"
+    make_tiny_data(root, 3)
+    save_tiny_clip(root / "clip")
+    for name in ("urban1k/image", "urban1k/caption", "sdxl"):
+        (root / name).mkdir(parents=True)
+    (root / "sdxl" / "model_index.json").write_text("{}")
+    shutil.copy(root / "images" / "0.png", root / "urban1k" / "image" / "1.jpg")
+    (root / "urban1k" / "caption" / "1.txt").write_text("A caption.")
+    pairs = {"data": "{root}/data.json", "images": "{root}/images"}
+    base = {"bases": {"b": Base("{root}/clip")}, "training": world.training | pairs, "pairs": None}
+    base["evaluations"] = {
+        "pairs": {"kind": "retrieval"} | pairs,
+        "captions": {"kind": "attention", "data": "{root}/data.json"},
+        "urban1k": {"kind": "retrieval", "dataset": ["urban1k"], "root": "{root}"},
+        "images": {"kind": "generation", "base": "{root}/sdxl", "data": "toy/test-{seed}"},
+    }
+
+    def names(root=root):
+        work = Work(replace(world, **base), root, tmp_path / "output")
+        found = {name: work.add(Model("b"), name, 0) for name in base["evaluations"]}
+        return found | {"training": work.units[work.add(Model("b", training={}), "images", 0)].needs[0]}
+
+    def changed():
+        before["names"], old = names(), before.get("names")
+        return {name for name, unit in before["names"].items() if unit != old[name]}
+
+    before = {"names": names()}
+    image, everything = Image.new("RGB", (32, 32), (1, 2, 3)), set(before["names"])
+    assert names(shutil.copytree(root, tmp_path / "moved")) == before["names"]
+    (root / "other.txt").write_text("beside them")
+    assert changed() == set()
+    image.save(root / "images" / "2.png")
+    assert changed() == {"pairs", "training"}
+    entries = json.loads((root / "data.json").read_text())
+    (root / "data.json").write_text(json.dumps(entries[:2]))
+    assert changed() == {"pairs", "training", "captions"}
+    image.save(root / "urban1k" / "image" / "1.jpg", "png")
+    assert changed() == {"urban1k"}
+    (root / "urban1k" / "caption" / "1.txt").write_text("Another caption.")
+    assert changed() == {"urban1k"}
+    (root / "clip" / "open_clip_config.json").write_text("{}")
+    assert changed() == everything
+    (root / "sdxl" / "model_index.json").write_text("{ }")
+    assert changed() == {"images"}
+
+
+def test_images_are_read_once_and_by_no_plan(tmp_path, monkeypatch):
+    data, images = make_tiny_data(tmp_path / "root", 2)
+    settings, read = {"data": data, "images": images}, []
+    monkeypatch.setattr(
+        contents, "images_digest", lambda records, source: read.append(1) or images_digest(records, source)
+    )
+    with Job.open(tmp_path / "output", "reproduce", shared=True) as job:
+        planned = contents.Contents(job, read=False).of(settings)
+        assert not read
+        found = [contents.Contents(job).of(settings) for _ in range(2)]
+        assert len(read) == 1 and found[0] == found[1] == contents.Contents(job, read=False).of(settings) != planned
+        image = next(Path(images).iterdir())
+        os.utime(image)  # as a copy would
+        assert contents.Contents(job).of(settings) == found[0] and len(read) == 2
+
+
+def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(written, settings, copy_of, monkeypatch):
+    output = copy_of(Path(settings["output"]))
+    results = {file: read_json_object(file) for file in output.rglob(RESULT)}
+    assert results and all(result["made_with"] == [program()] for result in results.values())
+    table, given = output / "toy" / "table-S4.md", settings | {"output": str(output)}
+    assert "several commits" not in table.read_text()
+    cut = next(file for file in results if "retrieval" in str(file))
+    cut.unlink()
+    monkeypatch.setattr(units, "program", lambda: program() | {"commit": "0123456789ab"})
+    with pytest.raises(
+        FailedError, match="table-S4: written, but from results of several commits. .*--output, .* or --mixed"
+    ):
+        reproduce(ReproduceConfig(["table-S4"], **given))
+    assert "**Made of results of several commits**: " in table.read_text() and "0123456789ab" in table.read_text()
+    assert len(read_json_object(table.with_suffix(".json"))["made_with"]) == 2
+    assert len(read_json_object(cut)["made_with"]) == 2  # it went on in a folder that the other had begun
+    assert reproduce(ReproduceConfig(["table-S4"], mixed=True, **given)) == [table]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_commit_is_of_the_checkout_that_a_file_belongs_to(tmp_path):
+    def git(*arguments):
+        names = ["-c", "user.name=n", "-c", "user.email=e"]
+        run = subprocess.run(["git", *names, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return run.stdout.strip()
+
+    file, other = tmp_path / "a.py", tmp_path / "environment.py"
+    file.write_text("1")
+    other.write_text("1")
+    assert commit_of(file) == ""
+    git("init")
+    git("add", "a.py")
+    git("commit", "-m", "a")
+    assert commit_of(file) == git("rev-parse", "--short=12", "HEAD") and commit_of(other) == ""
+    file.write_text("2")
+    assert commit_of(file).endswith("-dirty")
 
 
 def test_a_reading_and_an_alignment_are_of_the_trained_encoder(tmp_path, monkeypatch):

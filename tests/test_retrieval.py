@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,20 +15,31 @@ import torch
 from helpers.literal import literal_ranks
 from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import entry, make_tiny_data
+from helpers.training_runs import config as train_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from debias_diffusion.app.ablate import ablate
+from debias_diffusion.app.export import export
+from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_sharegpt4v
+from debias_diffusion.data.seen import SEEN, read_seen
+from debias_diffusion.data.sources import data_digest, read_captions
+from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import retrieval
+from debias_diffusion.eval.all import AllConfig, settings_of_all
+from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
 from debias_diffusion.eval.report import cell
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.retrieval_examples import disagreements
+from debias_diffusion.eval.session import read_source
 from debias_diffusion.files import path_digest
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k, recall_ranks
+from debias_diffusion.training.loop import train
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
@@ -227,7 +239,10 @@ def test_pairs_that_were_trained_on_are_counted_or_left_out(finished_run, world,
 
     report = evaluated(run, base)
     assert list(report["trained_on"].values()) == [pairs - HELD_OUT] and report["images"] == pairs
-    assert f"was trained on {pairs - HELD_OUT} of these {pairs} pairs. --held-out evaluates" in report["notes"][0]
+    assert (
+        f"was trained or chosen on {pairs - HELD_OUT} of these {pairs} pairs. --held-out evaluates"
+        in report["notes"][0]
+    )
     # The folder of the run's model is the same model, and the first pairs are the held-out ones.
     assert list(evaluated(model, limit=HELD_OUT + 1)["trained_on"].values()) == [1]
     held_out = evaluated(base, run, held_out=True)
@@ -236,8 +251,76 @@ def test_pairs_that_were_trained_on_are_counted_or_left_out(finished_run, world,
     other.write_text(Path(data).read_text() + "\n")
     report = evaluated(run, data=str(other))
     assert report["trained_on"] == {} and report["notes"] == []
-    with pytest.raises(UserError, match="None of the encoders was trained on the data .* Leave out --held-out"):
+    with pytest.raises(
+        UserError, match="None of the encoders was trained or chosen on the data .* Leave out --held-out"
+    ):
         evaluated(run, data=str(other), held_out=True)
+
+
+@pytest.fixture(scope="module")
+def lineage(finished_run, world, tmp_path_factory):
+    """The finished run's data and others; a run from its model on the others, ablations of that one's best and of the
+    finished run's base, both on the finished run's data.
+    """
+    folder = tmp_path_factory.mktemp("lineage")
+    other = folder / "data.json"
+    other.write_text(Path(world[1]).read_text() + "\n")
+    base = (str(finished_run / "last"), str(other), world[2])
+    train(train_config(base, folder / "run", keep_best=5, max_steps=1, eval_every=1))
+    for name, model in (("ablated", str(folder / "run" / "best")), ("searched", world[0])):
+        ablate(AblateConfig(model, str(folder / name), *world[1:], limit=21, search="bp", epochs=1))
+    digests = [data_digest(file, read_captions(file)) for file in (world[1], other)]
+    return SimpleNamespace(folder=folder, first=digests[0], other=digests[1], data=[world[1], str(other)])
+
+
+def test_what_a_model_has_seen_goes_through_its_bases(lineage, tmp_path):
+    def seen(path):
+        return read_seen(EncoderSpec.parse(path))
+
+    base, pairs = [(HELD_OUT, 24)], 24
+    assert seen(lineage.folder / "run") == {lineage.first: base, lineage.other: [(HELD_OUT + 5, pairs)]}
+    assert seen(lineage.folder / "run" / "best") == {lineage.first: base, lineage.other: base}  # it was chosen, too
+    assert seen(lineage.folder / "ablated") == {lineage.first: [(0, 21), *base], lineage.other: base}
+    for to in ("open_clip", "transformers", "clip"):
+        export(ExportConfig(str(tmp_path / to), str(lineage.folder / "run" / "best"), to))
+        assert seen(tmp_path / to) == {lineage.first: base, lineage.other: base}
+    assert seen(tmp_path / "transformers" / "text_encoder") == seen(tmp_path / "transformers")
+    weights = tmp_path / "open_clip" / "open_clip_model.safetensors"
+    assert seen(weights) == seen(f"ViT-B-16:{weights}") == seen(tmp_path / "open_clip")
+    (tmp_path / "clip" / SEEN).write_text('{"data": [1]}')
+    with pytest.raises(UserError, match=f"{SEEN} of .* is damaged"):
+        seen(tmp_path / "clip")
+
+
+@pytest.mark.usefixtures("blank_figures")
+def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, finished_run, tmp_path):
+    """A search of heads is no training run, and the pairs that chose `best/` are seen by it alone."""
+    images = str(Path(lineage.data[0]).with_name("images"))
+    encoders = {name: str(lineage.folder / name) for name in ("searched", "ablated", "run/best", "run/last")}
+
+    def evaluated(data, *names, **settings):
+        given = [encoders[name] for name in names]
+        return evaluate_retrieval(RetrievalConfig(given, str(tmp_path), data, images, **settings))
+
+    first, other = lineage.data
+    report = evaluated(first, "searched", "run/last")
+    assert list(report["trained_on"].values()) == [21, 18]
+    assert "searched was trained or chosen on 21 of these 24 pairs" in report["notes"][0]
+    report = evaluated(first, "searched", held_out=True)
+    assert report["images"] == 3 and list(report["trained_on"].values()) == [0]
+    last, both = (evaluated(other, *names, held_out=True) for names in (["run/last"], ["run/last", "run/best"]))
+    assert (last["images"], both["images"]) == (11, 6)
+    drawn = read_source(RetrievalConfig([encoders["searched"]], str(tmp_path), first, images, held_out=True))
+    assert [record.image for record in drawn.records] == [f"{number}.png" for number in range(21, 24)]
+    # Evaluations that read captions alone, too.
+    captions = AttentionConfig([encoders["searched"]], str(tmp_path), first, held_out=True)
+    assert evaluate_attention(captions)["captions"] == 3
+    everything = AllConfig(list(encoders.values()), str(tmp_path), first, images=images, held_out=True, base=None)
+    assert all(config.held_out for config in settings_of_all(everything).values())
+    with pytest.raises(
+        UserError, match="Each of the 24 pairs of .* was seen by one of the encoders: ablated. Give other"
+    ):
+        evaluated(first, "ablated", held_out=True)
 
 
 def test_unusable_folders_are_refused(three, tmp_path):

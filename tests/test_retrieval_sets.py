@@ -12,6 +12,7 @@ from helpers.tiny_data import entry
 from debias_diffusion.data import retrieval_layouts
 from debias_diffusion.data.retrieval_layouts import BENCHMARKS, COCO_CN_FILE, SHAREGPT4V_FILE
 from debias_diffusion.data.retrieval_sets import find_root, read_retrieval_set
+from debias_diffusion.data.seen import SEEN
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 
@@ -174,10 +175,10 @@ def test_a_benchmark_in_its_authors_layout(name, tmp_path):
     assert read.captions == [caption for captions in expected.values() for caption in captions]
     assert [read.images[i] for i in read.image_of] == [image for image, texts in expected.items() for _ in texts]
     assert {read.source.open(image).size for image in read.images} == {(32, 32)}
-    first = read.first(1)
-    assert (first.images, first.captions) == (read.images[:1], expected[read.images[0]])
-    assert first.image_of == [0] * len(first.captions)
-    assert first.digest() != read.digest() == read_retrieval_set(name, str(tmp_path)).digest()
+    last = read.select([len(read.images) - 1])
+    assert (last.images, last.captions) == (read.images[-1:], expected[read.images[-1]])
+    assert last.image_of == [0] * len(last.captions)
+    assert last.digest() != read.digest() == read_retrieval_set(name, str(tmp_path)).digest()
 
 
 def test_images_lie_beside_their_folder_or_behind_links(tmp_path):
@@ -271,5 +272,12 @@ def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, coar
     for name, report in reports.items():
         assert report["digests"]["data"] == read_retrieval_set(name, data / name).digest()
         assert json.loads((tmp_path / name / "retrieval.json").read_text()) == report
+    # A search on the first image of urban1k: of it and no other is said that the model has seen it.
+    (tmp_path / "clip" / SEEN).write_text(json.dumps({reports["urban1k"]["digests"]["data"]: [[0, 1]]}))
+    [name] = reports["urban1k"]["encoders"]
+    for settings, images, seen in (({}, 3, 1), ({"limit": 2}, 2, 1), ({"held_out": True, "limit": 1}, 1, 0)):
+        given = {"dataset": ["urban1k"], "root": str(data / "urban1k")} | settings
+        report = evaluate_retrieval(RetrievalConfig([clip], str(tmp_path), **given))
+        assert (report["images"], report["trained_on"]) == (images, {name: seen})
     with pytest.raises(UserError, match=r"docci is in none of .*data/docci'.*docci_descriptions"):
         evaluated("urban1k", "docci")

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,3 +154,12 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
         lost = [means[label][EDITS[edit].base][way] - means[label][edit][way] for label in (second, first)]
         expected = {"a": second, "b": first} | paired_difference(*lost, GROUPS[way])
         assert {key: line[key] for key in expected} == pytest.approx(expected)
+
+
+def test_of_one_image_found_first_it_is_not_said_that_it_finds_too_few(several, tmp_path, capsys):
+    config = replace(several.config, encoders=several.config.encoders[:1], output=str(tmp_path), limit=1)
+    [numbers] = evaluate_robustness(config)["encoders"].values()
+    assert numbers["recall_at_1_percent"]["keep"]["text_to_image"] == 100
+    assert numbers["in_words"].startswith("One image is too few to say what share of its R@1 ")
+    printed = capsys.readouterr().out
+    assert "finds too few" not in printed and "100.0 (no interval: too few)" in printed

@@ -299,6 +299,23 @@ def test_random_weights_are_asked_for_and_batch_normalisation_is_refused(world, 
         assert train(settings) == tmp_path / "run" / "last"
 
 
+def test_too_many_bad_records_end_with_what_mends_their_kind(world, tmp_path):
+    """Not with images to be mended where the data have no short captions."""
+    entries = json.loads(Path(world[1]).read_text())
+    (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "0.png"}, {"image": "1.png"}]))
+    shutil.copytree(world[2], tmp_path / "images")
+    for name in list((tmp_path / "images").iterdir())[:2]:
+        name.unlink()
+    for data, given, message in (
+        (world[1:], {"sampling": "given"}, "no short caption .*Add a short_caption to the entries .* --sampling, such"),
+        ((str(tmp_path / "data.json"), world[2]), {}, "Mend them in the data, or start"),
+        ((world[1], str(tmp_path / "images")), {}, "Mend the images where they are, or start"),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            train(config((world[0], *data), tmp_path / "run", check_data=True, **given))
+        assert str(error.value).count("Mend") == ("Mend" in message)
+
+
 def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_path):
     settings = config(world, tmp_path, validation="auto")
     assert [held_out_count(settings, records) for records in (1_200_000, 9_999, 5)] == [1000, 999, 0]

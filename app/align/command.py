@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from debias_diffusion.data.seen import read_seen, write_seen
 from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders import FIRST, ORIGINAL, SECOND, EncoderSpec
 from debias_diffusion.files import explain_full_disk
@@ -65,8 +66,9 @@ class Alignment(Run):
         self.settings["pixels"] = self.pixels
         self.inputs["SDXL checkpoint"] = checkpoint.digest
         for place, name in (("first", config.encoder), ("second", config.encoder_2)):
-            of_checkpoint = name in (None, ORIGINAL, STRETCH)
-            self.inputs[f"{place} encoder"] = name if of_checkpoint else EncoderSpec.parse(name).digest
+            spec = None if name in (None, ORIGINAL, STRETCH) else EncoderSpec.parse(name)
+            self.inputs[f"{place} encoder"] = spec.digest if spec else name
+            self.seen_before = [*self.seen_before, *map(read_seen, [spec] if spec else [])]
         device, dtype = accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
         self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
@@ -190,9 +192,10 @@ class Alignment(Run):
                         encoder = make_encoder(encoder.config, prefixed_state(encoder), projection=False)
                     with self.job.write(name) as temporary:
                         write_text_encoder(encoder, tokenizer, temporary)
+                        write_seen(temporary, self.seen())
             if self.two_tower is not None:
                 import_text_encoder(self.two_tower, self.slots[0].fitted.model)
-                save_model(self.job, LAST, self.two_tower, {"step": state.step})
+                save_model(self.job, LAST, self.two_tower, {"step": state.step}, self.seen())
         self.say_done(state)
         option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
         self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
 from debias_diffusion.jobs import Job
@@ -22,6 +21,7 @@ from ..align.command import align
 from ..command_line import checked
 from ..options import AblateConfig, AlignConfig
 from .availability import gpu_hours
+from .contents import Contents
 from .measuring import KINDS
 from .papers import Model, World, ablation_settings, describe, fill
 from .units import Unit
@@ -35,9 +35,10 @@ class Work:
 
     Attributes:
         world: where data and models come from.
-        root: folder of real data, absolute: results of another folder are others.
+        root: folder of real data, absolute.
         output: folder of everything.
         device: that evaluations and ablations run on; None: cuda where there is one.
+        contents: of data and models, which name the units with the settings: no path does.
         units: by name.
     """
 
@@ -45,9 +46,9 @@ class Work:
     root: Path
     output: Path
     device: str | None = None
+    contents: Contents = field(default_factory=Contents)
     units: dict[str, Unit] = field(default_factory=dict)
     _models: dict[str, tuple] = field(default_factory=dict)
-    _contents: dict[str, str | None] = field(default_factory=dict)
 
     def add(self, model: Model, evaluation: str, seed: int) -> str:
         """Adds the evaluation of a model made with a seed, and all that it needs.
@@ -74,7 +75,7 @@ class Work:
             return KINDS[kind](settings | where)
 
         # Benchmarks that are the same data in a small world are evaluated once.
-        name = f"seed-{seed}/{kind}-{_digest(settings)}/{label}"
+        name = f"seed-{seed}/{kind}-{self._digest(settings)}/{label}"
         return self._add(name, f"evaluate {evaluation} ({kind}) of {label}, seed {seed}", work, *needs, cost=15.0)
 
     def _add(self, name: str, title: str, work: Callable[[Path], dict | None], *needs: str, cost: float = 0.0) -> str:
@@ -87,9 +88,7 @@ class Work:
         if model.training is not None and model.ablation is not None:
             raise UserError(f"A row has both a training {model.training} and an ablation {model.ablation}. Give one.")
         encoder = fill(f"{base.model}:{base.pretrained}" if base.pretrained else base.model, self.root, seed)
-        if encoder not in self._contents:  # of a local model; other names mean the same everywhere
-            self._contents[encoder] = EncoderSpec.parse(encoder).digest if Path(encoder).exists() else None
-        identity, needs = _digest(encoder, self._contents[encoder]), ()
+        identity, needs = self._digest({"model": encoder}), ()
         label = f"{model.base}-{identity}"
         makers = {"training": self._training, "ablation": self._ablation, "alignment": self._alignment}
         for command, make in makers.items():
@@ -109,7 +108,7 @@ class Work:
         # Equal methods have one folder, however they are spelled: long-clip is debias-clip with three options.
         plain = {name: part for name, part in settings.items() if name not in _SPELLING}
         needs = self._pairs()
-        digest = _digest(repr(config.make_method()), self._filled(plain, seed), identity, needs)
+        digest = self._digest(self._filled(plain, seed), repr(config.make_method()), identity, needs)
         cost = 3600 * gpu_hours(model, self.world)
         if self.world.seconds_per_step is not None:
             cost = self.world.seconds_per_step * (config.max_steps or 0)
@@ -178,7 +177,7 @@ class Work:
             given = settings | {"model": encoder, "output": str(folder), "seed": seed, "device": self.device}
             ablate(checked(AblateConfig, given))
 
-        name = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{_digest(settings, identity)}"
+        name = f"seed-{seed}/ablation/{settings.get('search', 'ga')}-{self._digest(settings, identity)}"
         return self._add(name, f"ablate {describe(model)}, seed {seed}", work, *needs, cost=60.0)
 
     def _alignment(self, model: Model, seed: int, encoder: str, identity: str, needs: tuple[str, ...]) -> str:
@@ -192,7 +191,7 @@ class Work:
             if align(checked(AlignConfig, given)) is None:
                 raise KeyboardInterrupt  # it, too, has left a checkpoint
 
-        name = f"seed-{seed}/alignment/{_digest(settings, identity, needs)}"
+        name = f"seed-{seed}/alignment/{self._digest(settings, identity, needs)}"
         cost = (self.world.seconds_per_step or 0.0) * settings.get("max_steps", 0)
         return self._add(name, f"align {describe(model)}, seed {seed}", work, *needs, cost=cost)
 
@@ -200,10 +199,9 @@ class Work:
         """Settings with places and seed filled in."""
         return {name: fill(part, self.root, seed) for name, part in settings.items()}
 
-
-def _digest(*depends: Any) -> str:
-    """Of JSON values: all that decides a result, as a part of its name."""
-    return json_digest({"depends": depends})[:12]
+    def _digest(self, settings: Mapping[str, Any], *more: Any) -> str:
+        """Of settings, by the contents that they name, and of JSON values: all that decides a result."""
+        return json_digest({"depends": [self.contents.of(settings), *more]})[:12]
 
 
 def _check_names(command: str, settings: Mapping, options: type) -> list[str]:

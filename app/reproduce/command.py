@@ -1,12 +1,12 @@
 """Tables, figures and claims of the papers, regenerated with real data or in the toy world."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.errors import FailedError, UserError, near_matches
 from debias_diffusion.eval.report import Table, cell, escaped, versions
 from debias_diffusion.files import write_json, write_text
 from debias_diffusion.jobs import Job
@@ -17,7 +17,8 @@ from . import papers
 from .availability import TFLOPS, missing_parts
 from .building import Work
 from .claims import Lookup, compared_models, decide, over_seeds
-from .evidence import evidence_page
+from .contents import Contents
+from .evidence import evidence_page, mixed_note
 from .papers import CLAIMS, Column, Model, PaperTable
 from .units import is_done, result_of, run_units
 
@@ -39,29 +40,42 @@ class Reproduction:
         self.tables = self._find_tables(config.target)
         wants_claims = {CLAIMS, ALL} & set(config.target)
         self.claims = papers.read_yaml(self.folder / f"{CLAIMS}.yaml", papers.Claims) if wants_claims else None
-        self.work = Work(self.world, self.root.resolve(), self.output, config.device)
-        self.job = Job.read(self.output)
+        self.mixed: list[str] = []  # tables made of results of several commits
 
     def run(self) -> list[Path]:
         """Trains and evaluates what is missing, and writes tables; or plans. Returns the files written.
 
         Raises:
             UserError: data or weights are missing, or a setting cannot be used.
+            FailedError: results of several commits are in one table, unless `config.mixed`.
         """
-        for seed in self.config.seeds:
-            for model, column in self._models_and_columns():
-                self.work.add(model, column.evaluation, seed)
-        print(self._plan())
         if self.config.plan:
+            self._add_units(Job.read(self.output))
             return []
         models, columns = zip(*self._models_and_columns(), strict=True)
         if missing := missing_parts(self.world, self.root, models, columns):
             raise UserError("Some of what this needs is not here:\n- " + "\n- ".join(missing))
         if self.config.device == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"  # trainings have no option of their own for it
-        with Job.open(self.output, "reproduce", shared=True) as self.job:
-            run_units(self.work.units, self.job, lambda line: print(line, flush=True))
-            return self._write()  # each process writes the same
+        with Job.open(self.output, "reproduce", shared=True) as job:
+            self._add_units(job)
+            run_units(self.work.units, job, lambda line: print(line, flush=True))
+            files = self._write()  # each process writes the same
+        if self.mixed and not self.config.mixed:
+            raise FailedError(
+                f"{', '.join(self.mixed)}: written, but from results of several commits. Give another --output, to "
+                "compute all with this commit, or --mixed, to accept them."
+            )
+        return files
+
+    def _add_units(self, job: Job) -> None:
+        """Adds all that is wanted, by the contents of data and models, and prints the plan."""
+        self.job, contents = job, Contents(job, read=not self.config.plan)
+        self.work = Work(self.world, self.root.resolve(), self.output, self.config.device, contents)
+        for seed in self.config.seeds:
+            for model, column in self._models_and_columns():
+                self.work.add(model, column.evaluation, seed)
+        print(self._plan())
 
     def _find_tables(self, wanted: list[str]) -> dict[str, PaperTable]:
         tables = papers.read_tables(self.folder)
@@ -77,7 +91,7 @@ class Reproduction:
     def _models_and_columns(self) -> Iterator[tuple[Model, Column]]:
         """Every model wanted, with each column it is needed for."""
         for table in self.tables.values():
-            yield from ((row, column) for row in table.rows.values() for column in table.columns.values())
+            yield from _cells_of(table)
         yield from ((model, column) for _, model, column in self._compared())
 
     def _compared(self) -> Iterator[tuple[str, Model, Column]]:
@@ -103,7 +117,7 @@ class Reproduction:
         """{seed: values of the score}"""
         values = {}
         for seed in self.config.seeds:
-            scores = result_of(self.job, self.work.add(model, evaluation, seed))
+            scores = result_of(self.job, self.work.add(model, evaluation, seed))["content"]
             if score not in scores:
                 raise UserError(
                     f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."
@@ -111,13 +125,25 @@ class Reproduction:
             values[seed] = scores[score]
         return values
 
-    def _write(self) -> list[Path]:
-        files = [
-            write_table(name, table, self._scores, self.world.title, self.config.seeds, self.output)
-            for name, table in self.tables.items()
+    def _programs(self, name: str, wanted: Iterable[tuple[Model, Column]]) -> list[str]:
+        """The versions and commits that made the results of a table: its evaluations, and all that these need."""
+        units = [
+            self.work.add(model, column.evaluation, seed) for model, column in wanted for seed in self.config.seeds
         ]
-        for file in files:
-            print(f"\n{file.read_text(encoding='utf-8')}")
+        for unit in units:  # which grows
+            units += self.work.units[unit].needs
+        made = (program for unit in dict.fromkeys(units) for program in result_of(self.job, unit)["made_with"])
+        programs = sorted({" ".join(program.values()) for program in made})
+        self.mixed += [name] if len(programs) > 1 else []
+        return programs
+
+    def _write(self) -> list[Path]:
+        files = []
+        for name, table in self.tables.items():
+            programs = self._programs(name, _cells_of(table))
+            arguments = name, table, self._scores, self.world.title, self.config.seeds, self.output, programs
+            files.append(write_table(*arguments))
+            print(f"\n{files[-1].read_text(encoding='utf-8')}")
         return files + (self._write_claims() if self.claims else [])
 
     def _write_claims(self) -> list[Path]:
@@ -128,6 +154,7 @@ class Reproduction:
             "editions": self.claims.editions,
             "seeds": self.config.seeds,
             "versions": versions(),
+            "made_with": self._programs(CLAIMS, ((model, column) for _, model, column in self._compared())),
             "claims": groups,
             "scores": self._means(),
         }
@@ -151,14 +178,31 @@ class Reproduction:
         return means
 
 
-def write_table(name: str, table: PaperTable, scores: Lookup, world_title: str, seeds: list[int], output: Path) -> Path:
+def _cells_of(table: PaperTable) -> Iterator[tuple[Model, Column]]:
+    """Every row with every column."""
+    return ((row, column) for row in table.rows.values() for column in table.columns.values())
+
+
+def write_table(
+    name: str,
+    table: PaperTable,
+    scores: Lookup,
+    world: str,
+    seeds: list[int],
+    output: Path,
+    made_with: Sequence[str] = (),
+) -> Path:
     """Writes a table as NAME.md and NAME.json into `output`, and returns the Markdown file.
+
+    Args:
+        made_with: versions and commits; the page names several.
 
     Raises:
         UserError: a row is compared with one that is not there.
     """
     head = {part: getattr(table, part) for part in ("paper", "title", "source", "note")}
-    content = {"name": name, **head, "world": world_title, "seeds": seeds, "versions": versions()}
+    content = {"name": name, **head, "world": world, "seeds": seeds, "versions": versions()}
+    content["made_with"] = list(made_with)
     content |= {"columns": list(table.columns), "rows": {label: _cells(table, label, scores) for label in table.rows}}
     write_json(output / f"{name}.json", content)
     write_text(output / f"{name}.md", table_page(content))
@@ -202,5 +246,5 @@ def table_page(content: dict) -> str:
         rows.append(row)
     lines = [f"# {escaped(content['paper'])}, {escaped(content['name'])}: {escaped(content['title'])}"]
     lines += [f"{content['world']}, seeds {', '.join(map(str, content['seeds']))}. Published: {content['source']}."]
-    lines += [content["note"]] if content["note"] else []
+    lines += [line for line in (content["note"], mixed_note(content["made_with"])) if line]
     return "\n\n".join([*lines, Table(header, rows).markdown()]) + "\n"

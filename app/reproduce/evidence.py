@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -37,8 +38,15 @@ def evidence_page(content: dict, results: str) -> str:
     environment.filters |= {"escaped": escaped, "anchor": anchor, "file_name": lambda path: Path(path).name}
     page = environment.get_template(TEMPLATE)
     return page.render(
-        content | {"count": count, "summary": summary, "results": results, "groups": groups}, notes=notes
+        content | {"count": count, "summary": summary, "results": results, "groups": groups},
+        notes=notes,
+        mixed=mixed_note(content.get("made_with", ())),
     )
+
+
+def mixed_note(made_with: Sequence[str]) -> str:
+    """What is said of results of several versions or commits; empty of one."""
+    return f"**Made of results of several commits**: {'; '.join(made_with)}." if len(made_with) > 1 else ""
 
 
 def _claim(entry: dict, number: int) -> dict:

@@ -1,17 +1,20 @@
 """Units of work that any number of processes share through one job: each is done once, and done again if killed."""
 
-import json
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
-from debias_diffusion.files import write_json
+from debias_diffusion.files import read_json, write_json
 from debias_diffusion.jobs import Job
 
-RESULT, LOG = "result.json", "console.txt"
-PAUSE = 2.0  # seconds between two looks for a unit that has become free
+from .contents import PAUSE
+
+RESULT, LOG, BEGUN = "result.json", "console.txt", "begun"
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,29 @@ def is_done(job: Job, name: str) -> bool:
 
 
 def result_of(job: Job, name: str) -> dict:
-    """What a finished unit has returned."""
-    return json.loads(job.path(f"{name}/{RESULT}").read_text(encoding="utf-8"))
+    """What a finished unit has returned, as "content"; every `program` that had a part in it, as "made_with"."""
+    return read_json(job.path(f"{name}/{RESULT}"))
+
+
+@cache
+def program() -> dict[str, str]:
+    """The package's "version", and in a checkout its "commit", as they were when this process first asked."""
+    commit = commit_of(Path(__file__))
+    return {"version": version("debias-diffusion")} | ({"commit": commit} if commit else {})
+
+
+def commit_of(file: Path) -> str:
+    """The commit of a checkout that a file belongs to, with "-dirty" where something was changed since; "" of none."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)  # an environment may lie in a checkout of something else
+        return git("describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def run_units(units: Mapping[str, Unit], job: Job, say: Callable[[str], None] = print) -> None:
@@ -71,8 +95,14 @@ def _claim(unit: Unit, job: Job, left: str, say: Callable[[str], None]) -> bool:
             say(f"[{left}] {unit.title}")
             started, folder = time.monotonic(), job.folder / unit.name
             folder.mkdir(parents=True, exist_ok=True)
+            # A killed unit may go on with another commit.
+            begun = f"{unit.name}/{BEGUN}"
+            programs = job.notes(begun)["programs"] if begun in job else []
+            if program() not in programs:
+                programs = [*programs, program()]
+                job.note(begun, programs=programs)
             with open(folder / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
                 content = unit.work(folder)
             with job.write(result, title=unit.title, seconds=round(time.monotonic() - started, 1)) as temporary:
-                write_json(temporary, content)
+                write_json(temporary, {"made_with": programs, "content": content})
     return is_free

@@ -14,6 +14,7 @@ from .bad_records import BadRecord, read_or_bad
 from .images import ImageSource
 from .records import Record
 
+NO_SHORT_CAPTION = "no short caption"  # kind of a bad record
 _ATTEMPTS = 20  # how many records in a row may be unreadable before a sample gives up
 
 
@@ -84,7 +85,7 @@ def without_short_caption(record: Record) -> BadRecord | None:
     """The bad record of one without a short caption, for a method that needs it."""
     if record.short is not None:
         return None
-    return BadRecord(record.image, "no short caption", f"{record.image}: its entry has no usable short_caption")
+    return BadRecord(record.image, NO_SHORT_CAPTION, f"{record.image}: its entry has no usable short_caption")
 
 
 class CaptionDataset(RecordDataset):

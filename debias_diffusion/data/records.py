@@ -24,7 +24,7 @@ class Record:
 
 
 class PackedRecords(Sequence[Record]):
-    """Records as positions in bytes instead of millions of objects. A slice is a view.
+    """Records as positions in bytes instead of millions of objects. A slice, and an array of numbers, is a view.
 
     A forked worker shares its parent's memory until either writes to it. Python writes to every object it touches, to
     count references, so with objects each worker would end up with a copy of all captions.
@@ -53,7 +53,7 @@ class PackedRecords(Sequence[Record]):
         return len(self._places)
 
     def __getitem__(self, index):
-        if isinstance(index, slice):
+        if isinstance(index, slice | np.ndarray):
             return PackedRecords.at(self._content, self._places[index], self._parse)
         return self._parse(self._content[slice(*self._places[index].tolist())])
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,14 +32,15 @@ class RetrievalSet:
     source: ImageSource
     bad: list[BadRecord]
 
-    def first(self, count: int | None) -> "RetrievalSet":
-        """The first `count` images with all their captions; None: all."""
-        kept = [caption for caption, image in enumerate(self.image_of) if count is None or image < count]
+    def select(self, positions: Sequence[int]) -> "RetrievalSet":
+        """The images at these positions, in ascending order, with all their captions."""
+        new = {position: row for row, position in enumerate(positions)}
+        kept = [caption for caption, image in enumerate(self.image_of) if image in new]
         return replace(
             self,
-            images=self.images[:count],
+            images=[self.images[position] for position in positions],
             captions=[self.captions[caption] for caption in kept],
-            image_of=[self.image_of[caption] for caption in kept],
+            image_of=[new[self.image_of[caption]] for caption in kept],
         )
 
     def digest(self) -> str:

@@ -68,9 +68,17 @@ class Backbone(nn.Module):
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
         self.read_pixels = Compose([*self.preprocess.transforms[:-2], PILToTensor()])
         # [3, 1, 1] each: the last step of `preprocess`, for images that are normalised where the model is
-        for name in ("mean", "std"):
-            values = torch.tensor(getattr(self.preprocess.transforms[-1], name), dtype=torch.float32)
-            self.register_buffer(f"_pixel_{name}", values.view(-1, 1, 1), persistent=False)
+        normalise = self.preprocess.transforms[-1]
+        mean, std = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 1) for part in (normalise.mean, normalise.std))
+        # Every image would count as unreadable, or have features that are not finite.
+        if not (len(mean) == len(std) == 3 and torch.cat([1 / std, mean / std]).isfinite().all()):
+            raise ValueError(
+                f"by its preprocess configuration, with mean {list(normalise.mean)} and std {list(normalise.std)}, "
+                "images cannot be normalised. Each must be three finite numbers, and std none of 0; correct it in the "
+                "model's configuration"
+            )
+        self.register_buffer("_pixel_mean", mean, persistent=False)
+        self.register_buffer("_pixel_std", std, persistent=False)
 
     @property
     def context_length(self) -> int:

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from ..data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad, too_many
 from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
-from ..data.dataset import without_short_caption
+from ..data.dataset import NO_SHORT_CAPTION, without_short_caption
 from ..data.images import ImageSource, is_there
 from ..data.records import Record
 from ..data.shards import verify_shards
@@ -20,6 +20,10 @@ from ..tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig
 
 _LOOKED_UP = 200  # images whose presence is checked before a run
+_ADD_SHORT = (
+    "Add a short_caption to the entries of a JSON or JSONL file or of shards, or take another --sampling, such as "
+    "summary"
+)
 
 
 class _CheckedRecords(Dataset):
@@ -65,7 +69,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> None:
         f"context length of {tokenizer.context_length} and would be cut.\n{statistics}"
     )
     report_bad(bad + changed, Path(config.output))
-    check_share(bad, pairs, config.max_bad, continue_hint(config))
+    check_share(bad, pairs, config.max_bad, continue_hint(config, bad))
 
 
 def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: float) -> int:
@@ -96,14 +100,17 @@ def look_for_short_captions(records: Sequence[Record], max_bad: float) -> None:
     if too_many(len(missing), len(sample), max_bad):
         raise UserError(
             f"sampling is given, but of {len(sample)} records looked up {len(missing)} have no short_caption, for "
-            f"example that of {missing[0].image!r}. Add it to the entries of a JSON or JSONL file or of shards, or "
-            "take another --sampling, such as summary."
+            f"example that of {missing[0].image!r}. {_ADD_SHORT}."
         )
 
 
-def continue_hint(config: RunConfig) -> str:
-    """What to do when too many records of a run are bad."""
+def continue_hint(config: RunConfig, bad: Sequence[BadRecord]) -> str:
+    """What to do when too many records of a run are bad, `bad` among them."""
+    kinds = {record.kind for record in bad}
+    are_images = all(kind.endswith("image") for kind in kinds)
+    mend = "Mend the images where they are" if are_images else "Mend them in the data"
+    mend = _ADD_SHORT if NO_SHORT_CAPTION in kinds else mend
     return (
-        f"They are named in {str(Path(config.output) / BAD_RECORDS)!r}. Mend the images where they are, or start the "
-        "same command with a larger --max-bad: the run continues."
+        f"They are named in {str(Path(config.output) / BAD_RECORDS)!r}. {mend}, or start the same command with a "
+        "larger --max-bad: the run continues."
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from ..data.seen import Seen, write_seen
 from ..errors import UserError, reason
 from ..files import write_json
 from ..jobs import Job
@@ -90,8 +91,9 @@ def load_checkpoint(job: Job, model: nn.Module, optimizer: AdamW, modules: nn.Mo
     return state
 
 
-def save_model(job: Job, name: str, backbone: Backbone, scores: dict) -> None:
-    """Writes an open_clip folder with its scores, complete or not at all."""
+def save_model(job: Job, name: str, backbone: Backbone, scores: dict, seen: Seen) -> None:
+    """Writes an open_clip folder with its scores and the record of what it has seen, complete or not at all."""
     with job.write(name) as temporary:
         backbone.save(temporary)
+        write_seen(temporary, seen)
         write_json(temporary / "scores.json", scores)

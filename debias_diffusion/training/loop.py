@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, Collate
 from ..data.records import Record
+from ..data.seen import read_seen
 from ..devices import autocast
 from ..files import explain_full_disk, sha256
 from ..methods import Batch
@@ -59,6 +60,7 @@ class _Training(Run):
         if self.method.reads_short:
             look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config)
+        self.seen_before = [read_seen(config.base_model())]
         self.inputs["base model"] = base_model_digest(base_model) or f"random weights of {config.model}"
         if config.import_file:
             self.inputs["import file"] = sha256(config.import_file)
@@ -134,7 +136,7 @@ class _Training(Run):
                 mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
                 if state.step > 0 and mean > state.best_r1:
                     state.best_r1, state.best_step = mean, state.step
-                    save_model(self.job, BEST, self.backbone, scores)
+                    save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)))
             self.backbone.train()
         self.accelerator.wait_for_everyone()
 
@@ -163,7 +165,7 @@ class _Training(Run):
     def _finish(self, state: TrainState) -> Path:
         folder = self.folder
         if self.main:
-            save_model(self.job, LAST, self.backbone, {"step": state.step})
+            save_model(self.job, LAST, self.backbone, {"step": state.step}, self.seen())
         rest = f", and the last {self.batches.remainder} pairs filled no step" if self.batches.remainder else ""
         self.say_done(state, rest)
         if self.choosing:

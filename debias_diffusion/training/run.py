@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
+from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
 from ..data.workers import load_batches
 from ..devices import pick_precision
@@ -55,6 +56,7 @@ class Run(ABC):
         job: what lies there, within `opened`.
         settings: everything that decides the result; a subclass adds the rest.
         inputs: digests of data and models; likewise.
+        seen_before: the records of the models that the run begins with.
         model: what is trained and what a checkpoint holds.
         modules: further modules that are trained, or None.
         optimizer: of both.
@@ -65,6 +67,7 @@ class Run(ABC):
     command = "train"
     title = "training"  # of the progress bar
     job: Job
+    seen_before: Sequence[Seen] = ()
     model: nn.Module
     modules: nn.Module | None = None
     optimizer: AdamW
@@ -120,7 +123,7 @@ class Run(ABC):
             bad, count = self.captions.bad, len(self.captions.records) + len(self.captions.bad)
             if self.main and not self.job.names():
                 report_bad(bad, self.folder)
-            check_share(bad, count, self.config.max_bad, continue_hint(self.config))
+            check_share(bad, count, self.config.max_bad, continue_hint(self.config, bad))
             yield
 
     def report_unreadable(self, bad: Sequence[BadRecord], count: int) -> None:
@@ -131,7 +134,7 @@ class Run(ABC):
         """
         if self.main:
             report_bad(bad, self.folder)
-        check_share(bad, count, self.config.max_bad, continue_hint(self.config))
+        check_share(bad, count, self.config.max_bad, continue_hint(self.config, bad))
 
     def make_steps(self, request: StopRequest) -> TrainState | None:
         """Makes the steps that are left. None if the run was asked to stop before the last."""
@@ -236,7 +239,13 @@ class Run(ABC):
         if count:
             # The share of a few samples says nothing about the rest.
             seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
-            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config))
+            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config, batch.bad))
+
+    def seen(self, first: int | None = None) -> Seen:
+        """The record of a model that the pairs from `first` on have trained or chosen; None: from `records` on."""
+        count = len(self.all_records)
+        first = count - len(self.records) if first is None else first
+        return add_seen(self.seen_before, self.inputs["data"], range(first, count))
 
     @property
     def pairs_a_step(self) -> str:

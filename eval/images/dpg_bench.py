@@ -119,7 +119,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         reading = rendered[label].reading if rendered else {}
         encoders[label] = score(results[label], groups, per_prompt) | reading
         encoders[label]["pictures"] = _digest_by_prompt(files)
-    session = Session(NAME, config, bench.digest, bench.bad, processes.device)
+    session = Session(NAME, config, bench, processes.device)
     of_images = {label: numbers["pictures"] for label, numbers in encoders.items()}
     session.digests |= {"vqa": vqa, "encoders": of_images} | digests
     return session.report(

@@ -29,7 +29,7 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
-from ..session import Processes, Session, read_source, trained_on
+from ..session import Processes, Session, read_source
 from .networks import ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
@@ -108,7 +108,8 @@ class _Generation:
         check_share(unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
         self.captions = [record.caption for record in self.records]
-        self.session = Session(NAME, config, self.pairs.digest, self.pairs.bad + unreadable, self.processes.device)
+        self.session = Session(NAME, config, self.pairs, self.processes.device)
+        self.session.left_out += unreadable
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
@@ -132,8 +133,7 @@ class _Generation:
             if self.is_toy:
                 differences |= compare_objects(objects[a], objects[b], mentions, kinds)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
-        seen, notes = trained_on(session.encoders, self.pairs)
-        notes += self.networks.notes
+        notes = list(self.networks.notes)
         for label, numbers in encoders.items():
             if numbers["cut_at"] is not None:
                 notes.append(
@@ -152,7 +152,6 @@ class _Generation:
             images=len(self.records),
             resize=self.networks.resize,
             ceilings=ceilings(readings),
-            trained_on=seen,
         )
 
     def readings(self, captions: Sequence[Caption]) -> list[dict[str, Mention]]:

@@ -1,0 +1,96 @@
+"""What settings name, by contents: results of data or models that were replaced since are others."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from debias_diffusion.data.images import ImageSource
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval_sets import find_root, read_retrieval_set
+from debias_diffusion.data.sources import data_digest, open_data, read_captions
+from debias_diffusion.data.toy_scenes import is_toy_scenes
+from debias_diffusion.encoders import may_be_hub_id
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.image_features import stamps_digest
+from debias_diffusion.files import path_digest
+from debias_diffusion.interchange.hub import find_commit
+from debias_diffusion.jobs import Job
+from debias_diffusion.models.shipped import shipped
+from debias_diffusion.retrieval import images_digest
+
+PAUSE = 2.0  # seconds between two looks for what another process is doing
+_DATA = ("data", "images", "dataset", "root")
+_WITHOUT_EFFECT = ("feature_cache", "latent_cache")  # which are there from the first run on
+
+
+class Contents:
+    """Digests of data and models by their names.
+
+    Images are read once: the digest of their pixels is noted in the job, and holds while their files have the same
+    stamps.
+
+    Args:
+        job: of the results; None: nothing is noted.
+        read: whether images are read. Otherwise those without a note have no digest.
+    """
+
+    def __init__(self, job: Job | None = None, read: bool = True):
+        self._job, self._read = job, read
+        self._data = cache(self._data_digests)
+        self._model = cache(self._of_model)
+
+    def of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings with digests in place of the data and models that they name."""
+        rest = {name: part for name, part in settings.items() if name not in (*_DATA, *_WITHOUT_EFFECT)}
+        named = {name: self._model(part) if isinstance(part, str) else part for name, part in rest.items()}
+        limit, datasets = settings.get("limit"), settings.get("dataset") or []
+        given = {name: settings.get(name) for name in _DATA} | {"limit": limit if isinstance(limit, int) else None}
+        given["dataset"] = (datasets,) if isinstance(datasets, str) else tuple(datasets)
+        return named | {"data": self._data(**given)}
+
+    def _of_model(self, name: str) -> str:
+        """A model's files, or its commit on the hub, by digest; any other name or setting as it is."""
+        before, colon, place = name.rpartition(":")
+        path = shipped(place)
+        if os.path.exists(path):
+            return f"{before}{colon}{path_digest(path)}"
+        return f"{name}@{find_commit(place)}" if may_be_hub_id(place) else name
+
+    def _data_digests(
+        self, data: str | None, images: str | None, dataset: tuple[str, ...], root: str | None, limit: int | None
+    ) -> Any:
+        """Of captions and images. What cannot be read keeps its names: it is not there yet, or its use says why."""
+        if not dataset and (data is None or is_toy_scenes(data)):  # drawn by this package, whose commit is recorded
+            return data
+        try:
+            return [self._of_benchmark(name, root, limit) for name in dataset] or self._of_pairs(data, images, limit)
+        except UserError:
+            return [data, images, list(dataset), root]
+
+    def _of_pairs(self, data: str, images: str | None, limit: int | None) -> list[str | None]:
+        try:
+            captions, source = open_data(data, images)
+        except UserError:
+            captions, source = read_captions(data), None
+        return [data_digest(data, captions), source and self._of_images(captions.records[:limit], source)]
+
+    def _of_benchmark(self, name: str, root: str, limit: int | None) -> list[str | None]:
+        benchmark = read_retrieval_set(name, find_root(name, root))
+        records = [Record(image, image, "") for image in benchmark.images[:limit]]
+        return [name, benchmark.digest(), self._of_images(records, benchmark.source)]
+
+    def _of_images(self, records: Sequence[Record], images: ImageSource) -> str | None:
+        if self._job is None:
+            return images_digest(records, images)
+        name = f"images-{stamps_digest(records, images)}"
+        while name not in self._job:
+            if not self._read:
+                return None
+            with self._job.claim(name) as is_free:
+                if is_free:
+                    self._job.note(name, digest=images_digest(records, images))
+                else:
+                    time.sleep(PAUSE)
+        return self._job.notes(name)["digest"]

@@ -1,0 +1,66 @@
+"""Which pairs a model has seen: was trained on, or chosen by, itself or a model that it was made from.
+
+The record lies beside the weights and names data by their digest, so it holds wherever models and data are moved.
+Whatever makes a model from others hands their records on.
+"""
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from ..encoders import EncoderSpec
+from ..errors import UserError
+from ..files import read_json, write_json
+from ..interchange.single_file import written_metadata
+
+SEEN = "seen.json"  # the record's file; in a single file of weights the key of its metadata
+Seen = dict[str, list[tuple[int, int]]]  # by digest of data, the positions of records: [first, end) of each range
+
+
+def read_seen(encoder: EncoderSpec) -> Seen:
+    """The record of an encoder; empty where there is none, as of published models.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    place = Path(encoder.weights or encoder.place)
+    # Text encoders and their weights lie in folders of a folder that was written as a whole.
+    levels = 3 if place.is_file() else 2 if place.is_dir() else 0
+    files = (folder / SEEN for folder in [place, *place.parents][:levels])
+    try:
+        if not (content := place.is_file() and json.loads(written_metadata(place).get(SEEN, "{}"))):
+            content = next((read_json(file) for file in files if file.is_file()), {})
+        return {data: [(int(first), int(end)) for first, end in ranges] for data, ranges in content.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"{SEEN} of {encoder.name!r}, what it was trained on, is damaged. Get it again.") from error
+
+
+def add_seen(records: Iterable[Seen], data: str, positions: range) -> Seen:
+    """The record of a model that was made, on these positions of `data`, from models with these records."""
+    seen = {data: [(positions.start, positions.stop)]}
+    for record in records:
+        for digest, ranges in record.items():
+            seen[digest] = sorted({*map(tuple, seen.get(digest, [])), *map(tuple, ranges)})
+    return seen
+
+
+def write_seen(folder: Path, seen: Seen) -> None:
+    """Writes a record into a model's folder."""
+    if seen:
+        write_json(folder / SEEN, seen)
+
+
+def seen_positions(encoders: Iterable[EncoderSpec], data: str, count: int) -> np.ndarray | None:
+    """[count] whether any of the encoders has seen the record of `data`; None where their records do not name `data`.
+
+    Raises:
+        UserError: a record is damaged.
+    """
+    records = [record[data] for record in map(read_seen, encoders) if data in record]
+    seen = np.zeros(count, dtype=bool)
+    for first, end in chain.from_iterable(records):
+        seen[first:end] = True
+    return seen if records else None
