@@ -81,7 +81,7 @@ class ImageSession(Session):
             )
             return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
 
-        depends = encoder.depends | {"pixels": self.image_digest, "start": start, "count": len(records)}
+        depends = encoder.of_images | {"pixels": self.image_digest, "start": start, "count": len(records)}
         return self.cache.tensors("images", depends, compute)
 
     def _explain(self, record: Record) -> BadRecord:

@@ -148,6 +148,19 @@ def test_a_digest_is_of_the_files_that_are_loaded(here, monkeypatch):
         assert parse("weights.pt").digest
 
 
+def test_what_loading_reads_beside_a_file_or_folder_is_in_its_digest(here, tmp_path):
+    exported = here / "exported" / "text_encoder"
+    named = ("weights.pt", "ViT-L-14:weights.pt", "exported/text_encoder")
+    seen = [[parse(name).digest for name in named]]
+    for file in (here / "config.json", here / "tokenizer" / "merges.txt", exported.with_name("tokenizer") / "a.json"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+        seen.append([parse(name).digest for name in named])
+    assert [len(set(digests)) for digests in zip(*seen, strict=True)] == [3, 3, 2]
+    (here / "elsewhere.txt").write_text("")
+    assert [parse(name).digest for name in named] == seen[-1]
+
+
 def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cache, monkeypatch):
     ask = Mock(side_effect=lambda name, revision, timeout: ModelInfo(id=name, sha="0" * 40))
     monkeypatch.setattr(hub.HfApi, "model_info", ask)

@@ -5,6 +5,7 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
 from debias_diffusion.eval.session import Processes
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines import LongPromptOptions, rendering
+from debias_diffusion.pipelines import LongPromptOptions, checkpoints, rendering
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import (
@@ -33,6 +34,7 @@ from debias_diffusion.pipelines.rendering import (
     Renderer,
     Sampling,
     encode,
+    plan_batches,
     render,
     render_batch,
     render_into,
@@ -279,6 +281,26 @@ def test_images_of_others_are_refused_before_a_model_is_loaded(
 
 
 @given(st.lists(st.text(min_size=1) | st.sampled_from(["x" * 255, "猫" * 85]), min_size=1, max_size=5, unique=True))
+def test_batches_are_planned_in_one_pass_over_the_wanted_images():
+    class Wanted(list):
+        passes = 0
+
+        def __iter__(self):
+            Wanted.passes += 1
+            return super().__iter__()
+
+    lengths = [77, 248] * 9
+    prompts, layouts = [ImagePrompt("a cat", 0)] * 18, {n: SimpleNamespace(positions=p) for n, p in enumerate(lengths)}
+    assert plan_batches(prompts, layouts, 4, Wanted([1, 5, 17])) == [[1, 3, 5, 7], [17]] and Wanted.passes == 1
+
+
+def test_the_checkpoint_is_read_once_for_the_digests_of_all_encoders(base, long, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpoints, "path_digest", lambda path: read.append(path) or "0")
+    renderer = Renderer(base, SAMPLING, CPU)
+    assert {renderer.inputs(encoder)["base"] for encoder in (own(), own("cut"), long)} == {"0"} and read == [base]
+
+
 def test_folders_have_safe_and_different_names(labels):
     names = folder_names(labels)
     assert list(names) == labels and len({name.lower() for name in names.values()}) == len(labels)

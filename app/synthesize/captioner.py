@@ -15,6 +15,7 @@ from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
+from debias_diffusion.models.model_files import check_folder
 
 _SIZES = 4096  # of images, whose shapes are remembered
 
@@ -78,6 +79,7 @@ class Captioner:
 
     def __init__(self, model: str, device: torch.device, precision: str, max_new_tokens: int, batch: int):
         with _explain(model):
+            check_folder(model, "it")
             processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForImageTextToText.from_pretrained(

@@ -21,6 +21,7 @@ from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, path_digest, sha256
+from debias_diffusion.models.model_files import check_folder
 from debias_diffusion.pipelines.rendering import ImageTask
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -214,6 +215,7 @@ class VqaModel:
         try:
             if not os.path.isdir(model) and not may_be_hub_id(model):
                 raise ValueError("it is not there")
+            check_folder(model, "it")
             self.processor = AutoProcessor.from_pretrained(model)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(
