@@ -122,9 +122,9 @@ class EncoderSpec:
         except OSError as error:
             raise UserError(f"The model {self.name!r} cannot be read ({reason(error)}). Give another one.") from error
         if "/" in self.place:
-            from .interchange.hub import find_commit
+            from .interchange.hub import place_digest
 
-            return f"{self.place}@{find_commit(self.place.removeprefix('hf-hub:'))}"
+            return place_digest(self.place)
         return self.name
 
     def _digest_of(self, place: str) -> str:

@@ -19,7 +19,7 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedM
 
 from debias_diffusion.encoders import load_text_encoder, may_be_hub_id
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import path_digest
+from debias_diffusion.interchange.hub import place_digest
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import find_tokenizer, read_encoder
 from debias_diffusion.models.model_files import check_finite, check_fit, check_folder, explain_failure, quiet_logging
@@ -89,9 +89,8 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """Of the files that the name names, often gigabytes; a hub id is its own, because a cache has its files."""
-        paths = [path for path in (self.configs, self.file) if path and os.path.exists(path)]
-        return ":".join(map(path_digest, paths)) or self.name
+        """Of the files that the name names, often gigabytes; of a hub id its commit."""
+        return ":".join(map(place_digest, filter(None, (self.configs, self.file and str(self.file)))))
 
     def check_kind(self, kinds: Collection[str] = (SDXL,)) -> str:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""

@@ -28,6 +28,7 @@ from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import MaskedView
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
+from debias_diffusion.models.text_tower import set_short_positions
 from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
@@ -353,3 +354,12 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
         train(config(world, tmp_path / "refused", **settings))
     train(config(world, tmp_path / "run", **settings | {"max_bad": 0.5}))
     assert "no short caption" in (tmp_path / "run" / "bad-records.jsonl").read_text()
+
+
+def test_models_of_other_short_positions_are_other_models():
+    backbone = tiny_clip()
+    digests = [backbone.digest()]
+    for value in (0.0, 1.0):
+        set_short_positions(backbone.text.tower, torch.full((77, 32), value))
+        digests.append(backbone.digest())
+    assert len(set(digests)) == 3

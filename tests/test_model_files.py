@@ -177,18 +177,18 @@ def test_settings_of_wrong_types_and_sizes_are_refused(saved, kind, keys, value,
 
 HUGE = [
     ("open_clip", ["model_cfg", "text_cfg", "layers"], 10**7),
-    ("open_clip", ["model_cfg", "vision_cfg", "image_size"], 10**6),
-    ("open_clip", ["model_cfg", "embed_dim"], 10**8),
-    ("siglip", ["model_cfg", "text_cfg", "width"], 10**5),
+    ("open_clip", ["model_cfg", "vision_cfg", "image_size"], 10**9),
+    ("open_clip", ["model_cfg", "embed_dim"], 10**12),
+    ("siglip", ["model_cfg", "text_cfg", "width"], 10**9),
     ("text encoder", ["num_hidden_layers"], 10**7),
-    ("text encoder", ["intermediate_size"], 10**8),
+    ("text encoder", ["intermediate_size"], 10**12),
     ("clip", ["vision_config", "num_hidden_layers"], 10**7),
-    ("clip", ["text_config", "max_position_embeddings"], 10**8),
+    ("clip", ["text_config", "max_position_embeddings"], 10**12),
     ("vit", ["num_hidden_layers"], 10**7),
     ("sdxl", ["transformer_layers_per_block"], 10**7),
-    ("sdxl", ["block_out_channels"], [32, 10**6]),
+    ("sdxl", ["block_out_channels"], [32, 10**9]),
     ("sdxl vae", ["layers_per_block"], 10**7),
-    ("sdxl text", ["vocab_size"], 10**9),
+    ("sdxl text", ["vocab_size"], 10**12),
 ]
 
 

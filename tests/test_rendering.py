@@ -280,7 +280,6 @@ def test_images_of_others_are_refused_before_a_model_is_loaded(
     assert mine.read_text() == "mine"
 
 
-@given(st.lists(st.text(min_size=1) | st.sampled_from(["x" * 255, "猫" * 85]), min_size=1, max_size=5, unique=True))
 def test_batches_are_planned_in_one_pass_over_the_wanted_images():
     class Wanted(list):
         passes = 0
@@ -296,11 +295,12 @@ def test_batches_are_planned_in_one_pass_over_the_wanted_images():
 
 def test_the_checkpoint_is_read_once_for_the_digests_of_all_encoders(base, long, monkeypatch):
     read = []
-    monkeypatch.setattr(checkpoints, "path_digest", lambda path: read.append(path) or "0")
+    monkeypatch.setattr(checkpoints, "place_digest", lambda path: read.append(path) or "0")
     renderer = Renderer(base, SAMPLING, CPU)
     assert {renderer.inputs(encoder)["base"] for encoder in (own(), own("cut"), long)} == {"0"} and read == [base]
 
 
+@given(st.lists(st.text(min_size=1) | st.sampled_from(["x" * 255, "猫" * 85]), min_size=1, max_size=5, unique=True))
 def test_folders_have_safe_and_different_names(labels):
     names = folder_names(labels)
     assert list(names) == labels and len({name.lower() for name in names.values()}) == len(labels)

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import path_digest
+from debias_diffusion.interchange.hub import place_digest
 from debias_diffusion.models.model_files import check_folder
 
 _SIZES = 4096  # of images, whose shapes are remembered
@@ -36,14 +36,13 @@ def model_digest(model: str) -> str:
     Raises:
         UserError: there is no such model, or it is no image-text-to-text one.
     """
-    local = os.path.isdir(model)
     with _explain(model):
-        if not local and not may_be_hub_id(model):
+        if not os.path.isdir(model) and not may_be_hub_id(model):
             raise ValueError("it is not there")
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
-    return path_digest(model) if local else f"{model}@{getattr(config, '_commit_hash', None)}"
+    return place_digest(model)
 
 
 @contextmanager

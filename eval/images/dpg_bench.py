@@ -20,7 +20,8 @@ from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import bytes_digest, path_digest, sha256
+from debias_diffusion.files import bytes_digest, sha256
+from debias_diffusion.interchange.hub import place_digest
 from debias_diffusion.models.model_files import check_folder
 from debias_diffusion.pipelines.rendering import ImageTask
 from debias_diffusion.tokens import clip_tokenizer
@@ -60,7 +61,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
             folder have other settings.
     """
     started, processes, kept = time.monotonic(), Processes(config.device), ResultCache(config.output)
-    vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+    vqa = place_digest(config.vqa)
     kind, per_prompt = f"answers-{bytes_digest([vqa.encode()])[:12]}", config.images_per_prompt
 
     def read() -> tuple[DpgBench, list[ImageTask]]:
