@@ -241,7 +241,8 @@ class Backbone(nn.Module):
     def digest(self) -> str:
         """sha256 of all that decides a feature or a training: weights, configuration and tokenizer."""
         short = {} if self.short_positions is None else {SHORT_POSITIONS_FILE: self.short_positions}
-        return model_digest(self.model, self.config, self.tokenizer.tokenizer, **short)
+        config = self.config | {"preprocess_cfg": open_clip.get_model_preprocess_cfg(self.model)}
+        return model_digest(self.model, config, self.tokenizer.tokenizer, **short)
 
     def image_digest(self) -> str:
         """sha256 of all but the opened image that decides its features, whatever the text tower and the tokenizer."""
