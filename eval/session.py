@@ -278,15 +278,10 @@ class TwoTower:
         """See `Backbone.digest`."""
         return self.backbone.digest()
 
-    @property
-    def depends(self) -> dict:
-        """Everything that affects its features, for the cache."""
-        return {"encoder": self.digest}
-
     @cached_property
-    def of_images(self) -> dict:
-        """Everything that affects those of images, which encoders with the same image tower share."""
-        return {"image tower": self.backbone.image_digest()}
+    def image_digest(self) -> str:
+        """See `Backbone.image_digest`."""
+        return self.backbone.image_digest()
 
 
 class Session:

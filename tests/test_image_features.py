@@ -98,7 +98,7 @@ def test_other_weights_tokenizers_or_images_are_other_pieces(folder, encoder):
     draw(folder, 2)  # an image that was unreadable is read once it is mended
     assert 2 in session_of(folder).encode(encoder)[1]
     encoder.backbone.encode_text(encoder.backbone.tokenize(["A cat.", "A dog and a cat."]))
-    assert two_tower(0).depends == encoder.depends  # a call changes nothing
+    assert two_tower(0).digest == encoder.digest  # a call changes nothing
     tokenizer = tiny_tokenizer(77)
     tokenizer.backend_tokenizer.normalizer = None  # the same vocabulary, and an A is no a
-    assert TwoTower("other", tiny_clip(0, tokenizer=tokenizer).eval()).depends != encoder.depends
+    assert TwoTower("other", tiny_clip(0, tokenizer=tokenizer).eval()).digest != encoder.digest

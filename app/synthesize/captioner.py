@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange.hub import place_digest
-from debias_diffusion.models.model_files import check_folder
+from debias_diffusion.models.model_files import check_folder, explain_failure
 
 _SIZES = 4096  # of images, whose shapes are remembered
 
@@ -45,17 +45,13 @@ def model_digest(model: str) -> str:
     return place_digest(model)
 
 
-@contextmanager
-def _explain(model: str) -> Iterator[None]:
+def _explain(model: str) -> AbstractContextManager:
     """Raises UserError for whatever a wrong folder or a failed download raises."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(
-            f"The model {model!r} cannot be used: {reason(error)}. Give --model a folder or hub id of an "
-            "image-text-to-text model that transformers knows, such as llava-hf/llama3-llava-next-8b-hf (Fix-CLIP's). "
-            "Code that comes with a model is not run."
-        ) from error
+    advice = (
+        "Give --model a folder or hub id of an image-text-to-text model that transformers knows, such as "
+        "llava-hf/llama3-llava-next-8b-hf (Fix-CLIP's). Code that comes with a model is not run."
+    )
+    return explain_failure(f"The model {model!r} cannot be used", advice)
 
 
 class Captioner:
@@ -78,7 +74,7 @@ class Captioner:
 
     def __init__(self, model: str, device: torch.device, precision: str, max_new_tokens: int, batch: int):
         with _explain(model):
-            check_folder(model, "it")
+            check_folder(model, repr(model))
             processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForImageTextToText.from_pretrained(

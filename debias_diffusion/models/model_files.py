@@ -91,49 +91,38 @@ def check_folder(source: str | Path, label: str, subfolder: str = "", size: int 
 
 
 def check_sizes(config: dict, size: int, label: str) -> None:
-    """Raises UserError for a configuration whose model cannot be in its files, which takes minutes and all memory.
-
-    A weight takes half a byte at least. Where the files are still on the hub, this machine's memory must suffice.
+    """Raises UserError for a configuration whose model cannot be in its files, before it takes minutes and all memory.
 
     Args:
         config: of a model and its parts, in the words of open_clip, transformers and diffusers.
-        size: of the weights, in bytes; 0: unknown.
+        size: of the weights in bytes, half of one each at least; 0 if unknown: then this machine's memory must suffice.
     """
     weights, limit = _least_weights(config), 2 * size or psutil.virtual_memory().total
     if weights > limit:
-        where = f"its {size:,} bytes of weights can hold" if size else "fit into this machine's memory"
         raise UserError(
-            f"{label} has a configuration of at least {weights:.3g} weights, and {where} {limit:,} at most. It is "
-            "damaged or of another model: get it again."
+            f"{label} has a configuration of at least {weights:.3g} weights, but "
+            f"{f'its {size:,} bytes of weights hold' if size else 'memory holds'} {limit:,} at most. It is damaged or "
+            "of another model: get it again."
         )
 
 
-def _least_weights(config: dict) -> float:
+def _least_weights(config: dict, width: float = 1.0) -> float:
     """Fewer than any model of this configuration has: matrices of its blocks, tables with rows for each of _ROWS."""
-    parts = [{name: _number(value) for name, value in part.items()} for part in _parts(config)]
-    widths = [max(part.get(name, 0) for name in _WIDTHS) for part in parts]
-    least, total = min(filter(None, widths), default=1.0), 0.0  # the width of parts that name none
-    for numbers, width in zip(parts, (width or least for width in widths), strict=True):
-        blocks, rows = (sum(numbers.get(name, 0) for name in names) for names in (_BLOCKS, _ROWS))
-        inner = max(width, width * numbers.get("mlp_ratio", 0), *(numbers.get(name, 0) for name in _INNER))
-        patches = (numbers.get("image_size", 0) / (numbers.get("patch_size") or float("inf"))) ** 2
-        total += width * (blocks * inner + rows + patches) + numbers.get("context_length", 0) ** 2  # a mask
-    return total
-
-
-def _parts(config: dict) -> Iterator[dict]:
-    yield config
-    for part in config.values():
-        if isinstance(part, dict):
-            yield from _parts(part)
+    numbers = {name: _number(value) for name, value in config.items()}
+    width = max(numbers.get(name, 0) for name in _WIDTHS) or width
+    blocks, rows = (sum(numbers.get(name, 0) for name in names) for names in (_BLOCKS, _ROWS))
+    inner = max(width, width * numbers.get("mlp_ratio", 0), *(numbers.get(name, 0) for name in _INNER))
+    patches = (numbers.get("image_size", 0) / (numbers.get("patch_size") or float("inf"))) ** 2
+    mask = numbers.get("context_length", 0) ** 2
+    parts = sum(_least_weights(part, width) for part in config.values() if isinstance(part, dict))
+    return width * (blocks * inner + rows + patches) + mask + parts
 
 
 def _number(value: Any) -> float:
     """A number as it is, the largest in a list, and 0 for everything else."""
     if isinstance(value, list):
         return max(map(_number, value), default=0.0)
-    is_number = isinstance(value, int | float) and value > 0
-    return float(min(value, 1e30)) if is_number else 0.0
+    return float(min(value, 1e30)) if isinstance(value, int | float) and value > 0 else 0.0
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
