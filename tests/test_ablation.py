@@ -155,7 +155,6 @@ def test_suppressed_heads_are_in_the_key_of_caches_and_loaded_with_a_folder(tmp_
     backbone.save(tmp_path)
     for load in (load_backbone, load_two_tower):
         loaded = load(str(tmp_path)).eval()
-        assert loaded.digest() == backbone.digest()
         close(loaded.encode_image(images), backbone.encode_image(images))
         close(loaded.encode_text(tokens), backbone.encode_text(tokens))
 
