@@ -21,6 +21,7 @@ from debias_diffusion.interchange.hub import find_hub_file
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.shipped import WEIGHTS
+from debias_diffusion.pipelines.checkpoints import Checkpoint
 
 parse = EncoderSpec.parse
 
@@ -171,6 +172,14 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
     ]  # fmt: skip
     hub_repository(cache, "some/encoder")
     assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and ask.call_count == 2
+    assert Checkpoint("some/encoder", "some/encoder").digest == before
+
+
+def test_a_huge_configuration_of_the_hub_is_refused_before_its_weights_are_fetched(cache):
+    huge = {"model_type": "clip_text_model", "hidden_size": 768, "num_hidden_layers": 10**7}
+    (hub_repository(cache, "some/huge") / "config.json").write_text(json.dumps(huge))
+    with pytest.raises(UserError, match=r"has a configuration of at least 5.9e\+12 weights, but memory holds"):
+        load_text_encoder("some/huge")
 
 
 def test_an_alignment_has_a_second_encoder(here):

@@ -58,7 +58,7 @@ def model_digest(
     """
     if isinstance(config, PretrainedConfig):
         config = config.to_dict() | {"_name_or_path": None, "transformers_version": None}
-    rules = tokenizer and tokenizer_rules(tokenizer)
+    rules = None if tokenizer is None else tokenizer_rules(tokenizer)
     return json_digest({"weights": weights_digest(module, **buffers), "configuration": config, "tokenizer": rules})
 
 
@@ -77,6 +77,7 @@ def weights_digest(module: nn.Module, **buffers: torch.Tensor) -> str:
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors with the permissions of any new file: safetensors 0.8 lets only the owner read it."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    file.unlink(missing_ok=True)  # a link is not written through
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt", **(metadata or {})})
