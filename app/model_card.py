@@ -188,8 +188,8 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
             raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`: {error!r}.") from error
         if not encoders:
             raise UserError(
-                f"{str(file)!r} was measured with other weights than those of --model. Evaluate that model, or "
-                "leave out --scores."
+                f"{str(file)!r} was measured with another model than --model, by weights, configuration and tokenizer. "
+                "Evaluate that model, or leave out --scores."
             )
         sections.append(section)
     if not sections:

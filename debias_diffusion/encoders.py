@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from .chunks import Reading
 from .errors import UserError, near_matches, reason
-from .files import path_digest, read_json_object
+from .files import json_digest, path_digest, read_json_object
 from .jobs import Job
 from .models.shipped import TWO_TOWERS, shipped
 
@@ -40,6 +40,12 @@ MODELS_OF_RUN = ("last", "best")  # folders that `train` writes models to, the r
 FIRST, SECOND = "encoder", "encoder_2"  # folders that `align` writes encoders to, as `export` would
 _CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones begin
 _CONFIGS = ("open_clip_config.json", "text_encoder/config.json", "config.json")
+# What says more of a file of weights, where it lies beside it.
+_BESIDE = (
+    *("open_clip_config.json", "config.json", "short_positions.safetensors", "tokenizer", "tokenizer.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "vocab.txt"),
+)
 
 
 class Kind(Enum):
@@ -102,24 +108,36 @@ class EncoderSpec:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of its files, of MODEL:FILE after the model's name; of a hub id the cached commit after the id; of an
-        open_clip tag its name, because its file never changes.
+        """sha256 of the files that loading reads, of MODEL:FILE after the model's name; of a hub id the cached commit
+        after the id; of an open_clip tag its name, because its file never changes.
 
         Raises:
             UserError: a file cannot be read.
         """
         try:
             if self.weights and os.path.exists(self.weights):
-                return f"{self.place}:{path_digest(self.weights)}"
+                return f"{self.place}:{self._digest_of(self.weights)}"
             if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
-                return path_digest(self.place)
+                return self._digest_of(self.place)
         except OSError as error:
             raise UserError(f"The model {self.name!r} cannot be read ({reason(error)}). Give another one.") from error
         if "/" in self.place:
-            from .interchange.hub import find_commit
+            from .interchange.hub import place_digest
 
-            return f"{self.place}@{find_commit(self.place.removeprefix('hf-hub:'))}"
+            return place_digest(self.place)
         return self.name
+
+    def _digest_of(self, place: str) -> str:
+        """sha256 of a file or folder, and of what loading reads outside of it."""
+        path, others = Path(os.path.abspath(place)), []
+        if path.is_file():
+            others = [path.with_name(name) for name in _BESIDE]
+        elif self.kind is Kind.TRANSFORMERS and not (path / "text_encoder").is_dir():
+            others = [path.with_name(path.name.replace("text_encoder", "tokenizer")), path.with_name("tokenizer")]
+        elif self.kind is Kind.DIFFERENCE:
+            others = [Path(shipped("toy/clip"))]
+        digests = {other.name: path_digest(other) for other in others if other != path and other.exists()}
+        return json_digest(digests | {"": path_digest(path)}) if digests else path_digest(path)
 
     @property
     def fitted_second(self) -> str | None:
@@ -192,11 +210,8 @@ class EncoderSpec:
 
         with explain_failure(f"The model {self.name!r} could not be loaded"):
             backbone = self._read_two_tower().float().eval()
-            from .ablation.heads import apply_saved  # open_clip is optional
-
             if backbone.random_weights:
                 raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
-            apply_saved(backbone)
             return backbone
 
     def _read_two_tower(self) -> "Backbone":
@@ -417,14 +432,13 @@ def _find_weights(model: str, weights: str) -> str | None:
 def _load_ablated(folder: Path) -> "Backbone":
     """The base model of a search, with the heads that it found suppressed."""
     from .ablation.saved import read_ablation
-    from .models.weight_files import weights_digest
 
     model, digest, ablation = read_ablation(folder)
     backbone = load_two_tower(model)
-    if weights_digest(backbone.model) != digest:
+    if backbone.digest() != digest:
         raise UserError(
-            f"The ablation {str(folder)!r} is of {model!r}, and that model has other weights now. Give the model that "
-            "it was searched on its old place, or search again."
+            f"The ablation {str(folder)!r} is of {model!r}, and that model has other weights, another configuration or "
+            "another tokenizer now. Give the model that it was searched on its old place, or search again."
         )
     ablation.apply(backbone)
     return backbone

@@ -101,6 +101,14 @@ def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
+def tokenizer_rules(tokenizer: PreTrainedTokenizerBase) -> dict:
+    """Everything that decides a tokenizer's ids and pads, as JSON values, whatever it was last called with."""
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    # These two are left from the last call, and no row here depends on them.
+    return rules | {"truncation": None, "padding": tokenizer.padding_side, "special": special}
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """A batch of captions, reduced to the tokens that must be computed.

@@ -3,8 +3,8 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from debias_diffusion.files import bytes_digest
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.model_files import explain_failure
-from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.models.weight_files import model_digest
 from debias_diffusion.tokens import CaptionTokenizer
 
 from .intervals import mean_interval
@@ -50,31 +50,22 @@ class Reader:
         encoder: in evaluation mode, on `device`.
         tokenizer: for the encoder's context length.
         device: where it runs.
-        digest: of the encoder's weights.
         scale: of the attention before the softmax, see `eot_attention`.
     """
 
     encoder: Backbone | TextEncoder
     tokenizer: CaptionTokenizer
     device: torch.device
-    digest: str
     scale: str = "head"
+
+    @cached_property
+    def digest(self) -> str:
+        """See `model_digest`."""
+        return model_digest(self.encoder, self.encoder.config, self.tokenizer.tokenizer)
 
     def depends(self, captions: Sequence[str]) -> dict:
         """Everything that affects the attention in these captions, for the cache."""
-        if isinstance(self.encoder, Backbone):
-            configuration = self.encoder.config
-        else:
-            configuration = self.encoder.config.to_dict() | {"_name_or_path": None}
-        ids = self.tokenizer.text_ids(list(captions))
-        tokens = [self.tokenizer.tokenizer.convert_ids_to_tokens(row) for row in ids]
-        return {
-            "encoder": self.digest,
-            "configuration": configuration,
-            "markers": asdict(self.tokenizer.markers),
-            "captions": _digest_of([list(captions), ids, tokens]),
-            "scale": self.scale,
-        }
+        return {"encoder": self.digest, "captions": _digest_of(list(captions)), "scale": self.scale}
 
 
 def _digest_of(content: list) -> str:
@@ -97,7 +88,7 @@ def load_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") ->
         with explain_failure(f"The tokenizer of {spec.name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
     check_reads_eot(encoder)
-    return Reader(encoder.to(device).eval(), captions, device, weights_digest(encoder), scale)
+    return Reader(encoder.to(device).eval(), captions, device, scale)
 
 
 def look_at_captions(

@@ -310,7 +310,7 @@ def _classify_all(session: ImageSession, data: LabelledImages, encoder: TwoTower
         means = class_features(encoder.backbone, data.classes, templates, config.batch_size, session.device, title)
         return {"features": means}
 
-    depends = encoder.depends | {"classes": data.classes, "templates": _written(templates)}
+    depends = {"encoder": encoder.digest, "classes": data.classes, "templates": _written(templates)}
     classes = session.cache.tensors("classes", depends, compute)["features"]
     return classify(features, classes).tolist(), [data.labels[index] for index in good]
 

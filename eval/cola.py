@@ -217,7 +217,7 @@ def _score(session: ImageSession, data: Cola, encoder: TwoTower) -> dict[int, fl
         title = f"texts, {encoder.label}"
         return {"features": encode_texts(encoder.backbone, data.texts, config.batch_size, session.device, title)}
 
-    texts = session.cache.tensors("texts", encoder.depends | {"texts": data.texts}, compute)["features"]
+    texts = session.cache.tensors("texts", {"encoder": encoder.digest, "texts": data.texts}, compute)["features"]
     if data.part == SINGLE:
         rows = torch.tensor(good)
         scores = class_precisions(features, texts, data.present[rows], data.hard[rows])

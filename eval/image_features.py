@@ -82,8 +82,8 @@ class ImageSession(Session):
             )
             return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
 
-        depends = encoder.depends | {"pixels": self.image_digest, "start": start, "count": len(records)}
-        return self.cache.tensors("images", depends, compute)
+        depends = {"pixels": self.image_digest, "start": start, "count": len(records)}
+        return self.cache.tensors("images", depends | {"image tower": encoder.image_digest}, compute)
 
     def _explain(self, record: Record) -> BadRecord:
         """Why an image is missing from the features of its piece, which may come from an earlier run."""

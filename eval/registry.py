@@ -22,8 +22,8 @@ class Evaluation:
             report; `tables(report)` and `figures(report)`; and, where not those of the same names, its settings in
             `evaluate all`, `settings_for(everything)`: None where it takes no part.
         options: name of its dataclass in `options`.
-        needs: of an encoder. Two towers stand in the report with the digest of their weights, text encoders with that
-            of their files, `EncoderSpec.digest`.
+        needs: of an encoder. Two towers stand in the report with `Backbone.digest`, text encoders with that of their
+            files, `EncoderSpec.digest`.
         example: arguments to start from.
         saved: figures that cannot be drawn again from the report.
     """

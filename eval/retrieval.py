@@ -73,7 +73,7 @@ class PairSession(ImageSession):
         """Everything that affects a result of this encoder on this data, for the cache."""
         texts = [readable.good, readable.captions, readable.image_of]
         digest = bytes_digest([json.dumps(texts).encode()])
-        return encoder.depends | {"pixels": self.image_digest, "texts": digest}
+        return {"encoder": encoder.digest, "pixels": self.image_digest, "texts": digest}
 
 
 def hits(ranks: Sequence[int], k: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.devices import end_group_at_exit, pick_device
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import json_digest, write_json
+from debias_diffusion.files import write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.weight_files import save_tensors
@@ -275,34 +275,24 @@ class TwoTower:
     Attributes:
         label: short, and unique among the encoders of one evaluation.
         backbone: in evaluation mode, on its device.
-        digest: of its weights and of replaced attention.
     """
 
     label: str
     backbone: Backbone
-    digest: str
 
     @classmethod
     def load(cls, spec: EncoderSpec, label: str, device: torch.device) -> "TwoTower":
-        backbone = spec.load_two_tower().to(device)
-        return cls(label, backbone, backbone.digest())
+        return cls(label, spec.load_two_tower().to(device))
 
     @cached_property
-    def depends(self) -> dict:
-        """Everything that affects its features, for the cache."""
-        return {"encoder": self.digest, **how_used(self.backbone)}
+    def digest(self) -> str:
+        """See `Backbone.digest`."""
+        return self.backbone.digest()
 
-
-def how_used(backbone: Backbone) -> dict:
-    """Everything besides its weights that affects a two-tower's features."""
-    tokenizer = json.loads(backbone.tokenizer.tokenizer.backend_tokenizer.to_str())
-    # These two are left from the last call, and no row here depends on them.
-    rules = {name: rule for name, rule in tokenizer.items() if name not in ("truncation", "padding")}
-    return {
-        "configuration": backbone.config,
-        "tokenizer": json_digest(rules),
-        "markers": asdict(backbone.tokenizer.markers),
-    }
+    @cached_property
+    def image_digest(self) -> str:
+        """See `Backbone.image_digest`."""
+        return self.backbone.image_digest()
 
 
 class Session:

@@ -20,10 +20,10 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedM
 
 from debias_diffusion.encoders import load_text_encoder, may_be_hub_id
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import path_digest
+from debias_diffusion.interchange.hub import place_digest
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import find_tokenizer, read_encoder
-from debias_diffusion.models.model_files import check_finite, check_fit, explain_failure, quiet_logging
+from debias_diffusion.models.model_files import check_finite, check_fit, check_folder, explain_failure, quiet_logging
 from debias_diffusion.models.shipped import shipped
 
 from .classes import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
@@ -89,11 +89,10 @@ class Checkpoint:
                 ".safetensors file."
             )
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Of the files that the name names; a hub id is its own digest, because a cache has its files."""
-        paths = [path for path in (self.configs, self.file) if path and os.path.exists(path)]
-        return ":".join(map(path_digest, paths)) or self.name
+        """Of the files that the name names, often gigabytes; of a hub id its commit."""
+        return ":".join(map(place_digest, filter(None, (self.configs, self.file and str(self.file)))))
 
     def check_kind(self, kinds: Collection[str] = (SDXL,)) -> str:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""
@@ -139,6 +138,14 @@ class Checkpoint:
             if folder.is_dir():  # where there is none, transformers makes an empty one
                 find_tokenizer(folder, folder / name)
             return CLIPTokenizer.from_pretrained(self.configs, subfolder=name)
+
+    def check_sizes(self) -> None:
+        """Raises UserError for configurations of more weights than the files hold, before a model is built."""
+        names = [file.parent.name for file in Path(self.configs).glob("*/config.json")]
+        size = self.file.stat().st_size if self.file else 0
+        for name in names or (*_TOKENIZERS, *_DENOISER):  # those of a hub id, perhaps
+            with self.explain(f"{name}/config.json"):
+                check_folder(self.configs, f"{name} in {self.name!r}", name, size)
 
     def explain(self, file: str) -> AbstractContextManager:
         """Turns errors of reading a file of the configurations into a UserError."""
@@ -248,6 +255,7 @@ def load_pipeline(
 def _load(checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Part) -> DiffusionPipeline:
     kind = checkpoint.check_kind(PIPELINES)
     slots = list(_TOKENIZERS)[: 2 if kind == SDXL else 1]
+    checkpoint.check_sizes()
     parts: dict = {_DTYPE_ARGUMENT: dtype}
     if kind == SDXL:
         parts["add_watermarker"] = False

@@ -225,7 +225,8 @@ def plan_batches(
         key = layout.positions, prompts[index].negative_prompt is None
         groups.setdefault(key, []).append(index)
     batches = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
-    return sorted(batch for batch in batches if not set(wanted).isdisjoint(batch))
+    wanted = set(wanted)
+    return sorted(batch for batch in batches if not wanted.isdisjoint(batch))
 
 
 @torch.no_grad()

@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.tiny_clip import tiny_clip, tiny_siglip
+from helpers.tiny_clip import CORRECTIONS, correct, tiny_clip, tiny_siglip
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -144,14 +145,18 @@ def test_text_heads_are_suppressed_in_packed_rows_and_in_populations(pooling, be
 # ---- heads of a model
 
 
-def test_a_saved_models_attention_is_in_its_cache_key_and_never_left_out(tmp_path):
-    backbone = tiny_clip().eval()
-    before, ablation = backbone.image_fingerprint(), Ablation("image", ((1.0, 1.0), (1.0, 0.0)))
-    ablation.apply(backbone)
-    assert backbone.image_fingerprint() == before | {"attention": ablation.description()}
+@torch.no_grad()
+def test_suppressed_heads_are_in_the_key_of_caches_and_loaded_with_a_folder(tmp_path):
+    backbone, images = tiny_clip().eval(), torch.rand(2, 3, 32, 32)
+    before, tokens = backbone.image_digest(), backbone.tokenize(CAPTIONS)
+    Ablation("image", ((1.0, 1.0), (1.0, 0.0))).apply(backbone)
+    assert backbone.image_digest() != before
+    Ablation("text", ((1.0,) * 4, (0.5,) * 4, (1.0,) * 4)).apply(backbone)
     backbone.save(tmp_path)
-    with pytest.raises(UserError, match="was saved with other attention"):
-        load_backbone(str(tmp_path)).encode_image(torch.rand(2, 3, 32, 32))
+    for load in (load_backbone, load_two_tower):
+        loaded = load(str(tmp_path)).eval()
+        close(loaded.encode_image(images), backbone.encode_image(images))
+        close(loaded.encode_text(tokens), backbone.encode_text(tokens))
 
 
 def test_heads_that_are_not_there_are_refused():
@@ -326,10 +331,23 @@ def test_a_search_leaves_what_evaluations_load_and_its_recall_is_theirs(changes,
         assert content["recall"][when]["text_to_image_R@1"] == pytest.approx(recalls["text_to_image"]["R@1"])
     assert content["recall"]["after"] != content["recall"]["before"]
     (folder / "ablation.json").write_text(json.dumps(content | {"model_sha256": "0" * 64}))
-    with pytest.raises(UserError, match="that model has other weights now"):
+    with pytest.raises(UserError, match="that model has other weights, another conf"):
         load_two_tower(str(folder))
     with pytest.raises(UserError, match="is ablated already"):
         ablate(AblateConfig(str(folder), f"{folder}-again", settings.data, settings.images))
+
+
+@pytest.mark.parametrize("part", CORRECTIONS)
+def test_a_model_that_was_corrected_is_another_one(part, config, copy_of):
+    base = copy_of(Path(config().model))
+    settings = replace(config(**GENETIC), model=str(base))
+    folder = ablate(settings)
+    assert load_two_tower(folder).image_attention
+    correct(base, part)
+    with pytest.raises(UserError, match="The model is another one, by its contents"):
+        ablate(settings)
+    with pytest.raises(UserError, match="other weights, another configuration or another tokenizer now"):
+        load_two_tower(folder)
 
 
 def test_a_probe_leaves_the_recalls_of_each_head_and_no_ablation(config):

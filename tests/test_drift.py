@@ -11,6 +11,7 @@ from helpers.tiny_data import caption, make_tiny_data
 from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.images import drift
 from debias_diffusion.eval.images.drift import DriftConfig, Moments, Reader, evaluate_drift, measure_drift
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
@@ -20,7 +21,7 @@ CAPTIONS = [caption(0), LONG, "A cat.", caption(1)]
 
 
 def reader(encoder) -> Reader:
-    return Reader("tiny", encoder.eval(), tiny_tokenizer(77), "digest")
+    return Reader("tiny", encoder.eval(), tiny_tokenizer(77))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_one_shift_of_all_states_is_seen_and_undone(base):
 
 def test_a_longer_context_length_reads_at_once_what_the_base_reads_in_chunks(base):
     encoder, tokenizer = stretch_text_encoder(base.encoder, base.tokenizer)
-    result = measure_drift(Reader("long", encoder, tokenizer, ""), base, CAPTIONS, 4, "long")
+    result = measure_drift(Reader("long", encoder, tokenizer), base, CAPTIONS, 4, "long")
     assert result["by_position"][0] == pytest.approx(0, abs=1e-9)  # kept positions
     assert min(result["by_position"][80:]) > 0  # other positions than in a second chunk
 
@@ -107,6 +108,21 @@ def test_the_command_ranks_encoders(folders, tmp_path, coarse_results):
     (line,) = report["compared"]
     assert (line["a"], line["b"], line["difference"] > 0, line["p"] < 0.01) == ("far", "near", True, True)
     assert json.loads((tmp_path / "drift.json").read_text()) == report and report["captions"] == 12
+
+
+def test_another_tokenizer_is_measured_anew(folders, tmp_path, coarse_results, copy_of, monkeypatch):
+    measured = []
+    monkeypatch.setattr(drift, "measure_drift", lambda *_: measured.append(1) or measure_drift(*_))
+    near, base = (copy_of(folders / name, tmp_path / name) for name in ("near", "base"))
+    settings = config(folders, tmp_path / "out", encoders=[str(near)], base=str(base))
+    first = evaluate_drift(settings)
+    assert evaluate_drift(settings)["encoders"] == first["encoders"] and len(measured) == 1
+    for folder in (near, base):  # alike: only the pads after a text are others
+        settings_file = folder / "tokenizer" / "tokenizer_config.json"
+        content = json.loads(settings_file.read_text())
+        settings_file.write_text(json.dumps(content | {"pad_token": content["bos_token"]}))
+    second = evaluate_drift(settings)
+    assert len(measured) == 2 and second["digests"]["base"] != first["digests"]["base"]
 
 
 def test_states_that_cannot_be_compared_are_refused(folders, tmp_path, base):

@@ -21,6 +21,7 @@ from debias_diffusion.interchange.hub import find_hub_file
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.shipped import WEIGHTS
+from debias_diffusion.pipelines.checkpoints import Checkpoint
 
 parse = EncoderSpec.parse
 
@@ -148,6 +149,19 @@ def test_a_digest_is_of_the_files_that_are_loaded(here, monkeypatch):
         assert parse("weights.pt").digest
 
 
+def test_what_loading_reads_beside_a_file_or_folder_is_in_its_digest(here, tmp_path):
+    exported = here / "exported" / "text_encoder"
+    named = ("weights.pt", "ViT-L-14:weights.pt", "exported/text_encoder")
+    seen = [[parse(name).digest for name in named]]
+    for file in (here / "config.json", here / "tokenizer" / "merges.txt", exported.with_name("tokenizer") / "a.json"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+        seen.append([parse(name).digest for name in named])
+    assert [len(set(digests)) for digests in zip(*seen, strict=True)] == [3, 3, 2]
+    (here / "elsewhere.txt").write_text("")
+    assert [parse(name).digest for name in named] == seen[-1]
+
+
 def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cache, monkeypatch):
     ask = Mock(side_effect=lambda name, revision, timeout: ModelInfo(id=name, sha="0" * 40))
     monkeypatch.setattr(hub.HfApi, "model_info", ask)
@@ -158,6 +172,14 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
     ]  # fmt: skip
     hub_repository(cache, "some/encoder")
     assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and ask.call_count == 2
+    assert Checkpoint("some/encoder", "some/encoder").digest == before
+
+
+def test_a_huge_configuration_of_the_hub_is_refused_before_its_weights_are_fetched(cache):
+    huge = {"model_type": "clip_text_model", "hidden_size": 768, "num_hidden_layers": 10**7}
+    (hub_repository(cache, "some/huge") / "config.json").write_text(json.dumps(huge))
+    with pytest.raises(UserError, match=r"has a configuration of at least 5.9e\+12 weights, but memory holds"):
+        load_text_encoder("some/huge")
 
 
 def test_an_alignment_has_a_second_encoder(here):

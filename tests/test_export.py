@@ -8,6 +8,7 @@ import open_clip
 import pytest
 import torch
 from helpers.text_encoders import BIGG, CAPTIONS, SMALL, Expected, long_clip_state, text_backbone
+from helpers.tiny_clip import CORRECTIONS, correct
 from huggingface_hub import ModelCard
 from transformers import CLIPModel, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
@@ -206,10 +207,22 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
     for name in EVALUATIONS:
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.json").write_text(json.dumps(report))
-        refused(tmp_path / name, f"{name}.json' was measured with other weights")
+        refused(tmp_path / name, f"{name}.json' was measured with another model")
     for content in ("{", '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'):
         (tmp_path / "retrieval.json").write_text(content)
         refused(tmp_path, "is no result of `debias-diffusion evaluate retrieval`")
+
+
+@pytest.mark.parametrize("part", CORRECTIONS)
+def test_scores_from_before_a_correction_do_not_get_into_the_card(part, tmp_path, world, copy_of, coarse_results):
+    _, data, images = world
+    model = copy_of(Path(world[0]))
+    evaluate_retrieval(RetrievalConfig([str(model)], str(tmp_path / "scores"), data=data, images=images, limit=10))
+    config = ExportConfig(str(tmp_path / "x"), str(model), "open_clip", scores=str(tmp_path / "scores"))
+    assert "Retrieval" in card_of(export(config))
+    correct(model, part)
+    with pytest.raises(UserError, match="was measured with another model than --model"):
+        export(config)
 
 
 def test_scores_of_pictures_name_what_drew_them(tmp_path, run):

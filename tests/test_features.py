@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from helpers.steps import CPU
-from helpers.tiny_clip import tiny_clip
+from helpers.tiny_clip import byte_tokenizer, tiny_clip
 from helpers.tiny_data import make_tiny_data
 from PIL import ExifTags, Image, ImageOps
 
@@ -126,6 +126,7 @@ def test_features_of_images_that_were_opened_otherwise_are_not_taken(world, enco
 
 def test_everything_that_changes_features_changes_the_key(world):
     backbone = world[0]
+    backbone.model.visual.preprocess_cfg = {"size": 32}
 
     def key(precision="fp32"):
         return json.dumps(FrozenTower(backbone, CPU, precision).key, sort_keys=True)
@@ -133,10 +134,21 @@ def test_everything_that_changes_features_changes_the_key(world):
     keys = [key(), key("bf16")]
     backbone.model.visual.proj.data[0, 0] += 1e-3
     keys.append(key())
-    backbone.preprocess.transforms[0].size = 16
+    backbone.config["model_cfg"]["quick_gelu"] = True
     keys.append(key())
-    backbone.model.token_embedding.weight.data[0] += 1
-    assert key() == keys[-1] and len(set(keys)) == 4
+    for name, value in (("resize_mode", "longest"), ("fill_color", 127)):  # the second is shown by no transform
+        backbone.model.visual.preprocess_cfg[name] = value
+        keys.append(key())
+    assert len(set(keys)) == 6
+
+
+def test_runs_with_one_frozen_image_tower_share_its_features(world, encoded):
+    before = features(world)
+    encoded.clear()
+    other = tiny_clip(seed=1, context_length=248, tokenizer=byte_tokenizer(248)).eval()
+    other.model.visual.load_state_dict(world[0].model.visual.state_dict())
+    assert other.digest() != world[0].digest()
+    assert torch.equal(features((other, *world[1:])), before) and encoded == []
 
 
 def test_unreadable_images_are_named_and_the_others_served(world):

@@ -28,6 +28,7 @@ from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import MaskedView
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
+from debias_diffusion.models.text_tower import set_short_positions
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
@@ -361,3 +362,12 @@ def test_short_captions_are_whole_while_their_length_is_not_known():
     tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)
     captions = find_method("fix-clip").captions("A cat. A dog runs.", tokenizer, 0, 0, "a")
     assert captions[-1].ids == tokenizer.text_ids(["A cat."])[0]
+
+
+def test_models_of_other_short_positions_are_other_models():
+    backbone = tiny_clip()
+    digests = [backbone.digest()]
+    for value in (0.0, 1.0):
+        set_short_positions(backbone.text.tower, torch.full((77, 32), value))
+        digests.append(backbone.digest())
+    assert len(set(digests)) == 3

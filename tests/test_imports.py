@@ -20,6 +20,7 @@ LAYERS = (
     ("models",),
     ("methods",),
     ("ablation",),
+    ("models.loading", "models.weight_difference"),
     ("interchange",),
     ("encoders",),
     ("data",),

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import pickle
 from contextlib import nullcontext
 from copy import deepcopy
@@ -36,6 +37,7 @@ from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.weight_files import save_tensors
 from debias_diffusion.tokens import clip_tokenizer
 
 # Single files are read with CLIP's own vocabulary alone.
@@ -290,6 +292,17 @@ def test_a_single_file_is_whole_for_comfyui(tmp_path):
     # What ComfyUI's loaders look for: the kind of encoder, and its length.
     assert keys["text_model.embeddings.position_embedding.weight"].shape == (77, 32)
     assert "text_model.encoder.layers.1.mlp.fc1.weight" in keys
+
+
+def test_weights_are_written_with_the_permissions_of_any_file_and_the_processes_mask_stays(tmp_path, monkeypatch):
+    before = os.umask(0o027)
+    try:
+        monkeypatch.setattr(os, "umask", None)
+        save_tensors({"weight": torch.ones(2)}, tmp_path / "a.safetensors")
+        assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])

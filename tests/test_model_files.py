@@ -7,6 +7,7 @@ from functools import cache, partial, reduce
 from itertools import cycle
 from pathlib import Path
 
+import open_clip
 import pytest
 import torch
 from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
@@ -23,6 +24,7 @@ from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.models.loading import load_backbone
+from debias_diffusion.models.model_files import check_sizes
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.tokens import clip_tokenizer
@@ -171,6 +173,42 @@ def test_settings_of_wrong_types_and_sizes_are_refused(saved, kind, keys, value,
     content = with_value(folder / config, keys, value)
     with replaced(folder / config, content), pytest.raises(UserError, match=message):
         load(folder)
+
+
+HUGE = [
+    ("open_clip", ["model_cfg", "text_cfg", "layers"], 10**7),
+    ("open_clip", ["model_cfg", "vision_cfg", "image_size"], 10**9),
+    ("open_clip", ["model_cfg", "embed_dim"], 10**12),
+    ("siglip", ["model_cfg", "text_cfg", "width"], 10**9),
+    ("text encoder", ["num_hidden_layers"], 10**7),
+    ("text encoder", ["intermediate_size"], 10**12),
+    ("clip", ["vision_config", "num_hidden_layers"], 10**7),
+    ("clip", ["text_config", "max_position_embeddings"], 10**12),
+    ("vit", ["num_hidden_layers"], 10**7),
+    ("sdxl", ["transformer_layers_per_block"], 10**7),
+    ("sdxl", ["block_out_channels"], [32, 10**9]),
+    ("sdxl vae", ["layers_per_block"], 10**7),
+    ("sdxl text", ["vocab_size"], 10**12),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "value"), HUGE, ids=lambda value: str(value)[:40])
+def test_a_model_that_cannot_be_in_its_files_is_refused_before_it_is_built(saved, kind, keys, value):
+    folder, (_, _, config, load) = saved(kind), KINDS[kind]
+    content = with_value(folder / config, keys, value)
+    with replaced(folder / config, content), pytest.raises(UserError, match="has a configuration of at least .* bytes"):
+        load(folder)
+
+
+@pytest.mark.parametrize("model", ["ViT-bigG-14", "RN50x64", "ViT-SO400M-14-SigLIP2", "convnext_xxlarge"])
+def test_published_models_can_be_in_their_files(model):
+    with torch.device("meta"):
+        clip = open_clip.model.CLIP if "SigLIP" not in model else open_clip.CustomTextCLIP
+        sizes = {name: value for name, value in open_clip.get_model_config(model).items() if name != "custom_text"}
+        weights = sum(weight.numel() for weight in clip(**sizes).parameters())
+    check_sizes(open_clip.get_model_config(model), weights // 2, model)  # of four bits each
+    with pytest.raises(UserError):
+        check_sizes(open_clip.get_model_config(model), weights // 5000, model)
 
 
 @pytest.mark.parametrize(("kind", "place"), [("open_clip", "tokenizer"), ("clip", ""), ("sdxl", "tokenizer_2")])

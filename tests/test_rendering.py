@@ -5,6 +5,7 @@ import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
 from debias_diffusion.eval.session import Processes
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines import LongPromptOptions, rendering
+from debias_diffusion.pipelines import LongPromptOptions, checkpoints, rendering
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import (
@@ -33,6 +34,7 @@ from debias_diffusion.pipelines.rendering import (
     Renderer,
     Sampling,
     encode,
+    plan_batches,
     render,
     render_batch,
     render_into,
@@ -276,6 +278,26 @@ def test_images_of_others_are_refused_before_a_model_is_loaded(
         with pytest.raises(UserError, match=r"000000.png .*: it was not made by this job"):
             render_into(job, None, own(), TASKS)
     assert mine.read_text() == "mine"
+
+
+def test_batches_are_planned_in_one_pass_over_the_wanted_images():
+    class Wanted(list):
+        passes = 0
+
+        def __iter__(self):
+            Wanted.passes += 1
+            return super().__iter__()
+
+    lengths = [77, 248] * 9
+    prompts, layouts = [ImagePrompt("a cat", 0)] * 18, {n: SimpleNamespace(positions=p) for n, p in enumerate(lengths)}
+    assert plan_batches(prompts, layouts, 4, Wanted([1, 5, 17])) == [[1, 3, 5, 7], [17]] and Wanted.passes == 1
+
+
+def test_the_checkpoint_is_read_once_for_the_digests_of_all_encoders(base, long, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpoints, "place_digest", lambda path: read.append(path) or "0")
+    renderer = Renderer(base, SAMPLING, CPU)
+    assert {renderer.inputs(encoder)["base"] for encoder in (own(), own("cut"), long)} == {"0"} and read == [base]
 
 
 @given(st.lists(st.text(min_size=1) | st.sampled_from(["x" * 255, "猫" * 85]), min_size=1, max_size=5, unique=True))

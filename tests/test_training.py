@@ -12,7 +12,7 @@ import open_clip
 import pytest
 import torch
 from helpers.ranks import forked
-from helpers.tiny_clip import CONFIG, registered, tiny_clip, tiny_siglip
+from helpers.tiny_clip import CONFIG, correct, registered, tiny_clip, tiny_siglip
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import (
     STEPS,
@@ -370,7 +370,7 @@ def test_the_epochs_named_make_three_hundred_steps(world, tmp_path, capsys):
 # ---- runs that continue from what was changed, damaged or left unfinished since they stopped
 
 
-def test_another_base_model_or_preprocessing_is_refused_and_a_moved_one_is_not(world, finished_run, tmp_path):
+def test_another_base_model_preprocessing_or_tokenizer_is_refused_and_a_moved_one_is_not(world, finished_run, tmp_path):
     run, moved = killed_copy(finished_run, tmp_path / "run"), tmp_path / "moved"
     weights, preprocessing = tiny_clip(seed=1), load_backbone(world[0])
     preprocessing.config["preprocess_cfg"]["mean"] = [0.1, 0.2, 0.3]
@@ -378,7 +378,14 @@ def test_another_base_model_or_preprocessing_is_refused_and_a_moved_one_is_not(w
         other.save(moved)
         with pytest.raises(UserError, match="The base model is another one, by its contents"):
             train(config((str(moved), *world[1:]), run))
-    shutil.copytree(world[0], moved, dirs_exist_ok=True)
+    for corrected in (True, False):
+        shutil.copytree(world[0], moved, dirs_exist_ok=True)
+        for path in (moved, *moved.rglob("*")):
+            path.chmod(path.stat().st_mode | 0o200)
+        if corrected:
+            correct(moved, "tokenizer")
+            with pytest.raises(UserError, match="The base model is another one, by its contents"):
+                train(config((str(moved), *world[1:]), run))
     train(config((str(moved), *world[1:]), run))
     is_the_same_run(run, finished_run)
 

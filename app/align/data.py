@@ -21,7 +21,7 @@ from debias_diffusion.data.dataset import RecordDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.base import Key
 from debias_diffusion.methods.sampling import draw_generator
-from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.models.weight_files import model_digest
 from debias_diffusion.reading import tokenize_text
 from debias_diffusion.sentences import join_sentences, split_sentences
 from debias_diffusion.tokens import clean
@@ -50,7 +50,7 @@ class FrozenVAE(FrozenEncoder):
         self.shape = (vae.config.latent_channels, side, side)
         # With its scaling factor, means and standard deviations; names with a line before them say where it lies.
         config = {name: value for name, value in vae.config.items() if not name.startswith("_")}
-        self.key = {"vae": weights_digest(vae), "config": config, "pixels": pixels}
+        self.key = {"vae": model_digest(vae, config), "pixels": pixels}
         resize = Resize(pixels, InterpolationMode.LANCZOS)
         self._read_pixels = Compose([resize, CenterCrop(pixels), PILToTensor()])
 

@@ -121,7 +121,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
         captions = CaptionTokenizer(pipe.tokenizer, models.context_length(label))
-        reader = Reader(pipe.text_encoder, captions, models.device, digest="")
+        reader = Reader(pipe.text_encoder, captions, models.device)
         chunks = [
             {"first": chunk.read.start, "end": chunk.read.stop}
             | look_at_tokens(reader, [reading.ids[at] for at in chunk.read], 1 + chunk.read.start)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import path_digest
+from debias_diffusion.interchange.hub import place_digest
+from debias_diffusion.models.model_files import check_folder, explain_failure
 
 _SIZES = 4096  # of images, whose shapes are remembered
 
@@ -35,27 +36,22 @@ def model_digest(model: str) -> str:
     Raises:
         UserError: there is no such model, or it is no image-text-to-text one.
     """
-    local = os.path.isdir(model)
     with _explain(model):
-        if not local and not may_be_hub_id(model):
+        if not os.path.isdir(model) and not may_be_hub_id(model):
             raise ValueError("it is not there")
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
-    return path_digest(model) if local else f"{model}@{getattr(config, '_commit_hash', None)}"
+    return place_digest(model)
 
 
-@contextmanager
-def _explain(model: str) -> Iterator[None]:
+def _explain(model: str) -> AbstractContextManager:
     """Raises UserError for whatever a wrong folder or a failed download raises."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(
-            f"The model {model!r} cannot be used: {reason(error)}. Give --model a folder or hub id of an "
-            "image-text-to-text model that transformers knows, such as llava-hf/llama3-llava-next-8b-hf (Fix-CLIP's). "
-            "Code that comes with a model is not run."
-        ) from error
+    advice = (
+        "Give --model a folder or hub id of an image-text-to-text model that transformers knows, such as "
+        "llava-hf/llama3-llava-next-8b-hf (Fix-CLIP's). Code that comes with a model is not run."
+    )
+    return explain_failure(f"The model {model!r} cannot be used", advice)
 
 
 class Captioner:
@@ -78,6 +74,7 @@ class Captioner:
 
     def __init__(self, model: str, device: torch.device, precision: str, max_new_tokens: int, batch: int):
         with _explain(model):
+            check_folder(model, repr(model))
             processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForImageTextToText.from_pretrained(

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from ..errors import UserError, reason
 from ..files import atomic_file, read_json_object, sha256, write_json
-from ..models.weight_files import save_tensors, weights_digest
+from ..models.weight_files import save_tensors
 
 if TYPE_CHECKING:
     from ..models.backbone import Backbone
@@ -25,7 +25,7 @@ def write_ablation(file: Path, model: str, backbone: "Backbone", ablation: "Abla
         backbone: the base model.
         more: entries of the content.
     """
-    content = {"model": model, "model_sha256": weights_digest(backbone.model), "tower": ablation.tower}
+    content = {"model": model, "model_sha256": backbone.digest(), "tower": ablation.tower}
     content |= ablation.description() | {"heads": ablation.names}
     if ablation.means is not None:
         with atomic_file(file.parent / MEANS_FILE) as temporary:
@@ -40,7 +40,7 @@ def is_ablation(folder: str | os.PathLike) -> bool:
 
 
 def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
-    """(name of the base model, sha256 of its weights, the suppressed heads).
+    """(name of the base model, its `Backbone.digest`, the suppressed heads).
 
     Raises:
         UserError: the file cannot be read, or is no such file; the means are others than the search left.

@@ -1,10 +1,12 @@
 """Repositories of the hub: the commit in use, and the one file of weights of those like Long-CLIP's."""
 
+import os
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
 from ..errors import UserError
+from ..files import path_digest
 from ..models.model_files import CONFIG_FILE, explain_failure
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -46,6 +48,11 @@ def find_hub_file(name: str) -> Path | None:
         return cached / files[0]
     with explain_failure(f"{files[0]!r} of the repository {name!r} cannot be downloaded"):
         return Path(hf_hub_download(name, files[0]))
+
+
+def place_digest(place: str) -> str:
+    """sha256 of a file's or folder's contents; of a hub id, owner/name, the commit after it."""
+    return path_digest(place) if os.path.exists(place) else f"{place}@{find_commit(place.removeprefix('hf-hub:'))}"
 
 
 def find_commit(name: str) -> str:

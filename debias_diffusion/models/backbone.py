@@ -19,7 +19,6 @@ from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
 from ..errors import UserError
-from ..files import json_digest
 from ..tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
@@ -29,12 +28,13 @@ from .model_files import CONFIG_FILE, WEIGHTS_FILE
 from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings
 from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
-from .weight_files import save_tensors, weights_digest
+from .weight_files import model_digest, save_tensors
 
 # Beside the weights, where short captions had a table of their own.
 SHORT_POSITIONS_FILE = "short_positions.safetensors"
 _SHORT_POSITIONS = "positional_embedding"
 _PROMPTS = "regional_prompts"  # in `config`
+_IMAGE_SETTINGS = ("embed_dim", "quick_gelu", "vision_cfg")  # of `model_cfg`, what open_clip builds an image tower of
 
 
 class Backbone(nn.Module):
@@ -247,21 +247,17 @@ class Backbone(nn.Module):
         self._configure(text_attention=None)
 
     def digest(self) -> str:
-        """sha256 of the weights, and of replaced attention or of how regional prompts are used."""
-        weights, image, text = weights_digest(self), self.image_attention, self.text_attention
-        prompts = self._extra_config.get(_PROMPTS)
-        if prompts:
-            return json_digest({"weights": weights, "prompts": prompts, "text": text})
-        return json_digest({"weights": weights, "image": image, "text": text}) if image or text else weights
+        """sha256 of all that decides a feature or a training: weights, configuration and tokenizer."""
+        short = {} if self.short_positions is None else {SHORT_POSITIONS_FILE: self.short_positions}
+        config = self.config | {"preprocess_cfg": open_clip.get_model_preprocess_cfg(self.model)}
+        return model_digest(self.model, config, self.tokenizer.tokenizer, **short)
 
-    def image_fingerprint(self) -> dict:
-        """Everything but the image that decides its features, as JSON values: part of the key of a cache of them."""
-        vision_cfg = self.config["model_cfg"]["vision_cfg"]
-        weights = weights_digest(self.model.visual)
-        prompts = self.prompt_settings
-        changes = {"attention": self.image_attention, _PROMPTS: prompts and prompts.description()}
-        changes = {name: description for name, description in changes.items() if description is not None}
-        return {"weights": weights, "vision_cfg": vision_cfg, "preprocess": str(self.preprocess)} | changes
+    def image_digest(self) -> str:
+        """sha256 of all but the opened image that decides its features, whatever the text tower and the tokenizer."""
+        settings = {name: self.config["model_cfg"].get(name) for name in _IMAGE_SETTINGS}
+        settings |= {name: self._extra_config.get(name) for name in ("image_attention", _PROMPTS)}
+        settings["preprocess_cfg"] = open_clip.get_model_preprocess_cfg(self.model)
+        return model_digest(self.model.visual, settings)
 
     def as_floats(self, images: torch.Tensor) -> torch.Tensor:
         """Images from `preprocess` as they are, and uint8 ones from `read_pixels` normalised."""

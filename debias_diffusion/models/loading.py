@@ -11,13 +11,22 @@ from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
+from ..ablation.heads import apply_saved
 from ..errors import UserError, near_matches
 from ..files import read_json
 from ..tokens import CaptionTokenizer
 from .backbone import SHORT_POSITIONS_FILE, Backbone
 from .families import Family, find_family
 from .image_tower import add_prompts
-from .model_files import CONFIG_FILE, WEIGHTS_FILE, check_finite, explain_failure, find_file, quiet_logging
+from .model_files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    check_finite,
+    check_sizes,
+    explain_failure,
+    find_file,
+    quiet_logging,
+)
 from .positions import FACTOR, KEEP, stretched_length
 from .regional_prompts import PromptSettings
 from .shipped import shipped
@@ -44,6 +53,9 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
             open_clip folder such as training leaves, "hf-hub:owner/name", or "toy/clip".
         pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k", "webli") or a file of weights, of
             Long-CLIP's too. None gives random weights from torch's current seed.
+
+    Returns:
+        The model, with the heads suppressed that its configuration notes.
 
     Raises:
         UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
@@ -87,6 +99,8 @@ def _find(model: str, pretrained: str | None) -> tuple[dict, str | None, Family]
 def _load(model: str, pretrained: str | None) -> Backbone:
     config, source, family = _find(model, pretrained)
     file = find_weights(model, source, pretrained)
+    if source and file:
+        check_sizes(config, file.stat().st_size, repr(model))
     tokenizer = family.load_tokenizer(model, file and file.parent, config["model_cfg"]["text_cfg"])
     clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
     blocks = getattr(clip, "text", clip).transformer.resblocks if family.causal else ()
@@ -105,6 +119,7 @@ def _load(model: str, pretrained: str | None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
+    apply_saved(backbone)
     return backbone
 
 

@@ -1,22 +1,32 @@
 """Model files from anywhere, and a UserError for every fault in them."""
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import psutil
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..errors import UserError, reason
+from ..files import read_json
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 LARGEST_WEIGHT = 1e6  # larger ones overflow after a few layers; published ones stay below some thousands
+# Names in configurations: of widths, of numbers of blocks, of the width inside of a block, of rows of tables.
+_WIDTHS = ("width", "hidden_size", "d_model", "block_out_channels")
+_BLOCKS = ("layers", "num_hidden_layers", "num_layers", "layers_per_block", "transformer_layers_per_block")
+_INNER = ("intermediate_size", "d_ff")
+_ROWS = ("vocab_size", "context_length", "max_position_embeddings", "embed_dim", "projection_dim", "count")
 
 
 @contextmanager
@@ -66,6 +76,55 @@ def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None
     return file and Path(file)
 
 
+def check_folder(source: str | Path, label: str, subfolder: str = "", size: int = 0) -> None:
+    """`check_sizes` of the config.json of a folder or, as far as it is cached, of a repository of the hub.
+
+    Args:
+        size: of the weights in bytes, where they lie elsewhere.
+    """
+    name = os.path.join(subfolder, "config.json")
+    # Not asked for: without a network that takes long.
+    file = os.path.join(source, name) if os.path.isdir(source) else try_to_load_from_cache(str(source), name)
+    if isinstance(file, str) and os.path.isfile(file):
+        here = sum(path.stat().st_size for path in Path(file).parent.iterdir() if path.suffix in _WEIGHTS)
+        check_sizes(read_json(file), size or here, label)
+
+
+def check_sizes(config: dict, size: int, label: str) -> None:
+    """Raises UserError for a configuration whose model cannot be in its files, before it takes minutes and all memory.
+
+    Args:
+        config: of a model and its parts, in the words of open_clip, transformers and diffusers.
+        size: of the weights in bytes, half of one each at least; 0 if unknown: then this machine's memory must suffice.
+    """
+    weights, limit = _least_weights(config), 2 * size or psutil.virtual_memory().total
+    if weights > limit:
+        raise UserError(
+            f"{label} has a configuration of at least {weights:.3g} weights, but "
+            f"{f'its {size:,} bytes of weights hold' if size else 'memory holds'} {limit:,} at most. It is damaged or "
+            "of another model: get it again."
+        )
+
+
+def _least_weights(config: dict, width: float = 1.0) -> float:
+    """Fewer than any model of this configuration has: matrices of its blocks, tables with rows for each of _ROWS."""
+    numbers = {name: _number(value) for name, value in config.items()}
+    width = max(numbers.get(name, 0) for name in _WIDTHS) or width
+    blocks, rows = (sum(numbers.get(name, 0) for name in names) for names in (_BLOCKS, _ROWS))
+    inner = max(width, width * numbers.get("mlp_ratio", 0), *(numbers.get(name, 0) for name in _INNER))
+    patches = (numbers.get("image_size", 0) / (numbers.get("patch_size") or float("inf"))) ** 2
+    mask = numbers.get("context_length", 0) ** 2
+    parts = sum(_least_weights(part, width) for part in config.values() if isinstance(part, dict))
+    return width * (blocks * inner + rows + patches) + mask + parts
+
+
+def _number(value: Any) -> float:
+    """A number as it is, the largest in a list, and 0 for everything else."""
+    if isinstance(value, list):
+        return max(map(_number, value), default=0.0)
+    return float(min(value, 1e30)) if isinstance(value, int | float) and value > 0 else 0.0
+
+
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
     """Raises UserError, with names and counts, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
 
@@ -105,6 +164,7 @@ def load_pretrained(cls: type[_Model], source: str | Path, label: str, **options
         UserError: weights are missing, of other sizes, or not finite; `label` is the model in words. Errors of
             transformers for broken files pass through.
     """
+    check_folder(source, label, options.get("subfolder", ""))
     with quiet_logging():
         model, info = cls.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     wrong = [f"{part[0]} is {tuple(part[1])}, not {tuple(part[2])}" for part in info["mismatched_keys"]]

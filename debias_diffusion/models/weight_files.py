@@ -1,15 +1,17 @@
-"""Files of weights as state dicts: read without executing what is in them, written, digested; Long-CLIP's names."""
+"""Files of weights as state dicts: read without executing what is in them, written; digests; Long-CLIP's names."""
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..errors import UserError
-from ..files import bytes_digest, open_regular
+from ..files import bytes_digest, json_digest, open_regular
 from ..limits import KEEP
+from ..tokens import tokenizer_rules
 
 POSITIONS = "positional_embedding"
 _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
@@ -39,11 +41,32 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
-def weights_digest(module: nn.Module) -> str:
-    """sha256 over the names, types, shapes and values of a module's state dict."""
+def model_digest(
+    module: nn.Module,
+    config: Mapping | PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **buffers: torch.Tensor,
+) -> str:
+    """sha256 of what a model is: its weights, its configuration and its tokenizer.
+
+    What is kept of a loaded model, or compared with one, is known by this. `EncoderSpec.digest` is of the files.
+
+    Args:
+        config: JSON values. Of transformers' ones the place and the library's version do not count.
+        tokenizer: of a model that reads text.
+        buffers: more tensors, in no state dict, that decide a result.
+    """
+    if isinstance(config, PretrainedConfig):
+        config = config.to_dict() | {"_name_or_path": None, "transformers_version": None}
+    rules = None if tokenizer is None else tokenizer_rules(tokenizer)
+    return json_digest({"weights": weights_digest(module, **buffers), "configuration": config, "tokenizer": rules})
+
+
+def weights_digest(module: nn.Module, **buffers: torch.Tensor) -> str:
+    """sha256 over the names, types, shapes and values of a module's state dict, and of more tensors."""
 
     def parts():
-        for name, tensor in sorted(module.state_dict().items()):
+        for name, tensor in sorted((module.state_dict() | buffers).items()):
             yield f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\n".encode()
             # As bytes, because NumPy has no bfloat16.
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -54,10 +77,11 @@ def weights_digest(module: nn.Module) -> str:
 def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors with the permissions of any new file: safetensors 0.8 lets only the owner read it."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    file.unlink(missing_ok=True)  # a link is not written through
+    file.touch()
+    mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt", **(metadata or {})})
-    umask = os.umask(0)
-    os.umask(umask)
-    file.chmod(0o666 & ~umask)
+    file.chmod(mode)
 
 
 def _is_safetensors(file: Path) -> bool:

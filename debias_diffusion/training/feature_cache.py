@@ -154,7 +154,7 @@ class FrozenTower(FrozenEncoder):
 
     @property
     def key(self) -> dict:
-        return self.backbone.image_fingerprint() | {"precision": self.precision}
+        return {"image tower": self.backbone.image_digest(), "precision": self.precision}
 
     def read_pixels(self, image: Image.Image) -> torch.Tensor:
         return self.backbone.read_pixels(image)

@@ -22,7 +22,7 @@ from .logs import make_accelerator
 from .optimizer import Optimizer
 from .plan import PROBE, print_plan
 from .run import Run
-from .setup import base_model_digest, load_base_model, load_base_tokenizer, prepare_backbone
+from .setup import load_base_model, load_base_tokenizer, prepare_backbone
 from .step import backward
 from .stop import StopRequest
 
@@ -61,7 +61,10 @@ class _Training(Run):
             look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config)
         self.seen_before = [read_seen(config.base_model())]
-        self.inputs["base model"] = base_model_digest(base_model) or f"random weights of {config.model}"
+        # A resumed run needs more of it than its checkpoint holds: the kept positions, the features of a frozen image
+        # tower, the preprocessing. Random weights are the seed's.
+        random = f"random weights of {config.model}"
+        self.inputs["base model"] = random if base_model.random_weights else base_model.digest()
         if config.import_file:
             self.inputs["import file"] = sha256(config.import_file)
         self.backbone = prepare_backbone(base_model, config)

@@ -1,6 +1,5 @@
 """What a run needs before its first step: the base model, the method's modules and the split of the pairs."""
 
-import json
 import math
 from collections.abc import Sequence
 
@@ -10,10 +9,8 @@ from torch import nn
 from ..data.captions import Captions
 from ..data.records import Record
 from ..errors import UserError
-from ..files import bytes_digest
 from ..models.backbone import Backbone
 from ..models.loading import load_backbone, load_tokenizer
-from ..models.weight_files import weights_digest
 from ..tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig, ablated
 from .optimizer import MAX_LOGIT_SCALE
@@ -43,18 +40,6 @@ def load_base_model(config: TrainConfig) -> Backbone:
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
         )
     return backbone
-
-
-def base_model_digest(backbone: Backbone) -> str | None:
-    """sha256 of a base model's weights and configuration; None for random weights, which the seed decides.
-
-    A resumed run needs more of them than its checkpoint holds: the kept positions, the features of a frozen image
-    tower, the preprocessing.
-    """
-    if backbone.random_weights:
-        return None
-    parts = [weights_digest(backbone.model), backbone.config]
-    return bytes_digest([json.dumps(parts, sort_keys=True, default=str).encode()])
 
 
 def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:

@@ -20,7 +20,9 @@ from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.images import OPENED_AS, UnreadableImage, open_image
 from debias_diffusion.encoders import may_be_hub_id
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import bytes_digest, path_digest, sha256
+from debias_diffusion.files import bytes_digest, sha256
+from debias_diffusion.interchange.hub import place_digest
+from debias_diffusion.models.model_files import check_folder, explain_failure
 from debias_diffusion.pipelines.rendering import ImageTask
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -59,7 +61,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
             folder have other settings.
     """
     started, processes, kept = time.monotonic(), Processes(config.device), ResultCache(config.output)
-    vqa = path_digest(config.vqa) if os.path.exists(config.vqa) else config.vqa
+    vqa = place_digest(config.vqa)
     kind, per_prompt = f"answers-{bytes_digest([vqa.encode()])[:12]}", config.images_per_prompt
 
     def read() -> tuple[DpgBench, list[ImageTask]]:
@@ -212,9 +214,14 @@ class VqaModel:
     """
 
     def __init__(self, model: str, device: torch.device):
-        try:
+        advice = (
+            "Give --vqa a folder or hub id of a ViLT or BLIP for visual question answering, such as "
+            "dandelin/vilt-b32-finetuned-vqa or Salesforce/blip-vqa-base, with its processor's files."
+        )
+        with explain_failure(f"The VQA model {model!r} could not be loaded", advice):
             if not os.path.isdir(model) and not may_be_hub_id(model):
                 raise ValueError("it is not there")
+            check_folder(model, repr(model))
             self.processor = AutoProcessor.from_pretrained(model)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(
@@ -226,12 +233,6 @@ class VqaModel:
             kind = loaded.config.model_type
             if kind not in ("vilt", "blip"):
                 raise ValueError(f"it is a {kind}, which is asked in another way")
-        except Exception as error:  # whatever a wrong folder or a failed download raises
-            raise UserError(
-                f"The VQA model {model!r} could not be loaded: {reason(error)}. Give --vqa a folder or hub id of a "
-                "ViLT or BLIP for visual question answering, such as dandelin/vilt-b32-finetuned-vqa or "
-                "Salesforce/blip-vqa-base, with its processor's files."
-            ) from error
         self.model, self.device = loaded.to(device).eval(), device
 
     def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[str]:

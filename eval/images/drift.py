@@ -7,7 +7,7 @@ overlap. Each gives the UNet one state for each token, and these are compared.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.text_encoders import TextEncoder
-from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.models.weight_files import model_digest
 from debias_diffusion.reading import encode_texts, tokenize_text
 from debias_diffusion.tokens import clean
 
@@ -42,19 +42,21 @@ class Reader:
     Attributes:
         name: as typed.
         encoder: in evaluation mode, on its device.
-        digest: of the encoder's weights.
     """
 
     name: str
     encoder: TextEncoder
     tokenizer: CLIPTokenizer
-    digest: str
 
     @classmethod
     def load(cls, spec: EncoderSpec, device: torch.device) -> "Reader":
         encoder, tokenizer = spec.load_text_encoder()
-        encoder = encoder.float().to(device)
-        return cls(spec.name, encoder, tokenizer, weights_digest(encoder))
+        return cls(spec.name, encoder.float().to(device), tokenizer)
+
+    @cached_property
+    def digest(self) -> str:
+        """See `model_digest`."""
+        return model_digest(self.encoder, self.encoder.config, self.tokenizer)
 
     def tokens(self, captions: Sequence[str]) -> list[Tokens]:
         return [tokenize_text(clean(caption), self.tokenizer)[0] for caption in captions]
@@ -65,10 +67,6 @@ class Reader:
         length = max(len(text.ids) for text in tokens) + 2 + PADS
         rows, _ = encode_texts(self.encoder, self.tokenizer, tokens, length)
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
-
-    def depends(self) -> dict:
-        """Everything that affects its states, for the cache."""
-        return {"digest": self.digest, "configuration": self.encoder.config.to_dict() | {"_name_or_path": None}}
 
 
 class Moments:
@@ -206,7 +204,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
                 f"The states of {reader.name!r} have {width} channels and those of the base {base.name!r} "
                 f"{base_width}. Give the base that the encoder was trained from."
             )
-        depends = {"encoder": reader.depends(), "base": base.depends(), "captions": json_digest({"all": captions})}
+        depends = {"encoder": reader.digest, "base": base.digest, "captions": json_digest({"all": captions})}
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 

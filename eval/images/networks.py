@@ -17,7 +17,7 @@ from transformers import AutoModel
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.encoders import load_two_tower, may_be_hub_id
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.model_files import check_finite, explain_failure, quiet_logging
+from debias_diffusion.models.model_files import check_finite, check_folder, explain_failure, quiet_logging
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.models.weight_files import read_state
 from debias_diffusion.retrieval import encode_texts
@@ -142,6 +142,7 @@ class ClsFeatures:
             place = shipped(model)
             if not Path(place).is_dir() and not may_be_hub_id(place):
                 raise ValueError("it is not there")
+            check_folder(place, repr(os.fspath(model)))
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModel.from_pretrained(
                 place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False

@@ -36,11 +36,10 @@ from tqdm import tqdm
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.weight_files import weights_digest
+from debias_diffusion.models.weight_files import model_digest
 from debias_diffusion.sentences import split_sentences
 
 from ..intervals import mean_interval, paired_difference
-from ..session import how_used
 from .networks import FID_FEATURES, RESIZE, ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
 
 HALVES = 200
@@ -308,15 +307,11 @@ class ImageScores:
         self.clip = clip and TwoTowerFeatures(clip, device)
         self.digests = {
             "inception_weights": self.inception and path_digest(self.inception.file),
-            **{option: weights_digest(self.networks[option].model) if name else None for option, name in named.items()},
-            "clip_score": self.clip and weights_digest(self.clip.backbone),
+            **dict.fromkeys(named),
+            **{option: model_digest(of.model, of.model.config) for option, of in self.networks.items()},
+            "clip_score": self.clip and self.clip.backbone.digest(),
         }
-        configurations = {
-            option: network.model.config.to_dict() | {"_name_or_path": None}
-            for option, network in self.networks.items()
-        }
-        of_clip = self.clip and how_used(self.clip.backbone)
-        self.depends = {"networks": self.digests, "configurations": configurations, "clip": of_clip}
+        self.depends = {"networks": self.digests}
         self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
         skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
         skipped = {

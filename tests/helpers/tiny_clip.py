@@ -143,3 +143,24 @@ def save_tiny_clip(folder: Path, **settings) -> str:
     """The same as an open_clip folder, without traces of training: a base model."""
     tiny_clip(**settings).save(folder)
     return str(folder)
+
+
+# What decides a model's results besides its weights.
+CORRECTIONS = ("quick_gelu", "preprocess_cfg", "tokenizer")
+
+
+def correct(folder: Path, part: str) -> None:
+    """Changes one of CORRECTIONS in an open_clip folder: its weights stay as they are."""
+    if part == "tokenizer":
+        file = folder / "tokenizer" / "tokenizer.json"
+        content = json.loads(file.read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a</w>"], vocabulary["b</w>"] = vocabulary["b</w>"], vocabulary["a</w>"]
+    else:
+        file = folder / "open_clip_config.json"
+        content = json.loads(file.read_text())
+        if part == "quick_gelu":
+            content["model_cfg"]["quick_gelu"] = True
+        else:
+            content["preprocess_cfg"] = content["preprocess_cfg"] | {"mean": [0.1] * 3}
+    file.write_text(json.dumps(content))
