@@ -82,6 +82,7 @@ def test_encoders_share_all_other_models(toy, tiny):
         parts = {id(getattr(pipe, name)) for pipe in toy.encoders.values()}
         assert len(parts) == (3 if name == "text_encoder" else 1)
     assert toy.labels == TOYS and toy.is_toy and toy.size == (48, 48)
+    assert (Request.default(toy).steps, Request.default(toy).guidance_scale) == (20, 3.0)
     assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
 
 

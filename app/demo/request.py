@@ -8,7 +8,6 @@ from debias_diffusion.chunks import MOST_SHARPENING, PROGRAMS, Emphasis, Reading
 from debias_diffusion.encoders import ORIGINAL
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
-from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout, parse_prompt
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import runtime_settings
@@ -61,9 +60,10 @@ class Request(Checked):
     @classmethod
     def default(cls, models: DemoModels) -> "Request":
         """A request with default settings for these models, without a prompt."""
-        toy = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE} if models.is_toy else {}
         height, width = models.size
-        return cls("", models.labels, height=height, width=width, scheduler=models.schedulers[0], **toy)
+        settings = {"height": height, "width": width, "scheduler": models.schedulers[0]}
+        steps, guidance_scale = models.checkpoint.defaults.steps, models.checkpoint.defaults.guidance_scale
+        return cls("", models.labels, steps=steps, guidance_scale=guidance_scale, **settings)
 
     def options(self, models: DemoModels, label: str) -> LongPromptOptions:
         """How an encoder reads prompts."""
@@ -80,9 +80,8 @@ def check(request: Request, models: DemoModels) -> Request:
     check_text_settings(request, models)
     check_prompt(request.prompt)
     check_last_seed(parse_seed(request.seed), request.images)
+    models.checkpoint.check_size(request.height, request.width)
     height, width = models.size
-    if models.is_toy and (request.height, request.width) != models.size:
-        raise UserError(f"Images of {models.base} have {height} x {width} pixels, got another height or width.")
     if request.height * request.width > (most := 2 * height * width):
         raise UserError(
             f"{request.height} x {request.width} pixels are too many: at most {most:,} are allowed, twice the model's "
@@ -184,7 +183,8 @@ def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, li
     if values.setdefault("scheduler", native) not in models.schedulers:
         notes.append(f"There is no scheduler {values['scheduler'][:80]!r} here; {native} is used.")
         values["scheduler"] = native
-    if models.is_toy and (values.get("height"), values.get("width")) not in (models.size, (None, None)):
+    size = values.get("height"), values.get("width")
+    if models.checkpoint.defaults.fixed_size and size not in (models.size, (None, None)):
         notes.append("Images have another size here.")
         values["height"], values["width"] = models.size
     notes += [f"The {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
