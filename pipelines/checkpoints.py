@@ -112,8 +112,7 @@ class Checkpoint:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""
         if (kind := self._index["_class_name"]) not in kinds:
             raise UserError(
-                f"The SDXL checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give an SDXL "
-                "folder."
+                f"The SDXL checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give an SDXL folder."
             )
         return kind
 

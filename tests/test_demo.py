@@ -17,7 +17,7 @@ from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from debias_diffusion.app.demo.launch import AppConfig, open_app
+from debias_diffusion.app.demo.launch import AppConfig, is_of_other_site, open_app
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.reading import attention, count_tokens, movement
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, check_budget, render_request
@@ -438,3 +438,25 @@ def test_a_demo_for_others_without_a_password_is_warned_of(capsys, monkeypatch):
         with pytest.raises(UserError, match="is not there"):  # nothing is served
             open_app(AppConfig(base="nowhere/at/all", encoders=["toy/clip"], host=host, user=user))
         assert ("it has no password" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    "method, sent, refused",
+    [
+        ("POST", {}, False),  # a program
+        ("POST", {"origin": "http://127.0.0.1:7860", "sec-fetch-site": "same-origin"}, False),
+        ("POST", {"origin": "http://[::1]:7860"}, False),
+        ("POST", {"origin": "https://localhost"}, False),
+        ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, False),  # a link
+        ("GET", {"sec-fetch-site": "none", "sec-fetch-mode": "navigate"}, False),  # an address that was typed
+        ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, True),  # an image
+        ("POST", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, True),  # a form
+        ("POST", {"origin": "https://elsewhere.example"}, True),
+        ("GET", {"origin": "http://localhost.elsewhere.example"}, True),
+        ("POST", {"origin": "null"}, True),
+        ("POST", {"origin": "http://[::1"}, True),
+        ("", {"origin": "https://elsewhere.example"}, True),  # a web socket
+    ],
+)
+def test_a_local_demo_knows_requests_of_other_sites(method, sent, refused):
+    assert is_of_other_site(method, [(name.encode(), value.encode()) for name, value in sent.items()]) is refused

@@ -58,7 +58,11 @@ def test_csv(tmp_path):
         ("p.jsonl", b"a cat", "Not JSON: Expecting value; it begins 'a cat'."),
         ("p.jsonl", b'{"prompt": 3}', "The prompt must be text, got '3'."),
         ("p.jsonl", rb'{"prompt": "\ud800"}', r"The prompt holds '\ud800', which is no character."),
-        ("p.jsonl", b'{"prompt": "a", "cfg_scale": 3}', "'cfg_scale' is not read, only prompt, negative_prompt, prompt_2"),
+        (
+            "p.jsonl",
+            b'{"prompt": "a", "cfg_scale": 3}',
+            "'cfg_scale' is not read, only prompt, negative_prompt, prompt_2",
+        ),
         ("p.jsonl", b'{"prompt": "a", "Prompt": "b"}', "The prompt is given twice, the second time as 'Prompt'."),
         ("p.jsonl", b'{"prompt": "a", "seed": -1}', "The seed must be a whole number from 0 to 2^63 - 1, got '-1'."),
     ],

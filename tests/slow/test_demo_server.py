@@ -1,7 +1,6 @@
 """The demo's endpoints, its login and what it refuses, on one server."""
 
 import io
-import json
 import threading
 
 import httpx
@@ -105,12 +104,13 @@ def test_other_hosts_are_refused(url):
 
 @pytest.mark.parametrize("path", ["call/tokens", "call/generate", "run/generate", "queue/join", "upload"])
 def test_other_sites_are_refused(visitor, path):
-    """A browser sends no script's request after such a preflight, and what needs none, a form's, is no JSON."""
     asked = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
-    assert "access-control-allow-origin" not in visitor.options(f"gradio_api/{path}", headers=asked).headers
-    simple = {"origin": asked["origin"], "content-type": "text/plain"}
-    body = json.dumps({"data": ["a"], "fn_index": 3})
-    assert visitor.post(f"gradio_api/{path}", headers=simple, content=body).status_code in (400, 422)
+    preflight = visitor.options(f"gradio_api/{path}", headers=asked)
+    assert preflight.status_code == 403 and "access-control-allow-origin" not in preflight.headers
+    body = {"files": {"files": io.BytesIO(b"a")}} if path == "upload" else {"json": {"data": ["a"], "fn_index": 3}}
+    for headers in ({"origin": asked["origin"]}, {"sec-fetch-site": "cross-site"}):
+        assert visitor.post(f"gradio_api/{path}", headers=headers, **body).status_code == 403
+    assert visitor.post(f"gradio_api/{path}", headers={"origin": str(visitor.base_url)}, **body).status_code != 403
 
 
 def test_no_path_reaches_the_file_system_and_no_file_but_a_png_is_taken(visitor, client, tmp_path):
