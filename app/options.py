@@ -267,8 +267,8 @@ class GenerateConfig(Checked):
             holds the settings that made it.
         overwrite: Replace an image at `output` that has other settings, such as another prompt.
         prompts: File of prompts, instead of `prompt`: .txt, one a line; .jsonl or .csv with prompt and, optionally,
-            negative_prompt, seed and prompt_2 (for SDXL's second encoder), and no other column. Run the command again to continue an
-            interrupted run: finished images are kept.
+            negative_prompt, seed and prompt_2 (for SDXL's second encoder), and no other column. Run the command again
+            to continue an interrupted run: finished images are kept.
         negative_prompt: What to avoid. Only used with a guidance scale above 1.
         seed: Equal seeds start from equal noise, on every device. Entry i of a file of prompts, from 0, has this seed
             + i unless it names one.

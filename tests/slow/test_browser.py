@@ -191,9 +191,9 @@ UPLOAD = """url => {
 
 def test_another_site_may_link_to_the_demo_and_nothing_else(demo, tmp_path):
     context, url = demo
-    form = f'<form method="post" enctype="multipart/form-data" action="{url}gradio_api/upload"><input name="files"><button>'
-    link = f'<img src="{url}manifest.json"><a href="{url}">demo</a>{form}Send</button></form>'
-    (tmp_path / "index.html").write_text(link)
+    link = f'<img src="{url}manifest.json"><a href="{url}">demo</a>'
+    form = f'<form method="post" enctype="multipart/form-data" action="{url}gradio_api/upload">'
+    (tmp_path / "index.html").write_text(f'{link}{form}<input name="files"><button>Send</button></form>')
     page, answers = context.new_page(), set()
     page.on("response", lambda answer: answers.add((answer.url.removeprefix(url), answer.status)))
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:

