@@ -225,6 +225,8 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
         ({"images": 9}, "images is 9, but must be a whole number, from 1 to 8"),
         ({"height": 96, "width": 96}, "96 x 96 pixels are too many: at most 8,192"),
         ({"encoders": []}, "No encoder is chosen. Choose at least one of: original, long"),
+        ({"encoders": ["long", "longer"]}, "'longer' is no encoder. Choose at least one of: original, long"),
+        ({"scheduler": "Heun"}, "Unknown scheduler 'Heun'. Choose from: "),
         ({"emphasis": "comfyui", "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
     ],
 )

@@ -72,13 +72,15 @@ class Request(Checked):
 
 
 def check(request: Request, models: DemoModels) -> Request:
-    """The request, with its scene only if the prompt is its caption.
+    """The request, with its encoders in the page's order, and its scene only if the prompt is its caption.
 
     Raises:
         UserError: a value is not allowed with these models.
     """
     check_text_settings(request, models)
     check_prompt(request.prompt)
+    if request.scheduler not in models.schedulers:
+        raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
     check_last_seed(parse_seed(request.seed), request.images)
     models.checkpoint.check_size(request.height, request.width)
     height, width = models.size
@@ -89,13 +91,16 @@ def check(request: Request, models: DemoModels) -> Request:
         )
     known = models.is_toy and request.scene is not None and 0 <= request.scene < MOST_SCENES
     is_caption = known and random_scene(request.scene).caption == request.prompt
-    return request if is_caption else replace(request, scene=None)
+    encoders = [label for label in models.labels if label in request.encoders]
+    return replace(request, encoders=encoders, scene=request.scene if is_caption else None)
 
 
 def check_text_settings(request: Request, models: DemoModels) -> None:
     """Raises UserError for texts (which may be empty) that cannot be used, and without an encoder."""
-    if not request.encoders:
-        raise UserError(f"No encoder is chosen. Choose at least one of: {', '.join(models.labels)}.")
+    unknown = [repr(label) for label in request.encoders if label not in models.labels]
+    if unknown or not request.encoders:
+        problem = f"{unknown[0][:80]} is no encoder" if unknown else "No encoder is chosen"
+        raise UserError(f"{problem}. Choose at least one of: {', '.join(models.labels)}.")
     for name in ("prompt", "negative_prompt"):
         check_text(name.replace("_", " "), getattr(request, name))
         for label in request.encoders:

@@ -77,15 +77,23 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
     [
         ("/generate", {"prompt": ""}, "The prompt is empty"),
         ("/generate", {"prompt": "a", "seed": HOSTILE}, "seed must be a whole number .* got '&lt;img src=x onerror"),
-        ("/generate", {"prompt": "a", "encoders": ["toy/x"]}, "not in the list of choices"),
+        (
+            "/generate",
+            {"prompt": "a", "encoders": ["toy/x"]},
+            "'toy/x' is no encoder. Choose at least one of: toy/clip",
+        ),
+        ("/generate", {"prompt": "a", "encoders": None}, "encoders is None, but must be values"),
+        ("/generate", {"prompt": "a", "steps": "many"}, "steps is 'many', but must be a whole number, from 1 to 100"),
+        ("/attention", {"prompt": "a", "reading": [3]}, r"reading is \[3\], but must be overlap or"),
+        ("/settings", {"png": 3}, 'a file that was not uploaded. "Use via API" at the foot'),
         ("/generate", {"prompt": LONG, "images": 8, "steps": 100}, "one request may take 1,000 here"),
         ("/attention", {"prompt": " "}, "The prompt is empty"),
     ],
 )
-def test_errors_say_what_was_given_and_what_is_allowed(client, name, values, message):
+def test_errors_say_what_was_given_and_what_is_allowed(client, name, values, message, capfd):
     with pytest.raises(AppError, match=message) as caught:
         client.predict(**values, api_name=name)
-    assert "<img" not in str(caught.value)
+    assert "<img" not in str(caught.value) and "Traceback" not in capfd.readouterr().err
 
 
 def test_the_login_is_asked_for(url):
