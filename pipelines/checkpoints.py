@@ -23,7 +23,7 @@ from debias_diffusion.files import path_digest
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import find_tokenizer, read_encoder
 from debias_diffusion.limits import Checked, Guidance, Steps, check_pixels
-from debias_diffusion.models.model_files import check_finite, check_fit, explain_failure, quiet_logging
+from debias_diffusion.models.model_files import check_finite, check_fit, explain_failure, hub_problem, quiet_logging
 from debias_diffusion.models.shipped import shipped
 
 from .classes import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
@@ -121,11 +121,13 @@ class Checkpoint:
         """Its model_index.json, which names its class in diffusers."""
         why, advice = "it has no readable model_index.json", "Give an SDXL folder."
         if not Path(self.configs).is_dir():
-            why = "no hub model of this name can be reached"
+            why = "it is no folder here"
         if self.file:
             why = f"it needs the configuration and tokenizers of {self.configs!r}, which cannot be loaded"
             advice = f"Name a folder that has them, with or without weights: {f'FOLDER:{self.file}'!r}."
         with explain_failure(f"The SDXL checkpoint {self.name!r} cannot be read: {why}", advice):
+            if not Path(self.configs).is_dir() and (problem := hub_problem(self.configs)):
+                raise ValueError(problem)
             index = DiffusionPipeline.load_config(self.configs)
             return {**index, "_class_name": index["_class_name"]}  # an error for a list, or without a class
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders import may_be_hub_id
+from debias_diffusion.encoders import check_model
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import path_digest
 
@@ -37,8 +37,7 @@ def model_digest(model: str) -> str:
     """
     local = os.path.isdir(model)
     with _explain(model):
-        if not local and not may_be_hub_id(model):
-            raise ValueError("it is not there")
+        check_model(model)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")

@@ -18,7 +18,7 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.images import UnreadableImage, open_image
-from debias_diffusion.encoders import may_be_hub_id
+from debias_diffusion.encoders import check_model
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, path_digest, sha256
 from debias_diffusion.pipelines.rendering import ImageTask
@@ -212,8 +212,7 @@ class VqaModel:
 
     def __init__(self, model: str, device: torch.device):
         try:
-            if not os.path.isdir(model) and not may_be_hub_id(model):
-                raise ValueError("it is not there")
+            check_model(model)
             self.processor = AutoProcessor.from_pretrained(model)
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(
