@@ -129,19 +129,22 @@ class Checkpoint:
             if not Path(self.configs).is_dir() and (problem := hub_problem(self.configs)):
                 raise ValueError(problem)
             index = DiffusionPipeline.load_config(self.configs)
-            return {**index, "_class_name": index["_class_name"]}  # an error for a list, or without a class
+            return {**index, "_class_name": str(index["_class_name"])}  # an error for a list, or without a class
 
     @cached_property
     def defaults(self) -> "Defaults":
         """Those in its model_index.json, where there are some."""
-        with self.explain("_sampling in model_index.json"):
+        try:
             return Defaults(**self._index.get("_sampling", {}))
+        except (TypeError, ValueError) as error:
+            problem = f"_sampling in the model_index.json of {self.name!r} cannot be used"
+            raise UserError(f"{problem}: {reason(error)}. Mend it, or take it out.") from error
 
     def check_size(self, height: int, width: int) -> None:
         """Raises UserError for images of a size that it cannot render."""
         if self.defaults.fixed_size and (height, width) != self.size:
             own = " x ".join(map(str, self.size))
-            raise UserError(f"Images of {self.name} have {own} pixels, got {height} x {width}. Leave the size out.")
+            raise UserError(f"This checkpoint renders {own} pixels only, got {height} x {width}. Leave the size out.")
         check_pixels(height, width)
 
     def config(self, part: str) -> dict:

@@ -239,7 +239,7 @@ def test_the_size_and_the_scenes_of_the_toy_world_are_fixed(toy, tiny):
     assert check(ask(toy, scene=3), toy).scene == 3
     for scene, models in ((4, toy), (-1, toy), (2**31, toy), (3, tiny)):
         assert check(ask(models, scene=scene), models).scene is None  # it is not the prompt's
-    with pytest.raises(UserError, match="Images of toy/sdxl have 48 x 48 pixels"):
+    with pytest.raises(UserError, match="This checkpoint renders 48 x 48 pixels only, got 64 x 48"):
         check(ask(toy, height=64), toy)
 
 

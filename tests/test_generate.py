@@ -116,7 +116,7 @@ def test_steps_guidance_and_size_are_the_checkpoint_s_unless_given(base, tmp_pat
     tiny = {"base": base, "encoder": None, "steps": 1}
     assert Image.open(make(tmp_path, "a cat", **tiny, height=64, width=96)).size == (96, 64)
     for changes, message in (
-        ({"width": 1000}, "Images of toy/sdxl have 48 x 48 pixels, got 48 x 1000. Leave the size out."),
+        ({"width": 1000}, "This checkpoint renders 48 x 48 pixels only, got 48 x 1000. Leave the size out."),
         (tiny | {"width": 8 * 10**6}, "has 512,000,000; at most 89,478,485 can be"),
     ):
         with pytest.raises(UserError, match=message):
