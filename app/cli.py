@@ -104,7 +104,7 @@ COMMANDS = {
         "generate images from prompts of any length",
         "app.options:GenerateConfig",
         "app.generate:generate",
-        "'A red star above a blue ring.' --base toy/sdxl --encoder toy/debias-clip --output star.png",
+        "'A red star above a blue ring.' --base toy/sdxl --output star.png",
     ),
     "tokens": Command(
         "show where a prompt is cut, as each program reads it",
@@ -223,14 +223,14 @@ def _list_commands(program: str, commands: dict) -> str:
 def _run_command(program: str, command: Command, arguments: list[str]) -> None:
     from .command_line import parse  # takes a tenth of a second, which a mistyped command need not wait for
 
-    for category in (FutureWarning, DeprecationWarning):  # of libraries that checks of options import, too
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when a check of options, or the command, imports it
+    for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
     try:
         settings = parse(program, command.summary, _import(command.options), command.example, arguments)
         function = _import(command.function)
         import transformers
 
-        transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()  # ours stay
         function(settings)
     except ModuleNotFoundError as error:

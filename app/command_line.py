@@ -153,6 +153,9 @@ def _explain(message: str, program: str, options: type, example: str) -> str:
         names = [name if unknown[2] else name.replace("_", "-") for name in hints]
         name = unknown[1] or unknown[2]
         return f"Unknown option {name!r}.{near_matches(name, names, most=2)} `{program} --help` lists all."
+    if words := re.search(r"unrecognized arguments: (.*)", message):
+        words = f"{words[1][:80]!r} belongs to no option. Put text of several words in quotation marks."
+        return f"{words} For example: {program} {example}"
     if missing := re.search(r"required: (.*)", message):
         *others, last = map(flag, missing[1].split(", "))
         listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"

@@ -23,7 +23,6 @@ from debias_diffusion.limits import (
     Steps,
     Tower,
     between,
-    check_pixels,
 )
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
@@ -269,8 +268,8 @@ class GenerateConfig(Checked):
             holds the settings that made it.
         overwrite: Replace an image at `output` that has other settings, such as another prompt.
         prompts: File of prompts, instead of `prompt`: .txt, one a line; .jsonl or .csv with prompt and, optionally,
-            negative_prompt, seed and prompt_2 (for SDXL's second encoder). Run the command again to continue an
-            interrupted run: finished images are kept.
+            negative_prompt, seed and prompt_2 (for SDXL's second encoder), and no other column. Run the command again
+            to continue an interrupted run: finished images are kept.
         negative_prompt: What to avoid. Only used with a guidance scale above 1.
         seed: Equal seeds start from equal noise, on every device. Entry i of a file of prompts, from 0, has this seed
             + i unless it names one.
@@ -287,9 +286,11 @@ class GenerateConfig(Checked):
             names.
         breaks: What BREAK does where weights are read: concatenate begins a new chunk; average reads each part as a
             prompt of its own and takes their mean, weighted by BREAK:0.7.
-        steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50.
+        steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50. The default is 30, and 20 for
+            toy/sdxl.
         guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. The
-            default is above diffusers' 5, for the details of long prompts; above 10 colours oversaturate.
+            default is 7, above diffusers' 5, for the details of long prompts, and 3 for toy/sdxl; above 10 colours
+            oversaturate.
         sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
             changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
         height: Pixels, a multiple of 8; the model's own size by default (1024 for SDXL).
@@ -315,8 +316,8 @@ class GenerateConfig(Checked):
     overwrite: bool = False
     negative_prompt: str | None = None
     seed: Seed = 0
-    steps: Steps = 30
-    guidance_scale: Guidance = 7.0
+    steps: Steps | None = None
+    guidance_scale: Guidance | None = None
     height: Side | None = None
     width: Side | None = None
     device: str | None = None
@@ -343,8 +344,6 @@ class GenerateConfig(Checked):
                 f'Give either a prompt or a file of prompts, not {given}: `generate "a red cat"`, or `generate '
                 "--prompts prompts.txt`."
             )
-        if self.height and self.width:
-            check_pixels(self.height, self.width)
 
     @property
     def several(self) -> bool:

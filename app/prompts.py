@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,12 @@ MAX_SEED = 2**63 - 1
 MAX_PROMPTS = 1_000_000
 _TEXTS = ("prompt", "negative_prompt", "prompt_2")
 _COLUMNS = (*_TEXTS, "seed")
+# By a name in lower case, without blanks, underscores and dashes.
+_SPELLINGS = {name.replace("_", ""): name for name in _COLUMNS} | {
+    "positive": "prompt",
+    "positiveprompt": "prompt",
+    "negative": "negative_prompt",
+}
 _SHAPES = (
     'a .txt of one prompt a line, a .jsonl of lines like {"prompt": "a cat", "negative_prompt": "grey", "seed": 7}, or '
     "a .csv with such columns"
@@ -129,17 +135,19 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
         raise UserError(f"The file of prompts {str(path)!r} is not UTF-8 (line {line}). Save it as UTF-8.") from error
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = [name.strip().lower() for name in next(rows, [])]
-        if "prompt" not in header or len(set(header)) < len(header):
+        try:
+            header = _columns(_without_empty_end(next(rows, [])))
+            if "prompt" not in header:
+                raise UserError("There is no column 'prompt'.")
+        except UserError as error:
             raise UserError(
-                f"The file of prompts {str(path)!r} has no column 'prompt', or one column twice: its first line is "
-                f"{','.join(header)[:80]!r}. Name columns of {', '.join(_COLUMNS)} there, with commas between them."
-            )
+                f"The first line of the file of prompts {str(path)!r} names no usable columns. {error} Name columns "
+                "there, with commas between them."
+            ) from error
         line = rows.line_num + 1
-        for row in rows:
+        for row in map(_without_empty_end, rows):
             if len(row) > len(header):
                 raise csv.Error(f"it has {len(row)} cells, and the first line names {len(header)} columns")
-            # Empty cells are ignored; a row may end early.
             entry = {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
             if entry:
                 yield line, entry
@@ -149,6 +157,29 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
             f"The file of prompts {str(path)!r} is no CSV at line {rows.line_num}: {error}. Write a quotation mark "
             "within a cell twice, and close each cell that begins with one."
         ) from error
+
+
+def _without_empty_end(cells: list[str]) -> list[str]:
+    """A row may end early, or with commas."""
+    while cells and not cells[-1].strip():
+        cells = cells[:-1]
+    return cells
+
+
+def _columns(names: Iterable[str]) -> list[str]:
+    """The columns that names mean, as other programs spell them. Raises UserError for any that is not read."""
+    columns: list[str] = []
+    for name in names:
+        column = _SPELLINGS.get(re.sub(r"[\s_-]", "", name).lower())
+        if column is None:
+            raise UserError(
+                f"{name[:80]!r} is not read, only {', '.join(_COLUMNS)}. Leave it out; steps, size and the like are "
+                "options of the command, for all images."
+            )
+        if column in columns:
+            raise UserError(f"The {column} is given twice, the second time as {name[:80]!r}. Leave one out.")
+        columns.append(column)
+    return columns
 
 
 _READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
@@ -163,6 +194,7 @@ def _prompt(number: int, where: str, entry: Entry) -> Prompt:
     if isinstance(entry, str):
         raise UserError(entry)
     entry = {name: value for name, value in entry.items() if value is not None}
+    entry = dict(zip(_columns(entry), entry.values(), strict=True))
     if "prompt" not in entry:
         raise UserError(f"It has no prompt, only: {', '.join(entry) or 'nothing'}"[:200] + ".")
     for name in _TEXTS:

@@ -18,7 +18,6 @@ from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS, tell
 from debias_diffusion.jobs import Job
-from debias_diffusion.models.shipped import GUIDANCE_SCALE
 from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.loop import train
@@ -95,7 +94,6 @@ def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]
         "limit": config.prompts,
         "seed": config.seed,
         "steps": setup.denoising_steps,
-        "guidance_scale": GUIDANCE_SCALE,
         "images_at_once": IMAGES_AT_ONCE,
     }
     few = min(MOST_SHORT_PROMPTS, config.prompts // 2)

@@ -23,7 +23,7 @@ _CHUNKS, _CUT_OFF = (32, 36), 31  # of a terminal: green and cyan in turn, red
 
 
 def show_tokens(config: TokensConfig) -> None:
-    """Prints where a prompt is cut and how long its embeddings are: in one reading, or in all.
+    """Prints where a prompt is cut and how long its embeddings are: in one reading, or in all, those alike together.
 
     Raises:
         UserError: the checkpoint's tokenizers cannot be loaded, or the prompt cannot be read.
@@ -43,7 +43,10 @@ def show_tokens(config: TokensConfig) -> None:
         print(json.dumps({reading: layout._asdict() for reading, layout in layouts.items()}))
         return
     coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print("\n\n".join("\n".join(_lines(reading, layout, coloured)) for reading, layout in layouts.items()))
+    alike: dict[str, list[str]] = {}  # readings by what is printed of them
+    for reading, layout in layouts.items():
+        alike.setdefault("\n".join(_lines(layout, coloured)), []).append(f"{reading} ({READINGS[reading]})")
+    print("\n\n".join(f"{', '.join(readings)}: {lines}" for lines, readings in alike.items()))
 
 
 def load_reader(checkpoint: Checkpoint, first: EncoderSpec) -> SDXLLongPromptMixin | SDLongPromptMixin:
@@ -69,9 +72,9 @@ def load_reader(checkpoint: Checkpoint, first: EncoderSpec) -> SDXLLongPromptMix
     return pipe
 
 
-def _lines(reading: Reading, layout: PromptLayout, coloured: bool) -> Iterator[str]:
-    """What is printed of a reading; encoders that cut alike are shown once."""
-    yield f"{reading} ({READINGS[reading]}): {layout.tokens} tokens, {layout.positions} positions"
+def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:
+    """What is printed of a layout; encoders that cut alike are shown once."""
+    yield f"{layout.tokens} tokens, {layout.positions} positions"
     encoders = list(zip(layout.texts, layout.cut_off, strict=True))
     names = ["first text encoder", "second text encoder"]
     if len(set(encoders)) == 1:

@@ -163,11 +163,12 @@ class EncoderSpec:
 
             known = {"context_length": CLIP_CONTEXT} | open_clip.get_model_config(self.place)["text_cfg"]
             return {} if os.path.exists(self.weights or "") else known
-        from .models.model_files import find_file
+        from .models.model_files import explain_failure, find_file
 
         source = Path(self.place) if os.path.exists(self.place) else self.place.removeprefix("hf-hub:")
-        files = filter(None, (find_file(source, file) for file in _CONFIGS))
-        return next(filter(None, map(read_json_object, files)), {})
+        with explain_failure(f"The configuration of {self.name!r} cannot be read"):
+            files = filter(None, (find_file(source, file) for file in _CONFIGS))
+            return next(filter(None, map(read_json_object, files)), {})
 
     def _source(self) -> Path | str:
         """The file or folder, downloaded where it is a hub's one file of weights; else the hub id."""
@@ -194,9 +195,9 @@ class EncoderSpec:
             if self.kind is Kind.HUB:
                 try:
                     return read_text_encoder(source)
-                except UserError as error:
-                    problem = "is not a folder or file here, and as a hub id it gives no text encoder."
-                    raise UserError(f"{self.name!r} {problem} {error}") from error
+                except ValueError as error:
+                    problem = "is not a folder or file here, and as a hub id it gives no text encoder"
+                    raise UserError(f"{self.name!r} {problem}: {reason(error)}. Give a folder or file.") from error
             from .ablation.heads import fold_text_heads  # open_clip is optional
             from .interchange.text_encoders import keeps_projection, to_transformers
 
@@ -352,6 +353,14 @@ def may_be_hub_id(name: str) -> bool:
     owner, _, rest = name.partition("/")
     is_path = owner in _FOLDERS or name.endswith(_SUFFIXES) or os.path.lexists(owner)
     return bool(re.fullmatch(r"\w[\w.-]{0,95}", owner) and re.fullmatch(r"[\w.-]{1,96}", rest)) and not is_path
+
+
+def check_model(name: str) -> None:
+    """Raises ValueError unless it is a folder, or a hub id of which something is cached or may be downloaded."""
+    from .models.model_files import hub_problem
+
+    if not os.path.isdir(name) and (problem := hub_problem(name) if may_be_hub_id(name) else "it is not there"):
+        raise ValueError(problem)
 
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")

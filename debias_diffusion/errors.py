@@ -14,7 +14,6 @@ EXTRAS = {
     "torchmetrics": "eval",
     "gradio": "app",
     "orjson": "app",
-    "starlette": "app",  # of gradio
 }
 
 
@@ -61,4 +60,4 @@ def missing_library(error: ModuleNotFoundError, extra: str = "") -> str:
         extra: to install, in place of the library's own.
     """
     library = (error.name or "").partition(".")[0]
-    return f'{library} is not installed: run `pip install "debias-diffusion[{extra or EXTRAS[library]}]"`'
+    return f'{library} is not installed: run `pip install -e ".[{extra or EXTRAS[library]}]"` in the checkout'

@@ -23,7 +23,15 @@ from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange.hub import place_digest
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import find_tokenizer, read_encoder
-from debias_diffusion.models.model_files import check_finite, check_fit, check_folder, explain_failure, quiet_logging
+from debias_diffusion.limits import Checked, Guidance, Steps, check_pixels
+from debias_diffusion.models.model_files import (
+    check_finite,
+    check_fit,
+    check_folder,
+    explain_failure,
+    hub_problem,
+    quiet_logging,
+)
 from debias_diffusion.models.shipped import shipped
 
 from .classes import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
@@ -41,6 +49,20 @@ _FIRST_POSITIONS = r"(conditioner\.embedders\.0|cond_stage_model)\.transformer\.
 _CLIP_OF_WIDTH = {512: "ViT-B-32 or ViT-B-16", 768: "ViT-L-14", 1024: "ViT-H-14", 1280: "ViT-bigG-14"}
 # diffusers renamed it, and ignores an unknown name with a mere warning
 _DTYPE_ARGUMENT = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
+
+
+@dataclass(frozen=True)
+class Defaults(Checked):
+    """What a checkpoint renders with unless told otherwise. model_index.json may say it, in "_sampling".
+
+    Attributes:
+        steps, guidance_scale: as in `Sampling`.
+        fixed_size: whether images of any size but the checkpoint's own are refused.
+    """
+
+    steps: Steps = 30
+    guidance_scale: Guidance = 7.0
+    fixed_size: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,23 +118,42 @@ class Checkpoint:
 
     def check_kind(self, kinds: Collection[str] = (SDXL,)) -> str:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""
-        if self._kind not in kinds:
+        if (kind := self._index["_class_name"]) not in kinds:
             raise UserError(
-                f"The SDXL checkpoint {self.name!r} is a {self._kind}, not a {' or a '.join(kinds)}. Give an SDXL "
-                "folder."
+                f"The SDXL checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give an SDXL folder."
             )
-        return self._kind
+        return kind
 
     @cached_property
-    def _kind(self) -> str:
+    def _index(self) -> dict:
+        """Its model_index.json, which names its class in diffusers."""
         why, advice = "it has no readable model_index.json", "Give an SDXL folder."
         if not Path(self.configs).is_dir():
-            why = "no hub model of this name can be reached"
+            why = "it is no folder here"
         if self.file:
             why = f"it needs the configuration and tokenizers of {self.configs!r}, which cannot be loaded"
             advice = f"Name a folder that has them, with or without weights: {f'FOLDER:{self.file}'!r}."
         with explain_failure(f"The SDXL checkpoint {self.name!r} cannot be read: {why}", advice):
-            return DiffusionPipeline.load_config(self.configs)["_class_name"]
+            if not Path(self.configs).is_dir() and (problem := hub_problem(self.configs)):
+                raise ValueError(problem)
+            index = DiffusionPipeline.load_config(self.configs)
+            return {**index, "_class_name": str(index["_class_name"])}  # an error for a list, or without a class
+
+    @cached_property
+    def defaults(self) -> "Defaults":
+        """Those in its model_index.json, where there are some."""
+        try:
+            return Defaults(**self._index.get("_sampling", {}))
+        except (TypeError, ValueError) as error:
+            problem = f"_sampling in the model_index.json of {self.name!r} cannot be used"
+            raise UserError(f"{problem}: {reason(error)}. Mend it, or take it out.") from error
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raises UserError for images of a size that it cannot render."""
+        if self.defaults.fixed_size and (height, width) != self.size:
+            own = " x ".join(map(str, self.size))
+            raise UserError(f"This checkpoint renders {own} pixels only, got {height} x {width}. Leave the size out.")
+        check_pixels(height, width)
 
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""

@@ -95,14 +95,14 @@ class Sampling:
     """How images are rendered.
 
     Attributes:
-        steps: denoising steps.
+        steps: denoising steps; here and below, None is the checkpoint's own, which `Renderer` fills in.
         guidance_scale: up to 1 there is no guidance.
-        height, width: in pixels; None is the checkpoint's own size.
+        height, width: in pixels.
         layer: of SDXL's text encoders, see `reading_layer`.
     """
 
-    steps: int = 30
-    guidance_scale: float = 7.0
+    steps: int | None = 30
+    guidance_scale: float | None = 7.0
     height: int | None = None
     width: int | None = None
     layer: Layer = "penultimate"
@@ -331,7 +331,7 @@ class Renderer:
 
     Args:
         base: see `Checkpoint.parse`.
-        sampling: of all images; without height and width, in the checkpoint's size.
+        sampling: of all images.
         encoder_2: replaces SDXL's second encoder, but for encoders that `align` fitted one with; see `load_pipeline`.
         scheduler: one of SCHEDULERS; None keeps the checkpoint's.
         long_prompt: how prompts are read; the encoder says in which reading.
@@ -340,7 +340,7 @@ class Renderer:
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
 
     Raises:
-        UserError: there is no such checkpoint, or it is of another kind.
+        UserError: there is no such checkpoint, it is of another kind, or cannot render images of this size.
     """
 
     base: str
@@ -357,9 +357,10 @@ class Renderer:
     def __post_init__(self):
         self.checkpoint = Checkpoint.parse(self.base)
         self.checkpoint.check_kind(PIPELINES)
-        sizes = zip((self.sampling.height, self.sampling.width), self.checkpoint.size, strict=True)
-        height, width = (given or size for given, size in sizes)
-        self.sampling = replace(self.sampling, height=height, width=width)
+        defaults = asdict(self.checkpoint.defaults) | dict(zip(("height", "width"), self.checkpoint.size, strict=True))
+        unsaid = [name for name, value in asdict(self.sampling).items() if value is None]
+        self.sampling = replace(self.sampling, **{name: defaults[name] for name in unsaid})
+        self.checkpoint.check_size(self.sampling.height, self.sampling.width)
         self.dtype = self.dtype or default_dtype(self.device)
         self._pipe: DiffusionPipeline | None = None
         self._loaded: tuple[str | None, ...] = ()  # the encoders in `_pipe`

@@ -17,7 +17,7 @@ from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from debias_diffusion.app.demo.launch import AppConfig, open_app
+from debias_diffusion.app.demo.launch import AppConfig, is_of_other_site, open_app
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.reading import attention, count_tokens, movement
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, check_budget, render_request
@@ -82,6 +82,7 @@ def test_encoders_share_all_other_models(toy, tiny):
         parts = {id(getattr(pipe, name)) for pipe in toy.encoders.values()}
         assert len(parts) == (3 if name == "text_encoder" else 1)
     assert toy.labels == TOYS and toy.is_toy and toy.size == (48, 48)
+    assert (Request.default(toy).steps, Request.default(toy).guidance_scale) == (20, 3.0)
     assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
 
 
@@ -224,6 +225,8 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
         ({"images": 9}, "images is 9, but must be a whole number, from 1 to 8"),
         ({"height": 96, "width": 96}, "96 x 96 pixels are too many: at most 8,192"),
         ({"encoders": []}, "No encoder is chosen. Choose at least one of: original, long"),
+        ({"encoders": ["long", "longer"]}, "'longer' is no encoder. Choose at least one of: original, long"),
+        ({"scheduler": "Heun"}, "Unknown scheduler 'Heun'. Choose from: "),
         ({"emphasis": "comfyui", "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
     ],
 )
@@ -236,7 +239,7 @@ def test_the_size_and_the_scenes_of_the_toy_world_are_fixed(toy, tiny):
     assert check(ask(toy, scene=3), toy).scene == 3
     for scene, models in ((4, toy), (-1, toy), (2**31, toy), (3, tiny)):
         assert check(ask(models, scene=scene), models).scene is None  # it is not the prompt's
-    with pytest.raises(UserError, match="Images of toy/sdxl have 48 x 48 pixels"):
+    with pytest.raises(UserError, match="This checkpoint renders 48 x 48 pixels only, got 64 x 48"):
         check(ask(toy, height=64), toy)
 
 
@@ -439,3 +442,25 @@ def test_a_demo_for_others_without_a_password_is_warned_of(capsys, monkeypatch):
         with pytest.raises(UserError, match="is not there"):  # nothing is served
             open_app(AppConfig(base="nowhere/at/all", encoders=["toy/clip"], host=host, user=user))
         assert ("it has no password" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    "method, sent, refused",
+    [
+        ("POST", {}, False),  # a program
+        ("POST", {"origin": "http://127.0.0.1:7860", "sec-fetch-site": "same-origin"}, False),
+        ("POST", {"origin": "http://[::1]:7860"}, False),
+        ("POST", {"origin": "https://localhost"}, False),
+        ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, False),  # a link
+        ("GET", {"sec-fetch-site": "none", "sec-fetch-mode": "navigate"}, False),  # an address that was typed
+        ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, True),  # an image
+        ("POST", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, True),  # a form
+        ("POST", {"origin": "https://elsewhere.example"}, True),
+        ("GET", {"origin": "http://localhost.elsewhere.example"}, True),
+        ("POST", {"origin": "null"}, True),
+        ("POST", {"origin": "http://[::1"}, True),
+        ("", {"origin": "https://elsewhere.example"}, True),  # a web socket
+    ],
+)
+def test_a_local_demo_knows_requests_of_other_sites(method, sent, refused):
+    assert is_of_other_site(method, [(name.encode(), value.encode()) for name, value in sent.items()]) is refused

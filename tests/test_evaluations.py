@@ -18,13 +18,13 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import all as everything
 from debias_diffusion.eval import image_features, session
 from debias_diffusion.eval.all import AllConfig, evaluate_all
-from debias_diffusion.eval.images import rendered
 from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.session import ResultCache
 from debias_diffusion.jobs import JOB
 from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.pipelines.checkpoints import Checkpoint, Defaults
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
@@ -53,7 +53,7 @@ def check_all(config: AllConfig, monkeypatch) -> dict[str, dict]:
 def test_the_toy_world_is_evaluated_without_any_settings_and_once(tmp_path, monkeypatch, capsys):
     toys = ["cut:toy/clip", "toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl"]
     assert AllConfig().encoders == toys
-    monkeypatch.setitem(rendered._AUTO, "steps", (30, 1))  # with toy/sdxl
+    monkeypatch.setattr(Checkpoint, "defaults", Defaults(steps=1, guidance_scale=3.0))
     config = AllConfig([toys[0], toys[3]], str(tmp_path), limit=2, images_per_encoder=2)
     reports = check_all(config, monkeypatch)
     assert "5 results in 5 sections" in capsys.readouterr().out

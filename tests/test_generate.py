@@ -26,7 +26,7 @@ from debias_diffusion.pipelines.png import read_settings, write_png
 CPU = torch.device("cpu")
 PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the table, near the window. " * 8
 # For what happens to many images: the toy world's models load in a tenth of a second, their vocabulary being small.
-TOY = {"base": "toy/sdxl", "encoder": "toy/debias-clip", "steps": 2, "device": "cpu"}
+TOY = {"base": "toy/sdxl", "encoder": "toy/debias-clip", "steps": 2, "guidance_scale": 7.0, "device": "cpu"}
 LONG = "There is one star and one circle. " + 8 * "The object in the centre is a large blue star. "
 BESIDE = {"index.jsonl", "contact-sheet.png", ".lock", "job.json", "items.jsonl"}  # in a folder of images
 LINES = ["a star", LONG.strip(), "a circle", "a heart", LONG + "A ring.", "a square"]
@@ -108,6 +108,21 @@ def test_an_image_of_other_settings_is_not_overwritten_unasked(tmp_path):
         make(tmp_path, "a ring", overwrite=False)
 
 
+def test_steps_guidance_and_size_are_the_checkpoint_s_unless_given(base, tmp_path):
+    path = make(tmp_path, "a star", steps=None, guidance_scale=None)
+    given = make(tmp_path, "a star", "given.png", steps=20, guidance_scale=3.0, height=48, width=48)
+    assert given.read_bytes() == path.read_bytes()
+    assert read_settings(make(tmp_path, "a star", steps=1, guidance_scale=0.0))["guidance_scale"] == 0
+    tiny = {"base": base, "encoder": None, "steps": 1}
+    assert Image.open(make(tmp_path, "a cat", **tiny, height=64, width=96)).size == (96, 64)
+    for changes, message in (
+        ({"width": 1000}, "This checkpoint renders 48 x 48 pixels only, got 48 x 1000. Leave the size out."),
+        (tiny | {"width": 8 * 10**6}, "has 512,000,000; at most 89,478,485 can be"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make(tmp_path, "a star", **changes)
+
+
 def test_every_setting_counts(tmp_path):
     one = partial(make, tmp_path, seed=3)
     path = one()
@@ -116,7 +131,6 @@ def test_every_setting_counts(tmp_path):
     changes += [{"sharpen": 1.5}, {"prompt": f"{PROMPT} BREAK a ring", "emphasis": "ignore", "breaks": "average"}]
     for change in changes:
         assert content(one(name="other.png", **change)) != content(path), change
-    assert Image.open(one(name="wide.png", height=64, width=96)).size == (96, 64)
     for name, sharpen in (("plain", 1.0), ("sharp", 1.5)):
         whole, low = (one(name=f"{name}{low}.png", sharpen=sharpen, low_memory=low) for low in (False, True))
         assert low.read_bytes() == whole.read_bytes() and read_settings(low).get("sharpen", 1.0) == sharpen

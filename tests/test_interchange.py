@@ -260,8 +260,11 @@ def test_a_hub_id_is_read_with_and_without_a_folder_for_the_encoder(tmp_path, mo
     expected = Expected(backbone)
     for name in ("some/pipeline", "some/clip"):
         expected.check(*load_text_encoder(name))
-    with pytest.raises(UserError, match="'some/thing' is not a folder or file here, and as a hub id it gives no"):
+    with pytest.raises(
+        UserError, match="'some/thing' is not a folder or file here, and as a hub id it gives no"
+    ) as said:
         load_text_encoder("some/thing")
+    assert "nothing of it is in the hub's cache, and the hub cannot be reached" in str(said.value)
 
 
 def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):

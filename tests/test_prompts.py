@@ -9,9 +9,9 @@ from debias_diffusion.app.prompts import MAX_SEED, Prompt, parse_seed, read_prom
 from debias_diffusion.errors import UserError
 
 ENTRIES = [
-    {"prompt": "one", "negative_prompt": "n", "seed": 7, "prompt_2": "two", "id": 9},
-    {"prompt": "a\nb", "seed": None, "negative_prompt": None},
-    {"prompt": "猫", "negative_prompt": "", "seed": "8", "prompt_2": ""},
+    {"prompt": "one", "negative_prompt": "n", "seed": 7, "prompt_2": "two"},
+    {"positive": "a\nb", "seed": None, "negative_prompt": None, "steps": None},
+    {"Prompt": "猫", "Negative": "", "seed": "8", "prompt-2": ""},
 ]
 
 
@@ -41,8 +41,8 @@ def test_json_lines(tmp_path):
 
 
 def test_csv(tmp_path):
-    content = "\ufeffSeed, prompt ,negative_prompt,note"
-    content += '\r\n7,"a cat, a ""dog""\r\nand more",grey,x\r\n\r\n,b\r\n,,,\r\n8.0,c,"",\r\n'
+    content = "\ufeffSeed, PROMPT ,Negative Prompt,"
+    content += '\r\n7,"a cat, a ""dog""\r\nand more",grey,\r\n\r\n,b\r\n,,,,,\r\n8.0,c,"",\r\n'
     expected = [
         Prompt(0, 'a cat, a "dog"\r\nand more', "grey", None, 7, "line 2"),
         Prompt(1, "b", where="line 5"),
@@ -58,6 +58,12 @@ def test_csv(tmp_path):
         ("p.jsonl", b"a cat", "Not JSON: Expecting value; it begins 'a cat'."),
         ("p.jsonl", b'{"prompt": 3}', "The prompt must be text, got '3'."),
         ("p.jsonl", rb'{"prompt": "\ud800"}', r"The prompt holds '\ud800', which is no character."),
+        (
+            "p.jsonl",
+            b'{"prompt": "a", "cfg_scale": 3}',
+            "'cfg_scale' is not read, only prompt, negative_prompt, prompt_2",
+        ),
+        ("p.jsonl", b'{"prompt": "a", "Prompt": "b"}', "The prompt is given twice, the second time as 'Prompt'."),
         ("p.jsonl", b'{"prompt": "a", "seed": -1}', "The seed must be a whole number from 0 to 2^63 - 1, got '-1'."),
     ],
 )
@@ -75,7 +81,10 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
         ("p.md", "a cat", r"ends in '.md'. Give a .txt of one prompt a line, a .jsonl"),
         ("p.txt", "a\nb\nc\nd", "more than 3 entries"),
         ("p.jsonl", "{}\n3", "holds no usable prompt. The first fault: line 1: It has no prompt, only: nothing."),
-        ("p.csv", "prompt;seed\na;3", "no column 'prompt'.* is 'prompt;seed'. Name columns of .* with commas"),
+        ("p.csv", "prompt;seed\na;3", "p.csv' names no usable columns. 'prompt;seed' is not read.* with commas"),
+        ("p.csv", "prompt,Steps\na,3", "'Steps' is not read, only prompt, .* Leave it out; steps, .* are options of"),
+        ("p.csv", ",prompt\n0,a", "'' is not read"),
+        ("p.csv", "seed\n3", "There is no column 'prompt'"),
         # A broken row ends the file: all that follows might be its cell.
         ("p.csv", 'prompt\n"never closed\na\nb', "is no CSV at line 4"),
         ("p.csv", "prompt,seed\nc,4,5", "is no CSV at line 2: it has 3 cells, and the first line names 2 columns"),

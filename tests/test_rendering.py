@@ -1,6 +1,7 @@
 """Images in job folders: the same bits whatever is loaded, resumed, shared or freed; as stock SDXL where it reads."""
 
 import gc
+import json
 import os
 import weakref
 from dataclasses import replace
@@ -26,7 +27,7 @@ from debias_diffusion.eval.images.rendered import folder_names, image_task, rend
 from debias_diffusion.eval.session import Processes
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines import LongPromptOptions, checkpoints, rendering
-from debias_diffusion.pipelines.checkpoints import load_pipeline
+from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
@@ -313,6 +314,16 @@ def test_auto_settings_are_those_of_the_base(base):
     for checkpoint, expected in ((base, [30, 7.0, 1]), ("toy/sdxl", [20, 3.0, 20])):
         settings = rendering_settings(config_of("results", checkpoint, steps="auto"))
         assert [settings[name] for name in ("steps", "guidance_scale", "images_at_once")] == expected
+    with pytest.raises(UserError, match="This checkpoint renders 48 x 48 pixels only, got 48 x 1000"):
+        rendering_settings(config_of("results", "toy/sdxl", width=1000))
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 10**9}, {"guidance": 3}, [3]])
+def test_a_checkpoint_s_defaults_are_checked(base, tmp_path, wrong):
+    index = json.loads(Path(base, "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"_sampling": wrong}))
+    with pytest.raises(UserError, match="_sampling in the model_index.json of .* cannot be used: "):
+        _ = Checkpoint.parse(tmp_path).defaults
 
 
 def test_two_processes_render_the_same_images(base, long, tmp_path, capfd):

@@ -82,8 +82,13 @@ def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bas
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     hub_id, file = "stabilityai/stable-diffusion-xl-base-1.0", tmp_path / "xl.safetensors"
     save_file(load_file(bases / "sdxl.safetensors") | {XL_KEY: torch.zeros(1)}, file)
-    with pytest.raises(UserError, match=f"needs the configuration .* '{hub_id}', which cannot .*'FOLDER:{file}'"):
+    unreachable = "nothing of it is in the hub's cache, and the hub cannot be reached"
+    with pytest.raises(
+        UserError, match=f"configuration .* '{hub_id}', which cannot .*: {unreachable}.*'FOLDER:{file}'"
+    ):
         Checkpoint.parse(file).check_kind()
+    with pytest.raises(UserError, match=f"'{hub_id}' cannot be read: it is no folder here: {unreachable}"):
+        Checkpoint.parse(hub_id).check_kind()
     shutil.copytree(bases / "sdxl-configs", hub_repository(tmp_path, hub_id), dirs_exist_ok=True)
     checkpoint = Checkpoint.parse(file)
     assert checkpoint.check_kind() == "StableDiffusionXLPipeline" and checkpoint.size == (64, 64)

@@ -162,6 +162,7 @@ def test_models_that_cannot_write_captions_are_refused(models, scenes, tmp_path)
         assert not (tmp_path / "out" / "parts").exists()
 
     refused(tmp_path / "nowhere", "cannot be used: it is not there")
+    refused("some/model", "cannot be used: nothing of it is in the hub's cache, and the hub cannot be reached")
     unknown = tmp_path / "unknown"
     shutil.copytree(models["random"], unknown)
     (unknown / "chat_template.jinja").unlink()

@@ -54,6 +54,13 @@ def test_each_program_cuts_where_it_cuts(show):
         assert sum(count for _, count in [*chunks, cut_off]) == 78, reading
 
 
+def test_a_prompt_that_is_read_alike_is_shown_once(show):
+    alike, kohya = show("A red ring.").split("\n\n")
+    assert alike.startswith("overlap (overlapping chunks), separate (") and "(as ComfyUI): 4 tokens, 77 pos" in alike
+    assert kohya.startswith("kohya (as kohya): 4 tokens, 227 positions")
+    assert show(PROMPT).count("both text encoders") == 5  # in chunks that end with sentences, overlapping or not
+
+
 def test_cuts_are_marked_and_coloured_only_on_a_terminal(show, monkeypatch):
     assert " a blue ring , |\n     14  a red star above" in show(PROMPT, "--reading=a1111")
     plain = show(WEIGHTED, "--encoder=kohya:toy/clip")

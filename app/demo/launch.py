@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from urllib.parse import urlsplit
 
 from debias_diffusion.devices import DTYPES, pick_device
 from debias_diffusion.errors import UserError, reason
@@ -55,14 +56,16 @@ def open_app(config: AppConfig):
     if notice:
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    from starlette.middleware import Middleware
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
-
     from . import page
 
     models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
+    from starlette.middleware import Middleware  # comes with gradio, which is missed first where it is missing
+    from starlette.middleware.trustedhost import TrustedHostMiddleware
+
     # A page of another site could otherwise reach a local demo under a name of its own (DNS rebinding).
     hosts = [*LOCAL, "[::1]"] if host in LOCAL else ["*"]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
+    middleware += [Middleware(OtherSitesRefused)] if host in LOCAL else []
     try:
         blocks = page.build(models, config.budget, MOST_WAITING, notice)
         _, url, _ = blocks.launch(
@@ -78,7 +81,7 @@ def open_app(config: AppConfig):
             footer_links=["api"],
             theme=page.theme(),
             css=page.STYLE,
-            app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]},
+            app_kwargs={"middleware": middleware},
         )
     except OSError as error:
         raise UserError(
@@ -86,3 +89,31 @@ def open_app(config: AppConfig):
             "65535, or another --host."
         ) from error
     return blocks, url
+
+
+class OtherSitesRefused:
+    """ASGI middleware that serves this machine's pages and programs, and no page of another site."""
+
+    def __init__(self, app):
+        self.app = app
+
+    async def __call__(self, scope, receive, send):
+        from starlette.responses import PlainTextResponse
+
+        refused = scope["type"] != "lifespan" and is_of_other_site(scope.get("method", ""), scope["headers"])
+        app = PlainTextResponse("Pages of other sites cannot use this demo.", 403) if refused else self.app
+        await app(scope, receive, send)
+
+
+def is_of_other_site(method: str, headers: list[tuple[bytes, bytes]]) -> bool:
+    """Whether a page of another site has a browser send a request, other than by a link that is followed.
+
+    Only browsers send these headers, and no page can change them. Some send an Origin alone.
+    """
+    sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}  # names in lower case
+    try:
+        origin_is_local = urlsplit(sent["origin"]).hostname in LOCAL if "origin" in sent else True
+    except ValueError:  # no address
+        origin_is_local = False
+    follows_link = method == "GET" and sent.get("sec-fetch-mode") == "navigate"
+    return not origin_is_local or (sent.get("sec-fetch-site") == "cross-site" and not follows_link)

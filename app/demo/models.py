@@ -37,11 +37,12 @@ class DemoModels:
         dtype: dtype of all models; `default_dtype(device)` if None.
 
     Attributes:
-        base: short name of the SDXL checkpoint.
+        checkpoint: the SDXL checkpoint, which says what sizes it renders.
+        base: its short name.
         device, dtype: of all models.
         labels: names of the encoders on the page, in the order given.
         encoders: by label, a pipeline of the shared models with this encoder.
-        is_toy: whether scenes of the toy world can be generated and checked; the size is then fixed.
+        is_toy: whether scenes of the toy world can be generated and checked.
         size: the checkpoint's native (height, width) in pixels.
         stock_context: context length of the second encoder: positions that stock SDXL reads, BOS and EOS included.
         longest_context: of all encoders.
@@ -55,7 +56,8 @@ class DemoModels:
     def __init__(self, base: str, encoders: Sequence[str], device: torch.device, dtype: torch.dtype | None = None):
         if len(encoders) > MOST_ENCODERS:
             raise UserError(f"encoders={list(encoders)} are {len(encoders)} encoders. Name at most {MOST_ENCODERS}.")
-        specs, checkpoint = parse_encoders(encoders), Checkpoint.parse(base)
+        specs = parse_encoders(encoders)
+        self.checkpoint = checkpoint = Checkpoint.parse(base)
         checkpoint.check_kind()
         self.device, self.dtype = device, dtype or default_dtype(device)
         self.is_toy, self.size, self.base = base == TOY, checkpoint.size, str(checkpoint.file or base)

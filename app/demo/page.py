@@ -44,6 +44,7 @@ STYLE = """
 #images .caption-label { position: static; width: 100%; max-width: none; white-space: normal; text-align: left; }
 """
 TURN = {"concurrency_id": "device", "concurrency_limit": 1}  # one request at a time uses the device
+AS_SENT = {"preprocess": False}  # `Request` checks types and choices, and says what is allowed
 BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something is generated
 PRIVATE = {"api_visibility": "private"} | BESIDE
 
@@ -68,7 +69,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
         notice: what the page says at its top.
     """
     endpoints, defaults = _Endpoints(models, budget), Request.default(models)
-    with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=KEPT) as page:
+    with _Page(title=TITLE, analytics_enabled=False, delete_cache=KEPT) as page:
         scene = gr.State(None)  # number of the toy world's scene that was chosen last, or None
         analysed = gr.State(None)  # what the analysis on the page is of
         gr.Markdown(
@@ -96,7 +97,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     scale = defaults.guidance_scale
                     steps = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps")
                     guidance = gr.Slider(0, MOST_GUIDANCE, scale, step=0.5, label="Guidance scale")
-                    with gr.Row(visible=not models.is_toy):
+                    with gr.Row(visible=not models.checkpoint.defaults.fixed_size):
                         height = gr.Number(defaults.height, label="Height in pixels", precision=0)
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
                     count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
@@ -119,9 +120,9 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
 
         text = [prompt, encoders, emphasis, reading]
         settings = [negative, seed, steps, guidance, height, width, count, scheduler, emphasis, reading, sharpen]
-        request, on_status = [prompt, encoders, *settings], {"show_progress_on": status, **TURN}
+        request, on_status = [prompt, encoders, *settings], {"show_progress_on": status, **AS_SENT, **TURN}
         changes = [component.change for component in text]
-        counted = {"api_name": "tokens", "trigger_mode": "always_last", **BESIDE}
+        counted = {"api_name": "tokens", "trigger_mode": "always_last", **AS_SENT, **BESIDE}
         gr.on(changes, endpoints.count, text, [tokens, readings], **counted)
         outputs = [*analysis, analysed]
         analysing = analyse.click(endpoints.analyse, text, outputs, api_name="attention", **on_status)
@@ -148,6 +149,19 @@ def _shown_errors() -> Iterator[None]:
         raise gr.Error(escape(str(error), quote=False), duration=None, print_exception=False) from None
 
 
+class _Page(gr.Blocks):
+    async def preprocess_data(self, *arguments, **options):
+        """Refuses in a sentence what gradio refuses by itself."""
+        with _shown_errors():
+            try:
+                return await super().preprocess_data(*arguments, **options)
+            except Exception as error:
+                raise UserError(
+                    'An argument is missing, of a wrong type, or a file that was not uploaded. "Use via API" at the '
+                    "foot of the page says what each is."
+                ) from error
+
+
 class _Endpoints:
     """What the page asks for. Parameters have the names that programs use, docstrings are those of "Use via API"."""
 
@@ -160,10 +174,9 @@ class _Endpoints:
     ) -> Iterator[list[tuple]]:  # fmt: skip
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
-            labels = [label for label in self.models.labels if label in encoders]
             request = Request(
-                prompt, labels, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
-                scheduler, emphasis or None, reading, sharpen, scene,
+                prompt, encoders, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
+                scheduler, _chosen(emphasis), reading, sharpen, scene,
             )  # fmt: skip
             shown = _reference(scene, prompt)
             with closing(render_request(self.models, request, self.budget)) as items:
@@ -179,7 +192,8 @@ class _Endpoints:
     def count(self, prompt: str, encoders: list[str], emphasis: Emphasis | Literal[""], reading: Reading) -> tuple:
         """Counts a prompt's tokens with the encoders' tokenizer: each with who reads it, and how each encoder reads."""
         try:  # without any encoder, as all read it
-            request = Request(prompt, encoders or self.models.labels, emphasis=emphasis or None, reading=reading)
+            labels = self.models.labels if encoders == [] else encoders
+            request = Request(prompt, labels, emphasis=_chosen(emphasis), reading=reading)
             counted, sentences, readings = count_tokens(self.models, request)
         except UserError as error:
             return gr.HighlightedText([(str(error), None)], label="Tokens"), ""
@@ -195,7 +209,7 @@ class _Endpoints:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
         with _shown_errors(), self.models.alone():
-            request = Request(prompt, encoders, emphasis=emphasis or None, reading=reading)
+            request = Request(prompt, encoders, emphasis=_chosen(emphasis), reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [
             _attention(label, shares[label]) if label in shares else gr.HighlightedText(visible=False)
@@ -228,6 +242,10 @@ class _Endpoints:
         prompt, encoders, negative_prompt, seed, *settings, scene = vars(request).values()
         chosen = ["" if value is None else value for value in settings]
         return [status, scene, images or gr.skip(), prompt, encoders, negative_prompt, str(seed), *chosen]
+
+
+def _chosen(emphasis: Emphasis | Literal[""]) -> Emphasis | None:
+    return None if emphasis == "" else emphasis
 
 
 def choose(example: str | int | None) -> tuple:

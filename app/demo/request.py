@@ -8,7 +8,6 @@ from debias_diffusion.chunks import MOST_SHARPENING, Emphasis, Reading, join_run
 from debias_diffusion.encoders import ORIGINAL
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
-from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout, parse_prompt
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import runtime_settings
@@ -61,9 +60,10 @@ class Request(Checked):
     @classmethod
     def default(cls, models: DemoModels) -> "Request":
         """A request with default settings for these models, without a prompt."""
-        toy = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE} if models.is_toy else {}
         height, width = models.size
-        return cls("", models.labels, height=height, width=width, scheduler=models.schedulers[0], **toy)
+        settings = {"height": height, "width": width, "scheduler": models.schedulers[0]}
+        steps, guidance_scale = models.checkpoint.defaults.steps, models.checkpoint.defaults.guidance_scale
+        return cls("", models.labels, steps=steps, guidance_scale=guidance_scale, **settings)
 
     def options(self, models: DemoModels, label: str) -> LongPromptOptions:
         """How an encoder reads prompts."""
@@ -72,17 +72,18 @@ class Request(Checked):
 
 
 def check(request: Request, models: DemoModels) -> Request:
-    """The request, with its scene only if the prompt is its caption.
+    """The request, with its encoders in the page's order, and its scene only if the prompt is its caption.
 
     Raises:
         UserError: a value is not allowed with these models.
     """
     check_text_settings(request, models)
     check_prompt(request.prompt)
+    if request.scheduler not in models.schedulers:
+        raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
     check_last_seed(parse_seed(request.seed), request.images)
+    models.checkpoint.check_size(request.height, request.width)
     height, width = models.size
-    if models.is_toy and (request.height, request.width) != models.size:
-        raise UserError(f"Images of {models.base} have {height} x {width} pixels, got another height or width.")
     if request.height * request.width > (most := 2 * height * width):
         raise UserError(
             f"{request.height} x {request.width} pixels are too many: at most {most:,} are allowed, twice the model's "
@@ -90,13 +91,16 @@ def check(request: Request, models: DemoModels) -> Request:
         )
     known = models.is_toy and request.scene is not None and 0 <= request.scene < MOST_SCENES
     is_caption = known and random_scene(request.scene).caption == request.prompt
-    return request if is_caption else replace(request, scene=None)
+    encoders = [label for label in models.labels if label in request.encoders]
+    return replace(request, encoders=encoders, scene=request.scene if is_caption else None)
 
 
 def check_text_settings(request: Request, models: DemoModels) -> None:
     """Raises UserError for texts (which may be empty) that cannot be used, and without an encoder."""
-    if not request.encoders:
-        raise UserError(f"No encoder is chosen. Choose at least one of: {', '.join(models.labels)}.")
+    unknown = [repr(label) for label in request.encoders if label not in models.labels]
+    if unknown or not request.encoders:
+        problem = f"{unknown[0][:80]} is no encoder" if unknown else "No encoder is chosen"
+        raise UserError(f"{problem}. Choose at least one of: {', '.join(models.labels)}.")
     for name in ("prompt", "negative_prompt"):
         check_text(name.replace("_", " "), getattr(request, name))
         for label in request.encoders:
@@ -183,7 +187,8 @@ def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, li
     if values.setdefault("scheduler", native) not in models.schedulers:
         notes.append(f"There is no scheduler {values['scheduler'][:80]!r} here; {native} is used.")
         values["scheduler"] = native
-    if models.is_toy and (values.get("height"), values.get("width")) not in (models.size, (None, None)):
+    size = values.get("height"), values.get("width")
+    if models.checkpoint.defaults.fixed_size and size not in (models.size, (None, None)):
         notes.append("Images have another size here.")
         values["height"], values["width"] = models.size
     notes += [f"The {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]

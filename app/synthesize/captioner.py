@@ -1,6 +1,5 @@
 """A multimodal model that writes captions, in batches that the library can concatenate."""
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import lru_cache
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders import may_be_hub_id
+from debias_diffusion.encoders import check_model
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.interchange.hub import place_digest
 from debias_diffusion.models.model_files import check_folder, explain_failure
@@ -37,8 +36,7 @@ def model_digest(model: str) -> str:
         UserError: there is no such model, or it is no image-text-to-text one.
     """
     with _explain(model):
-        if not os.path.isdir(model) and not may_be_hub_id(model):
-            raise ValueError("it is not there")
+        check_model(model)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")

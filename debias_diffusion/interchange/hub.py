@@ -3,14 +3,13 @@
 import os
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download
 
 from ..errors import UserError
 from ..files import path_digest
-from ..models.model_files import CONFIG_FILE, explain_failure
+from ..models.model_files import CONFIG_FILE, HUB_SECONDS, explain_failure, find_cached
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-_SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
 _WEIGHTS = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
 _FOLDERS = {*_WEIGHTS, *(f"text_encoder/{name}" for name in _WEIGHTS), CONFIG_FILE}
@@ -31,9 +30,9 @@ def find_hub_file(name: str) -> Path | None:
     """
     cached = None
     try:  # not list_repo_files, which without a network tries for 24 seconds
-        names = [file.rfilename for file in HfApi().model_info(name, timeout=_SECONDS).siblings or []]
+        names = [file.rfilename for file in HfApi().model_info(name, timeout=HUB_SECONDS).siblings or []]
     except Exception:  # no network, no such repository, no right to read it: what is cached decides
-        cached = _find_cached(name)
+        cached = find_cached(name)
         names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()] if cached else []
     files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)
     if not files or _FOLDERS & set(names):
@@ -62,17 +61,9 @@ def find_commit(name: str) -> str:
     """
     name, _, revision = name.partition("@")
     revision = revision or None
-    if cached := _find_cached(name, revision):
+    if cached := find_cached(name, revision):
         return cached.name
     try:
-        return HfApi().model_info(name, revision=revision, timeout=_SECONDS).sha or ""
+        return HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS).sha or ""
     except Exception:  # no network, no such repository, no right to read it: loading says so
         return ""
-
-
-def _find_cached(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a repository in the hub's cache, whose name is the commit; None if nothing of it is cached."""
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # nothing is cached, or it is no name of a repository
-        return None

@@ -163,8 +163,8 @@ def _find_config(model: str) -> tuple[dict, str | None]:
 def _hub_config(model: str) -> dict:
     advice = "Check the name and the network, or give a folder that holds the repository's files."
     with explain_failure(f"{model!r} could not be fetched from the Hugging Face hub", advice):
-        config = {"model_cfg": open_clip.get_model_config(model)}
-        file = find_file(model.removeprefix("hf-hub:"), CONFIG_FILE)  # open_clip keeps only its part of it
+        file = find_file(model.removeprefix("hf-hub:"), CONFIG_FILE)
+        config = {"model_cfg": open_clip.get_model_config(model)}  # open_clip keeps only its part of it
         extra = read_json(file).get("debias_diffusion") if file else None
     return config | ({"debias_diffusion": extra} if extra else {})
 

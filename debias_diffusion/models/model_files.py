@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
@@ -21,6 +22,7 @@ _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+HUB_SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 LARGEST_WEIGHT = 1e6  # larger ones overflow after a few layers; published ones stay below some thousands
 # Names in configurations: of widths, of numbers of blocks, of the width inside of a block, of rows of tables.
 _WIDTHS = ("width", "hidden_size", "d_model", "block_out_channels")
@@ -62,10 +64,15 @@ def loading_reason(error: Exception) -> str:
 
 
 def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None:
-    """A file of a folder (Path) or of a repository of the hub (str, downloaded); None if it is missing."""
+    """A file of a folder (Path) or of a repository of the hub (str, downloaded); None if it is missing.
+
+    Raises ValueError if nothing of the repository can be had.
+    """
     if isinstance(source, Path):
         file = source / subfolder / name
         return file if file.is_file() else None
+    if problem := hub_problem(source):
+        raise ValueError(problem)
     file = cached_file(
         source,
         name,
@@ -123,6 +130,33 @@ def _number(value: Any) -> float:
     if isinstance(value, list):
         return max(map(_number, value), default=0.0)
     return float(min(value, 1e30)) if isinstance(value, int | float) and value > 0 else 0.0
+
+
+def hub_problem(name: str) -> str:
+    """Why nothing of a repository (owner/name, owner/name@revision) can be had; "" if something is cached, or may be.
+
+    Asked once, because libraries ask for 24 seconds, and say of any failure that a file is missing.
+    """
+    name, _, revision = name.partition("@")
+    if find_cached(name, revision or None):
+        return ""
+    try:
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except RepositoryNotFoundError:
+        return "the hub has no model of this name that you may read (`hf auth login`)"
+    except HfHubHTTPError:  # its files may be served
+        pass
+    except Exception as error:
+        return f"nothing of it is in the hub's cache, and the hub cannot be reached ({reason(error)})"
+    return ""
+
+
+def find_cached(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a repository in the hub's cache, whose name is the commit; None if nothing of it is cached."""
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:  # nothing is cached, or it is no name of a repository
+        return None
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:

@@ -19,7 +19,7 @@ NAMES = {
 
 TWO_TOWERS = ("toy/clip", "toy/long-clip", "toy/debias-clip", "toy/debias-clip-sdxl")
 
-GUIDANCE_SCALE, STEPS = 3.0, 20  # for images from toy/sdxl
+GUIDANCE_SCALE, STEPS = 3.0, 20  # for images from toy/sdxl, whose model_index.json says so
 
 
 def shipped(name: str | os.PathLike) -> str:

@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from ..models.shipped import GUIDANCE_SCALE, STEPS
 from .vae import LATENT_CHANNELS, SIZE
 
 _TIME_EMBEDDING = 32  # of each of the six numbers that say size, crop and target size
@@ -92,10 +93,12 @@ def _padded_with(tokenizer: CLIPTokenizer, pad: str) -> CLIPTokenizer:
 def save(pipe: StableDiffusionXLPipeline, folder: Path) -> None:
     """Writes the folder that StableDiffusionXLPipeline.from_pretrained loads; its weights as fp16."""
     pipe.to(torch.float16).save_pretrained(folder)
-    for name in ("text_encoder", "text_encoder_2", "unet", "vae"):
-        file = folder / name / "config.json"
+    for name in ("model_index.json", "text_encoder", "text_encoder_2", "unet", "vae"):
+        file = folder / name if name.endswith(".json") else folder / name / "config.json"
         config = json.loads(file.read_text())
         config.pop("_name_or_path", None)  # where it lay while it was built
         if name.startswith("text_encoder"):
             config["dtype"] = "float32"  # diffusers loads its own parts so, transformers as they are stored
+        elif name == "model_index.json":
+            config["_sampling"] = {"steps": STEPS, "guidance_scale": GUIDANCE_SCALE, "fixed_size": True}
         file.write_text(json.dumps(config, indent=2) + "\n")

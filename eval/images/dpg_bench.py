@@ -18,7 +18,7 @@ from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.images import OPENED_AS, UnreadableImage, open_image
-from debias_diffusion.encoders import may_be_hub_id
+from debias_diffusion.encoders import check_model
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.interchange.hub import place_digest
@@ -219,8 +219,7 @@ class VqaModel:
             "dandelin/vilt-b32-finetuned-vqa or Salesforce/blip-vqa-base, with its processor's files."
         )
         with explain_failure(f"The VQA model {model!r} could not be loaded", advice):
-            if not os.path.isdir(model) and not may_be_hub_id(model):
-                raise ValueError("it is not there")
+            check_model(model)
             check_folder(model, repr(model))
             self.processor = AutoProcessor.from_pretrained(model)
             # Files other than safetensors are read with weights_only=True.

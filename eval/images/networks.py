@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import AutoModel
 
 from debias_diffusion.data.images import UnreadableImage, open_image
-from debias_diffusion.encoders import load_two_tower, may_be_hub_id
+from debias_diffusion.encoders import check_model, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.models.model_files import check_finite, check_folder, explain_failure, quiet_logging
 from debias_diffusion.models.shipped import shipped
@@ -140,8 +140,7 @@ class ClsFeatures:
         )
         with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_logging():
             place = shipped(model)
-            if not Path(place).is_dir() and not may_be_hub_id(place):
-                raise ValueError("it is not there")
+            check_model(place)
             check_folder(place, repr(os.fspath(model)))
             # Files other than safetensors are read with weights_only=True.
             loaded, info = AutoModel.from_pretrained(

@@ -7,13 +7,13 @@ one uninterrupted run, bit for bit.
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from debias_diffusion.encoders import Kind
 from debias_diffusion.jobs import Job
-from debias_diffusion.limits import check_pixels
-from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS, shipped
+from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint
 from debias_diffusion.pipelines.long_prompt import LongPromptOptions
 from debias_diffusion.pipelines.rendering import (
@@ -35,26 +35,24 @@ _SETTINGS = (
     *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
     *("encoder_2", "layer", "scheduler", "height", "width", "sharpen", "zero_empty_negative"),
 )
-# "auto" for any checkpoint, and for toy/sdxl: its own settings, and as many small images as fill two cores.
-_AUTO = {"steps": (30, STEPS), "guidance_scale": (7.0, GUIDANCE_SCALE), "images_at_once": (1, 20)}
 
 
 def rendering_settings(config: Any) -> dict:
     """How an evaluation renders: the fields of its `OfImages`, with "auto" resolved for the checkpoint.
 
     Raises:
-        UserError: a number is too small or too large, or there is no such SDXL checkpoint.
+        UserError: there is no such SDXL checkpoint, or it cannot render images of this size.
     """
-    is_toy = config.base != shipped(config.base)
     settings = {name: getattr(config, name) for name in _SETTINGS}
-    settings |= {name: values[is_toy] for name, values in _AUTO.items() if settings[name] == "auto"}
     if settings["scheduler"] is not None:
         check_scheduler(settings["scheduler"])
     checkpoint = Checkpoint.parse(config.base)
     checkpoint.check_kind()
     height, width = checkpoint.size
-    check_pixels(settings["height"] or height, settings["width"] or width)
-    return settings
+    checkpoint.check_size(settings["height"] or height, settings["width"] or width)
+    is_toy = config.base != shipped(config.base)  # as many of its small images as fill two cores
+    auto = asdict(checkpoint.defaults) | {"images_at_once": 20 if is_toy else 1}
+    return settings | {name: auto[name] for name, value in settings.items() if value == "auto"}
 
 
 def image_task(config: Any, name: str, prompt: str, number: int) -> ImageTask:

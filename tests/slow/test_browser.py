@@ -9,7 +9,10 @@ import os
 import re
 import shutil
 import sys
+import threading
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 
@@ -43,7 +46,8 @@ def opened():
     """(browser's context, address) of the demo. All pages share a context, and with it a cache."""
     with opened_page() as (_, url), sync_playwright() as playwright:
         # As root, as in containers, chromium has no sandbox.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        arguments = ["--no-sandbox", "--host-resolver-rules=MAP elsewhere.example 127.0.0.1"]
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         context = browser.new_context()
         context.set_default_timeout(60_000)
         yield context, url
@@ -176,6 +180,37 @@ def test_what_is_refused_says_why_and_hostile_text_stays_text(page, tmp_path):
     page.locator("input[type=file]").first.set_input_files(tmp_path / "a.png")
     expect(page.get_by_text("There is no scheduler '<img")).to_be_visible()
     assert page.evaluate("window.hacked") is None and page.locator("img[src=x]").count() == 0
+
+
+UPLOAD = """url => {
+    const data = new FormData();
+    data.append("files", new Blob(["a"]), "a.png");
+    return fetch(url, {method: "POST", body: data, mode: "no-cors"});
+}"""
+
+
+def test_another_site_may_link_to_the_demo_and_nothing_else(demo, tmp_path):
+    context, url = demo
+    link = f'<img src="{url}manifest.json"><a href="{url}">demo</a>'
+    form = f'<form method="post" enctype="multipart/form-data" action="{url}gradio_api/upload">'
+    (tmp_path / "index.html").write_text(f'{link}{form}<input name="files"><button>Send</button></form>')
+    page, answers = context.new_page(), set()
+    page.on("response", lambda answer: answers.add((answer.url.removeprefix(url), answer.status)))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        site = f"http://elsewhere.example:{server.server_port}/"
+        page.goto(site)
+        page.evaluate(UPLOAD, f"{url}gradio_api/upload")
+        assert {("manifest.json", 403), ("gradio_api/upload", 403)} < answers
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_text("Pages of other sites cannot use this demo.")).to_be_visible()
+        page.goto(site)
+        answers.clear()
+        page.get_by_role("link").click()
+        expect(page.get_by_role("button", name="Generate")).to_be_visible()
+        server.shutdown()
+    assert ("", 200) in answers and not [answer for answer in answers if answer[1] == 403]
+    page.close()
 
 
 def test_everything_fits_a_phone(demo):

@@ -1,7 +1,6 @@
 """The demo's endpoints, its login and what it refuses, on one server."""
 
 import io
-import json
 import threading
 
 import httpx
@@ -78,15 +77,23 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
     [
         ("/generate", {"prompt": ""}, "The prompt is empty"),
         ("/generate", {"prompt": "a", "seed": HOSTILE}, "seed must be a whole number .* got '&lt;img src=x onerror"),
-        ("/generate", {"prompt": "a", "encoders": ["toy/x"]}, "not in the list of choices"),
+        (
+            "/generate",
+            {"prompt": "a", "encoders": ["toy/x"]},
+            "'toy/x' is no encoder. Choose at least one of: toy/clip",
+        ),
+        ("/generate", {"prompt": "a", "encoders": None}, "encoders is None, but must be values"),
+        ("/generate", {"prompt": "a", "steps": "many"}, "steps is 'many', but must be a whole number, from 1 to 100"),
+        ("/attention", {"prompt": "a", "reading": [3]}, r"reading is \[3\], but must be overlap or"),
+        ("/settings", {"png": 3}, 'a file that was not uploaded. "Use via API" at the foot'),
         ("/generate", {"prompt": LONG, "images": 8, "steps": 100}, "one request may take 1,000 here"),
         ("/attention", {"prompt": " "}, "The prompt is empty"),
     ],
 )
-def test_errors_say_what_was_given_and_what_is_allowed(client, name, values, message):
+def test_errors_say_what_was_given_and_what_is_allowed(client, name, values, message, capfd):
     with pytest.raises(AppError, match=message) as caught:
         client.predict(**values, api_name=name)
-    assert "<img" not in str(caught.value)
+    assert "<img" not in str(caught.value) and "Traceback" not in capfd.readouterr().err
 
 
 def test_the_login_is_asked_for(url):
@@ -105,12 +112,12 @@ def test_other_hosts_are_refused(url):
 
 @pytest.mark.parametrize("path", ["call/tokens", "call/generate", "run/generate", "queue/join", "upload"])
 def test_other_sites_are_refused(visitor, path):
-    """A browser sends no script's request after such a preflight, and what needs none, a form's, is no JSON."""
     asked = {"origin": "https://elsewhere.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in visitor.options(f"gradio_api/{path}", headers=asked).headers
-    simple = {"origin": asked["origin"], "content-type": "text/plain"}
-    body = json.dumps({"data": ["a"], "fn_index": 3})
-    assert visitor.post(f"gradio_api/{path}", headers=simple, content=body).status_code in (400, 422)
+    body = {"files": {"files": io.BytesIO(b"a")}} if path == "upload" else {"json": {"data": ["a"], "fn_index": 3}}
+    for headers in ({"origin": asked["origin"]}, {"sec-fetch-site": "cross-site"}):
+        assert visitor.post(f"gradio_api/{path}", headers=headers, **body).status_code == 403
+    assert visitor.post(f"gradio_api/{path}", headers={"origin": str(visitor.base_url)}, **body).status_code != 403
 
 
 def test_no_path_reaches_the_file_system_and_no_file_but_a_png_is_taken(visitor, client, tmp_path):

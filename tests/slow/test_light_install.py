@@ -6,9 +6,11 @@ import sys
 from helpers.modules import ROOT
 
 CODE = """
-import contextlib, io, json, pathlib, sys
+import contextlib, io, json, pathlib, shlex, sys
 sys.path.insert(0, sys.argv[1])
 from debias_diffusion.errors import EXTRAS, UserError
+
+HIDDEN = {*EXTRAS, "starlette"}  # that comes with gradio
 
 
 class Hiding:
@@ -18,7 +20,7 @@ class Hiding:
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in EXTRAS else self.finder.find_spec(name, path, target)
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
 
     def __getattr__(self, name):
         return getattr(self.finder, name)
@@ -28,7 +30,7 @@ sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 import diffusers, torch
 from helpers import tiny_sdxl
 from debias_diffusion import load_text_encoder
-from debias_diffusion.app.cli import main
+from debias_diffusion.app.cli import COMMANDS, main
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -48,7 +50,7 @@ for place in ("folder", "file.safetensors"):
 main(["generate", LONG, "--base", base, "--encoder", "folder", "--steps", "1", "--output", "a.png"])
 assert all(pathlib.Path(name).stat().st_size for name in ("folder/README.md", "a.png"))
 
-INSTALL = ' is not installed: run `pip install "debias-diffusion[{}]"`.'
+INSTALL = ' is not installed: run `pip install -e ".[{}]"` in the checkout.'
 for extra, command in {
     "train": "train --data=toy/train --model=toy/clip --output=run",
     "eval": "evaluate attention --encoders=toy/clip --prompt=a --output=scores",
@@ -61,6 +63,7 @@ for extra, command in {
     except SystemExit as stopped:
         said = errors.getvalue().strip()
         assert stopped.code == 2 and said.startswith("error: ") and said.endswith(INSTALL.format(extra)), said
+        assert command != "app" or said.startswith("error: gradio is"), said
     else:
         raise AssertionError(command)
 try:
@@ -69,6 +72,9 @@ except UserError as error:
     assert str(error) == "The text encoder 'toy/clip' could not be loaded: open_clip" + INSTALL.format("train")
 else:
     raise AssertionError("toy/clip needs open_clip")
+for command in ("generate", "tokens"):  # examples that a plain install can run
+    main([command, *shlex.split(COMMANDS[command].example)])
+assert pathlib.Path("star.png").stat().st_size
 assert not {name.partition(".")[0] for name in sys.modules} & set(EXTRAS)
 """
 
