@@ -255,11 +255,11 @@ def _read_config(source: str | Path) -> CLIPConfig:
             f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the last/ of a "
             "training run, nor the config.json of a transformers CLIPModel."
         )
-    if not isinstance(source, Path) and find_file(source, "config.json") is None:
-        raise UserError(
-            f"{label} is not a folder or file here, and as a hub id it gives no CLIPModel: its config.json is neither "
-            f"in the hub's cache nor could it be fetched. If it is in open_clip's layout, give hf-hub:{source}."
-        )
+    if not isinstance(source, Path):
+        advice = f"If it is in open_clip's layout, give hf-hub:{source}."
+        with explain_failure(f"{label} is not a folder or file here, and as a hub id it gives no CLIPModel", advice):
+            if find_file(source, "config.json") is None:
+                raise ValueError("its config.json could not be fetched")
     content = read_model_config(source)
     kind, architectures = content.get("model_type"), content.get("architectures") or []
     if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):

@@ -5,7 +5,6 @@ The towers are open_clip's modules; only the text tower has a forward of its own
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -72,8 +71,8 @@ class Backbone(nn.Module):
         normalise = self.preprocess.transforms[-1]
         mean, std = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 1) for part in (normalise.mean, normalise.std))
         # Every image would count as unreadable, or have features that are not finite.
-        numbers = [*normalise.mean, *normalise.std]
-        if not (len(mean) == len(std) == 3 and all(map(math.isfinite, numbers)) and all(normalise.std)):
+        shown = [torch.tensor(part, dtype=torch.float32, device="cpu") for part in (normalise.mean, normalise.std)]
+        if not (len(mean) == len(std) == 3 and torch.cat([1 / shown[1], shown[0] / shown[1]]).isfinite().all()):
             raise ValueError(
                 f"by its preprocess configuration, with mean {list(normalise.mean)} and std {list(normalise.std)}, "
                 "images cannot be normalised. Each must be three finite numbers, and std none of 0; correct it in the "
