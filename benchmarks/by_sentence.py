@@ -1,6 +1,6 @@
 """docs/by-sentence.png: objects right by the sentence that mentions them first, of the table that `reproduce` wrote.
 
-    debias-diffusion reproduce by-sentence --papers configs/studies --world toy-test --seeds 10 11 12
+    python -m research reproduce by-sentence --papers research/studies --world toy-test --seeds 10 11 12
     python benchmarks/by_sentence.py [--table runs/papers/toy-test/by-sentence.json]
 
 Without a table, of benchmarks/results/by_sentence.json: the means over all objects of three seeds.

@@ -7,14 +7,14 @@ import pytest
 import torch
 from helpers.small_papers import STUDIES
 
-from debias_diffusion.app.options import ReproduceConfig
-from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.papers import read_tables
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, Reader
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption
+from research.options import ReproduceConfig
+from research.reproduce.listing import reproduce
+from research.reproduce.papers import read_tables
 
 CPU = torch.device("cpu")
 TRAININGS = {"toy": 6, "toy-test": 4, "toy-test-twice": 2, "fix-clip": 15}  # of each world's studies

@@ -3,7 +3,7 @@
     python benchmarks/studies/towers.py --base runs/fix-clip        # the base model and the pairs, made once
     python benchmarks/studies/fix_clip.py [--tables fix-clip-parts fix-clip-more fix-clip-images] [--seeds 0 1 2 3 4]
 
-`debias-diffusion reproduce` of configs/studies/fix-clip-*.yaml, with an evaluation that needs more than a model: its
+`python -m research reproduce` of research/studies/fix-clip-*.yaml, with an evaluation that needs more than a model: its
 kind "fix-clip" scores a training on 500 scenes that no model has seen, others for each seed: R@1 of long captions, of
 short captions, of summaries against whole and against masked images; each group's features alone, by the towers' final
 projections ("start") and by the trained heads ("group"), with their losses; and how far hidden states of short captions
@@ -22,9 +22,6 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1]))
 from harness import read_options
 
-from debias_diffusion.app.options import ReproduceConfig
-from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.measuring import KINDS, Scores
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
@@ -35,6 +32,9 @@ from debias_diffusion.retrieval import recall_ranks
 from debias_diffusion.toymodels.clip import render_all
 from debias_diffusion.toyworld.grammar import caption, short_caption
 from debias_diffusion.toyworld.scenes import generator, scene
+from research.options import ReproduceConfig
+from research.reproduce.listing import reproduce
+from research.reproduce.measuring import KINDS, Scores
 
 HIERARCHY, MASK_RATIO = Hierarchy(groups=3, first=2), 0.75
 SCENES, BATCH = 500, 100
@@ -144,5 +144,5 @@ KINDS["fix-clip"] = fix_clip_scores
 if __name__ == "__main__":
     names, folders = ["fix-clip-parts", "fix-clip-images"], {"root": "runs/fix-clip", "output": "runs/studies"}
     given = read_options(__doc__, tables=names, seeds=[0, 1], **folders)
-    options = {"papers": "configs/studies", "world": "fix-clip", "device": "cpu"}
+    options = {"papers": "research/studies", "world": "fix-clip", "device": "cpu"}
     reproduce(ReproduceConfig(given.tables, root=given.root, output=given.output, seeds=given.seeds, **options))

@@ -1,7 +1,7 @@
 """Models with the best set of suppressed text heads, of all blocks that SDXL reads, for their images.
 
     python benchmarks/studies/heads.py [--output runs/heads]
-    debias-diffusion reproduce ablation-sdxl --papers configs/studies --world toy --root runs/heads
+    python -m research reproduce ablation-sdxl --papers research/studies --world toy --root runs/heads
 
 `ablate` searches all blocks, and SDXL does not read the last one. The set that maximises the robust fitness, with beta
 0, is written as an ablation that every command takes as a model.

@@ -1,7 +1,7 @@
 """A toy SDXL whose UNet has learned from long prompts, to see whether sharper attention still helps it.
 
     python benchmarks/studies/long_unet.py [--output runs/long-sdxl] [--pairs 8000] [--steps 1000]
-    debias-diffusion reproduce sharpening-unet --papers configs/studies --world toy-test --root runs --seeds 16 17 18
+    python -m research reproduce sharpening-unet --papers research/studies --world toy-test --root runs --seeds 16 17 18
 
 The shipped UNet is trained further, by turns on whole captions of 152 and of 227 positions, read by the checkpoint's
 encoders in overlapping chunks. A second a step on one core; it continues where it was killed.

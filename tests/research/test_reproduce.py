@@ -9,28 +9,28 @@ import pytest
 import yaml
 from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
 
-from debias_diffusion.app.options import ReproduceConfig
-from debias_diffusion.app.reproduce import claims, measuring
-from debias_diffusion.app.reproduce import papers as files
-from debias_diffusion.app.reproduce.building import Work
-from debias_diffusion.app.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
-from debias_diffusion.app.reproduce.command import RESULTS, write_table
-from debias_diffusion.app.reproduce.evidence import evidence_page
-from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
-from debias_diffusion.app.reproduce.units import RESULT
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.files import read_json_object, write_json
+from research.options import ReproduceConfig
+from research.reproduce import claims, measuring
+from research.reproduce import papers as files
+from research.reproduce.building import Work
+from research.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
+from research.reproduce.command import RESULTS, write_table
+from research.reproduce.evidence import evidence_page
+from research.reproduce.listing import reproduce
+from research.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
+from research.reproduce.units import RESULT
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "evidence.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "research" / "evidence.md"
 
 
 @pytest.fixture(scope="module")
 def papers(tmp_path_factory):
-    return write_small_papers(tmp_path_factory.mktemp("repository") / "configs" / "papers")
+    return write_small_papers(tmp_path_factory.mktemp("repository") / "research" / "papers")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, 
     ("given", "message"),
     [
         ({"target": ["table-S14"]}, "There is no 'table-S14'. Did you mean table-S4"),
-        ({"papers": "configs/paperz"}, "'configs/paperz' holds no world-"),
+        ({"papers": "research/paperz"}, "'research/paperz' holds no world-"),
         ({"world": "real", "root": "nowhere"}, "(?s)is not here.*1246k.*hf download.*docci is in none"),
     ],
 )

@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 
+from debias_diffusion.app.command_line import checked
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import FEW
 from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieval_ranks
 from debias_diffusion.eval.robustness import LOSING, RobustnessConfig, hits_by_edit
-
-from ..command_line import checked
 
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
 

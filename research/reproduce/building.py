@@ -6,6 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from debias_diffusion.app.ablate import ablate
+from debias_diffusion.app.align.command import align
+from debias_diffusion.app.command_line import checked
+from debias_diffusion.app.options import AblateConfig, AlignConfig
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
@@ -17,10 +21,6 @@ from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
-from ..ablate import ablate
-from ..align.command import align
-from ..command_line import checked
-from ..options import AblateConfig, AlignConfig
 from .availability import gpu_hours
 from .measuring import KINDS
 from .papers import Model, World, ablation_settings, describe, fill

@@ -1,4 +1,4 @@
-"""The files under `configs/papers/`: tables, claims and worlds, read into dataclasses that name every allowed key."""
+"""The files under `research/papers/`: tables, claims and worlds, read into dataclasses that name every allowed key."""
 
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..options import ReproduceConfig
 
 NOT_HERE, CLAIMS, WORLD = "not-here", "claims", "world-"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
-_BESIDE_THE_PACKAGE = Path(__file__).parents[2] / "configs" / "papers"
+_REPOSITORY = Path(__file__).parents[1] / "papers"
 
 
 @dataclass(frozen=True)
@@ -237,18 +237,17 @@ def describe(model: Model) -> str:
 
 
 def find_papers(folder: str) -> Path:
-    """The folder of the files: `folder`, or the repository's, where the package is installed from a clone.
+    """The folder of the files: `folder`, or the repository's, wherever the command runs.
 
     Raises:
         UserError: there is none.
     """
-    places = [Path(folder)] if folder != ReproduceConfig.papers else [Path(folder), _BESIDE_THE_PACKAGE]
+    places = [Path(folder)] if folder != ReproduceConfig.papers else [Path(folder), _REPOSITORY]
     for place in places:
         if any(place.glob(f"{WORLD}*.yaml")):
             return place
     raise UserError(
-        f"The folder {folder!r} holds no {WORLD}*.yaml. Run the command in a clone of the repository, or give its "
-        "folder configs/papers as --papers."
+        f"The folder {folder!r} holds no {WORLD}*.yaml. Give research/papers or research/studies as --papers."
     )
 
 

@@ -4,18 +4,18 @@ import pytest
 import yaml
 from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
 
-from debias_diffusion.app.options import ReproduceConfig
-from debias_diffusion.app.reproduce.command import RESULTS
-from debias_diffusion.app.reproduce.evidence import evidence_page
-from debias_diffusion.app.reproduce.listing import reproduce
-from debias_diffusion.app.reproduce.papers import read_tables
 from debias_diffusion.files import read_json_object
+from research.options import ReproduceConfig
+from research.reproduce.command import RESULTS
+from research.reproduce.evidence import evidence_page
+from research.reproduce.listing import reproduce
+from research.reproduce.papers import read_tables
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 
 
 def test_every_file_is_executed_from_end_to_end_and_the_page_has_every_claim(tmp_path):
-    papers, output = write_small_papers(tmp_path / "configs" / "papers"), tmp_path / "output" / "toy"
+    papers, output = write_small_papers(tmp_path / "research" / "papers"), tmp_path / "output" / "toy"
     written = reproduce(ReproduceConfig(["all"], "toy", papers=str(papers), output=str(output.parent), device="cpu"))
     tables = read_tables(papers)
     names = {f"{name}.md" for name in tables} | {"claims.md", "claims.json"}

@@ -1,0 +1,17 @@
+"""The command line of a checkout, `python -m research`."""
+
+from debias_diffusion.app.cli import Command, main
+
+COMMANDS = {
+    "reproduce": Command(
+        "regenerate a table of the papers, or test their claims, with real data or in the toy world",
+        "options:ReproduceConfig",
+        "reproduce.listing:reproduce",
+        "table-S4 --world toy --device cpu",
+        "eval",
+        "research",
+    ),
+}
+
+if __name__ == "__main__":
+    main(program="python -m research", commands=COMMANDS)
