@@ -99,7 +99,9 @@ def check_launched(words: list[str]) -> None:
 
 def check_script(words: list[str]) -> None:
     """A program of the repository: its options are those that its source names."""
-    if words[0] == "-m":
+    if words[:1] == ["-m"] and words[1].startswith("research."):
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+    elif words[0] == "-m":
         words = [word for word in words[2:] if word.endswith(".py")]
     calls = [node for node in ast.walk(ast.parse((ROOT / words[0]).read_text())) if isinstance(node, ast.Call)]
     adding = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
@@ -154,7 +156,7 @@ def test_command_lines_are_understood(page, in_repository, extended, monkeypatch
         "accelerate launch -m debias_diffusion train --config configs/debias-clip-vit-b16.yaml --epocs 3",
         "srun bash -c 'X=1 torchrun --nnodes 2 \\\n -m debias_diffusion train --config configs/none.yaml'",
         "for i in $(seq $((2 * 3))); do nice -n 9 debias-diffusion app --prot 1 & done; wait  # it's ours",
-        "python benchmarks/studies/sharpening.py --promts 3",
+        "python -m research.studies.sharpening --promts 3",
         "frobnicate --all",
     ],
 )

@@ -22,7 +22,6 @@ from .papers import CLAIMS, Column, Model, PaperTable
 from .units import is_done, result_of, run_units
 
 ALL = "all"
-RESULTS = "benchmarks/results/claims.json"  # as the page names them
 
 
 class Reproduction:
@@ -135,7 +134,7 @@ class Reproduction:
         for file in files:
             write_json(file, content)
         page = self.output / "claims.md"
-        write_text(page, evidence_page(content, RESULTS))
+        write_text(page, evidence_page(content))
         verdicts = [[entry["claim"], entry["verdict"]] for group in groups.values() for entry in group]
         print(f"\n{Table(['claim', 'verdict'], verdicts)}")
         return [*files, page]

@@ -14,12 +14,11 @@ TEMPLATE = "evidence.md.j2"
 _SUMMARY = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not decided", UNTESTED: "are not tested"}
 
 
-def evidence_page(content: dict, results: str) -> str:
+def evidence_page(content: dict) -> str:
     """The page of a written `claims.json`: each claim with its verdict and differences.
 
     Args:
         content: as `reproduce` writes it.
-        results: the place of that file, for the page.
     """
     groups, notes, count = {}, {}, 0
     for title, entries in content["claims"].items():
@@ -34,11 +33,9 @@ def evidence_page(content: dict, results: str) -> str:
     environment = Environment(  # Markdown: `escaped` escapes it
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"escaped": escaped, "anchor": anchor, "file_name": lambda path: Path(path).name}
+    environment.filters |= {"escaped": escaped, "anchor": anchor}
     page = environment.get_template(TEMPLATE)
-    return page.render(
-        content | {"count": count, "summary": summary, "results": results, "groups": groups}, notes=notes
-    )
+    return page.render(content | {"count": count, "summary": summary, "groups": groups}, notes=notes)
 
 
 def _claim(entry: dict, number: int) -> dict:

@@ -17,7 +17,7 @@ from research.reproduce import claims, measuring
 from research.reproduce import papers as files
 from research.reproduce.building import Work
 from research.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
-from research.reproduce.command import RESULTS, write_table
+from research.reproduce.command import write_table
 from research.reproduce.evidence import evidence_page
 from research.reproduce.listing import reproduce
 from research.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
@@ -25,7 +25,7 @@ from research.reproduce.units import RESULT
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "research" / "evidence.md"
+PAGE, RESULTS = ROOT / "research" / "evidence.md", ROOT / "research" / "results" / "claims.json"
 
 
 @pytest.fixture(scope="module")
@@ -263,4 +263,4 @@ def test_the_slope_of_attention_is_that_of_the_line():
 
 
 def test_the_committed_page_is_a_rendering_of_the_committed_results():
-    assert evidence_page(read_json_object(ROOT / RESULTS), RESULTS) == PAGE.read_text()
+    assert evidence_page(read_json_object(RESULTS)) == PAGE.read_text()

@@ -6,7 +6,6 @@ from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_pa
 
 from debias_diffusion.files import read_json_object
 from research.options import ReproduceConfig
-from research.reproduce.command import RESULTS
 from research.reproduce.evidence import evidence_page
 from research.reproduce.listing import reproduce
 from research.reproduce.papers import read_tables
@@ -26,7 +25,7 @@ def test_every_file_is_executed_from_end_to_end_and_the_page_has_every_claim(tmp
     trainings = list((output / "seed-0" / "training").iterdir())
     assert trainings and all((folder / "last").is_dir() for folder in trainings)
     content, page = read_json_object(output / "claims.json"), (output / "claims.md").read_text()
-    assert page == evidence_page(content, RESULTS)
+    assert page == evidence_page(content)
     assert f"Of {sum(map(len, content['claims'].values()))} claims: " in page
     assert "Padding adds to both on long captions at one epoch" in page
 

@@ -1,6 +1,6 @@
 """Do the toy encoders know which colour belongs to which object, and what "it" is?
 
-    python benchmarks/studies/probes.py [--models toy/clip] [--bases toy/sdxl] [--steps 1500]
+    python -m research.studies.probes [--models toy/clip] [--bases toy/sdxl] [--steps 1500]
 
 Of pooled features (--models): scenes of two objects, of which something is exchanged or changed in the caption; how
 often the image is nearer to its own caption. A guess has 50%.
@@ -11,14 +11,12 @@ percent of the places with an object, kind and colour right, for objects describ
 described by reference; and of the empty places, how many are said to be filled. Captions are truncated at 77 tokens;
 objects whose sentences lie beyond do not count.
 
-Prints tables and writes them to benchmarks/results/ as binding. A probe takes two minutes on two cores.
+Prints tables and writes them to research/results/ as binding. A probe takes two minutes on two cores.
 """
 
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +27,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-sys.path.append(str(Path(__file__).parents[1]))
-from harness import publish, read_options
-
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.images.references import sentences_needed, truncated
 from debias_diffusion.eval.report import Table
@@ -41,6 +36,8 @@ from debias_diffusion.toymodels.clip import encode
 from debias_diffusion.toyworld.grammar import STYLES, full_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import COLOURS, KINDS, PLACES, Scene, Thing, draw_scene, generator
+
+from .harness import publish, read_options
 
 SPLIT = "development-binding"
 WIDTH, HEADS, BATCH = 128, 4, 128

@@ -1,20 +1,16 @@
 """Models with the best set of suppressed text heads, of all blocks that SDXL reads, for their images.
 
-    python benchmarks/studies/heads.py [--output runs/heads]
+    python -m research.studies.heads [--output runs/heads]
     python -m research reproduce ablation-sdxl --papers research/studies --world toy --root runs/heads
 
 `ablate` searches all blocks, and SDXL does not read the last one. The set that maximises the robust fitness, with beta
 0, is written as an ablation that every command takes as a model.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-
-sys.path.append(str(Path(__file__).parents[1]))
-from harness import read_options
 
 from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.ablation.saved import write_ablation
@@ -24,6 +20,8 @@ from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.head_search.population import TextPopulation
 from debias_diffusion.head_search.problems import TextProblem, every_mask
 from debias_diffusion.retrieval import encode_images
+
+from .harness import read_options
 
 MODELS, EDITS = ("clip", "long-clip", "debias-clip"), ("keep", "move4", "remove")
 PAIRS, BATCH = 100, 50

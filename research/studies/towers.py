@@ -1,7 +1,7 @@
 """Is a text tower without a causal mask more biased towards the opening? And a base model of 36 patches for Fix-CLIP.
 
-    python benchmarks/studies/towers.py [--seeds 0 1 2 3 4] [--steps 500] [--output runs/causal-mask]
-    python benchmarks/studies/towers.py --base runs/fix-clip [--steps 1500]
+    python -m research.studies.towers [--seeds 0 1 2 3 4] [--steps 500] [--output runs/causal-mask]
+    python -m research.studies.towers --base runs/fix-clip [--steps 1500]
 
 The paper compares CLIP, whose text tower has a causal mask, with SigLIP, whose tower has none (Figures 2, 3, S1 and
 S2), but the two also differ in data, loss, tokenizer, pooling and context length. Here nothing but the mask differs:
@@ -10,7 +10,7 @@ of toy/clip, which are frozen. EOT is pooled; without the mask it, and every tok
 
 Each tower is scored on 1,000 scenes that no model has seen, others for each seed: R@1 text to image of whole captions,
 of the first two sentences, and with sentences swapped, removed, or behind padding sentences. Finished towers are kept,
-and seeds may run side by side. Prints the tables and writes them to benchmarks/results/ as causal_mask.md, with the
+and seeds may run side by side. Prints the tables and writes them to research/results/ as causal_mask.md, with the
 numbers as .json.
 
 With --base, the base model that `fix_clip.py` trains from, and its pairs. The shipped toy CLIP has nine patches, one an
@@ -20,7 +20,6 @@ patches of 8 pixels, which learns toy/clip's image features. An object's place i
 
 import math
 import statistics
-import sys
 from copy import deepcopy
 from pathlib import Path
 
@@ -28,10 +27,6 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))
-from harness import CPU, publish, read_options
-from machine import machine
 
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.devices import pick_device
@@ -47,6 +42,8 @@ from debias_diffusion.toymodels.clip import draw_indices, draw_text, new_clip, r
 from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.scenes import base_scene
+
+from .harness import CPU, machine, publish, read_options
 
 TEACHER = "toy/clip"
 SCENES, BATCH = 8000, 64

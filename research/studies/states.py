@@ -1,7 +1,7 @@
 """What of an encoder's drift harms images, and what undoes it without training.
 
-    python benchmarks/studies/states.py [--prompts 100]               # the shipped encoders, development scenes
-    python benchmarks/studies/states.py --seeds 7 8 9 [--prompts 200]  # trained anew, new scenes
+    python -m research.studies.states [--prompts 100]               # the shipped encoders, development scenes
+    python -m research.studies.states --seeds 7 8 9 [--prompts 200]  # trained anew, new scenes
 
 toy/sdxl draws the same prompts from the same noise, and one thing at a time is changed in the penultimate states that
 the first encoder gives its UNet, the second encoder being the checkpoint's own in overlapping chunks:
@@ -13,12 +13,11 @@ the first encoder gives its UNet, the second encoder being the checkpoint's own 
 - no guidance.
 
 With seeds, Long-CLIP's recipe, DeBias-CLIP's, and Long-CLIP's with the state term are trained as in the quickstart.
-Everything finished is kept. Prints tables and writes them to benchmarks/results/ as drift-development.md or
+Everything finished is kept. Prints tables and writes them to research/results/ as drift-development.md or
 drift-7-8-9.md, with the numbers as JSON.
 """
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,9 +26,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm import tqdm
-
-sys.path.append(str(Path(__file__).parents[1]))
-from harness import CPU, publish, read_options
 
 from debias_diffusion.app.quickstart import Setup
 from debias_diffusion.encoders import EncoderSpec
@@ -49,6 +45,8 @@ from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import render as render_scene
 from debias_diffusion.toyworld.scenes import scene
 from debias_diffusion.training.loop import train
+
+from .harness import CPU, publish, read_options
 
 BASE, FEATURES = "toy/sdxl", "toy/features"
 FITTED_ON = "train"  # split

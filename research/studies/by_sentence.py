@@ -1,20 +1,21 @@
 """docs/by-sentence.png: objects right by the sentence that mentions them first, of the table that `reproduce` wrote.
 
     python -m research reproduce by-sentence --papers research/studies --world toy-test --seeds 10 11 12
-    python benchmarks/by_sentence.py [--table runs/papers/toy-test/by-sentence.json]
+    python -m research.studies.by_sentence [--table runs/papers/toy-test/by-sentence.json]
 
-Without a table, of benchmarks/results/by_sentence.json: the means over all objects of three seeds.
+Without a table, of research/results/by_sentence.json: the means over all objects of three seeds.
 """
 
 from pathlib import Path
 
 import numpy as np
-from harness import RESULTS, read_options
 from matplotlib.figure import Figure
 
 from debias_diffusion.files import read_json_object
 
-PICTURE = Path(__file__).parent.parent / "docs" / "by-sentence.png"
+from .harness import RESULTS, read_options
+
+PICTURE = Path(__file__).parents[2] / "docs" / "by-sentence.png"
 COLOURS = ("#b8b8b8", "#2a6f97")
 
 

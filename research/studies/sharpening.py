@@ -1,16 +1,15 @@
 """What the toy UNet's cross-attention looks at, by the number of positions and the factor of `sharpen`.
 
-    python benchmarks/studies/sharpening.py [--prompts 12]
+    python -m research.studies.sharpening [--prompts 12]
 
 Prompts of development scenes at 77, 152 and 227 positions, by SDXL's own encoders in overlapping chunks, and at 227 by
 DeBias-CLIP for SDXL, in one piece. Of the conditional half, means over layers, heads, places of the image and steps:
 shares of the attention that BOS, words, EOS and pads get, its entropy in nats and its largest weight; "own": where an
 object belongs, the part of the words' share that falls on the sentence of that object.
 
-Writes benchmarks/results/sharpening_attention.md and .json, and draws docs/sharpening.png.
+Writes research/results/sharpening_attention.md and .json, and draws docs/sharpening.png.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,6 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 from matplotlib.figure import Figure
 
-sys.path.append(str(Path(__file__).parents[1]))
-from harness import CPU, publish, read_options
-
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.report import Table
 from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
@@ -29,6 +25,8 @@ from debias_diffusion.pipelines.rendering import ImagePrompt, Renderer, Sampling
 from debias_diffusion.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.scenes import PLACES
+
+from .harness import CPU, publish, read_options
 
 SPLIT, FACTORS = "development", (1.0, 1.25, 1.5, 2.0)
 ROWS = [(77, ORIGINAL), (152, ORIGINAL), (227, ORIGINAL), (227, "toy/debias-clip-sdxl")]

@@ -1,7 +1,7 @@
 """Fix-CLIP in the toy world: what each part does, as the paper's Table 4 has it, and where the paper is silent.
 
-    python benchmarks/studies/towers.py --base runs/fix-clip        # the base model and the pairs, made once
-    python benchmarks/studies/fix_clip.py [--tables fix-clip-parts fix-clip-more fix-clip-images] [--seeds 0 1 2 3 4]
+    python -m research.studies.towers --base runs/fix-clip        # the base model and the pairs, made once
+    python -m research.studies.fix_clip [--tables fix-clip-parts fix-clip-more fix-clip-images] [--seeds 0 1 2 3 4]
 
 `python -m research reproduce` of research/studies/fix-clip-*.yaml, with an evaluation that needs more than a model: its
 kind "fix-clip" scores a training on 500 scenes that no model has seen, others for each seed: R@1 of long captions, of
@@ -11,16 +11,12 @@ are from the base model's, as a share of their variance ("drift").
 """
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))
-from harness import read_options
 
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.jobs import Job
@@ -35,6 +31,8 @@ from debias_diffusion.toyworld.scenes import generator, scene
 from research.options import ReproduceConfig
 from research.reproduce.listing import reproduce
 from research.reproduce.measuring import KINDS, Scores
+
+from .harness import read_options
 
 HIERARCHY, MASK_RATIO = Hierarchy(groups=3, first=2), 0.75
 SCENES, BATCH = 500, 100

@@ -1,6 +1,6 @@
 """A toy SDXL whose UNet has learned from long prompts, to see whether sharper attention still helps it.
 
-    python benchmarks/studies/long_unet.py [--output runs/long-sdxl] [--pairs 8000] [--steps 1000]
+    python -m research.studies.long_unet [--output runs/long-sdxl] [--pairs 8000] [--steps 1000]
     python -m research reproduce sharpening-unet --papers research/studies --world toy-test --root runs --seeds 16 17 18
 
 The shipped UNet is trained further, by turns on whole captions of 152 and of 227 positions, read by the checkpoint's
@@ -8,11 +8,7 @@ encoders in overlapping chunks. A second a step on one core; it continues where 
 """
 
 import itertools
-import sys
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1]))
-from harness import CPU, read_options
 
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.pipelines.rendering import Renderer, Sampling
@@ -21,6 +17,8 @@ from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toymodels.unet import Pairs, denoising_loss, encode_pairs, in_training
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene
+
+from .harness import CPU, read_options
 
 SPLIT, POSITIONS = "train-long", (152, 227)
 
