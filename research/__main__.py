@@ -11,6 +11,14 @@ COMMANDS = {
         "eval",
         "research",
     ),
+    "toymodels": Command(
+        "build the models of the toy world, as the package ships them",
+        "options:ToyModelsConfig",
+        "toymodels.build:build",
+        "--output runs/toyworld --weights runs/weights",
+        "eval",
+        "research",
+    ),
 }
 
 if __name__ == "__main__":

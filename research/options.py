@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import check_output
 from debias_diffusion.limits import Checked
+from debias_diffusion.models.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
 
 
@@ -50,3 +51,16 @@ class ReproduceConfig(Checked):
                 "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
                 "`reproduce --list` names all."
             )
+
+
+@dataclass
+class ToyModelsConfig(Checked):
+    """Build the toy world's models from nothing, in hours on two cores. A stopped build continues.
+
+    Attributes:
+        output: Folder for checkpoints and logs.
+        weights: Folder for the finished fp16 models; by default the package's.
+    """
+
+    output: str = "runs/toyworld"
+    weights: str = str(WEIGHTS)

@@ -26,7 +26,6 @@ LAYERS = (
     ("retrieval", "attention"),
     ("training",),
     ("head_search",),
-    ("toymodels",),
     ("pipelines",),
     ("eval.registry", "eval.intervals", "eval.report"),
     ("eval.session", "eval.image_features", "eval.images.rendered"),

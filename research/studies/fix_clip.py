@@ -25,12 +25,12 @@ from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.image_tower import MaskedPatches
 from debias_diffusion.retrieval import recall_ranks
-from debias_diffusion.toymodels.clip import render_all
 from debias_diffusion.toyworld.grammar import caption, short_caption
 from debias_diffusion.toyworld.scenes import generator, scene
 from research.options import ReproduceConfig
 from research.reproduce.listing import reproduce
 from research.reproduce.measuring import KINDS, Scores
+from research.toymodels.clip import render_all
 
 from .harness import read_options
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.pipelines.rendering import Renderer, Sampling
 from debias_diffusion.tokens import clean
-from debias_diffusion.toymodels.stage import run_stage
-from debias_diffusion.toymodels.unet import Pairs, denoising_loss, encode_pairs, in_training
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene
+from research.toymodels.stage import run_stage
+from research.toymodels.unet import Pairs, denoising_loss, encode_pairs, in_training
 
 from .harness import CPU, read_options
 

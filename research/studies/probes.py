@@ -32,10 +32,10 @@ from debias_diffusion.eval.images.references import sentences_needed, truncated
 from debias_diffusion.eval.report import Table
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.tokens import clean
-from debias_diffusion.toymodels.clip import encode
 from debias_diffusion.toyworld.grammar import STYLES, full_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import COLOURS, KINDS, PLACES, Scene, Thing, draw_scene, generator
+from research.toymodels.clip import encode
 
 from .harness import publish, read_options
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from debias_diffusion.app.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.app.quickstart import Setup
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, Reader
@@ -39,7 +40,6 @@ from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, plan_batches, read_layout, render
 from debias_diffusion.reading import encode_texts
 from debias_diffusion.tokens import clean
-from debias_diffusion.toymodels.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import render as render_scene

@@ -38,10 +38,10 @@ from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.retrieval import encode_images, recall_ranks
-from debias_diffusion.toymodels.clip import draw_indices, draw_text, new_clip, render_all
-from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.scenes import base_scene
+from research.toymodels.clip import draw_indices, draw_text, new_clip, render_all
+from research.toymodels.stage import run_stage
 
 from .harness import CPU, machine, publish, read_options
 

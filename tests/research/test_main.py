@@ -32,4 +32,5 @@ def test_options_are_read_and_mistakes_explained(capsys):
     assert (read["target"], read["seeds"]) == (["table-S4", "claims"], [0, 2])
     assert run("reproduc") == 2 and "Did you mean reproduce" in capsys.readouterr().err
     main([], "python -m research", COMMANDS)
-    assert all(name in capsys.readouterr().out for name in COMMANDS)
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)

@@ -62,7 +62,7 @@ large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio
 assert not large, large
 main(["reproduce", "--list"], commands=RESEARCH)
 assert not {"torch", "open_clip"} & sys.modules.keys()
-import debias_diffusion.app.generate, debias_diffusion.training.loop, debias_diffusion.toymodels.build
+import debias_diffusion.app.generate, debias_diffusion.training.loop, research.toymodels.build
 assert "matplotlib.figure" not in sys.modules
 """
 

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
-from ..methods.objectives import contrastive_loss
-from ..models.backbone import Backbone
-from ..tokens import CaptionTokenizer
-from ..toyworld.grammar import STYLES, short_caption
-from ..toyworld.render import render
-from ..toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator
+from debias_diffusion.methods.objectives import contrastive_loss
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.toyworld.grammar import STYLES, short_caption
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator
+
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77

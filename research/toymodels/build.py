@@ -1,11 +1,10 @@
-"""Rebuilds the toy world's models from nothing: `python -m debias_diffusion.toymodels.build`.
+"""Rebuilds the toy world's models from nothing: `python -m research toymodels`.
 
 Each stage leaves its model, log and checkpoint in a folder of its own and is not done again; a stage that was killed
 goes on from its last checkpoint. On two cores all of it takes some two hours, half of them the UNet's.
 """
 
 import shutil
-from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +14,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
-from ..files import atomic_file, atomic_folder, write_json
-from ..interchange.text_encoders import to_transformers
-from ..models.backbone import Backbone
-from ..models.loading import load_backbone
-from ..models.shipped import WEIGHTS
-from ..models.weight_difference import save_fine_tuned
-from ..toyworld.grammar import STYLES, caption
-from ..toyworld.pairs import write_pairs
-from ..toyworld.vocabulary import learn_tokenizer
-from ..training.loop import train
+from debias_diffusion.app.fine_tuning import RECIPES, VALIDATION, toy_training
+from debias_diffusion.files import atomic_file, atomic_folder, write_json
+from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.loading import load_backbone
+from debias_diffusion.models.weight_difference import save_fine_tuned
+from debias_diffusion.toyworld.grammar import STYLES, caption
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.toyworld.vocabulary import learn_tokenizer
+from debias_diffusion.training.loop import train
+
+from ..options import ToyModelsConfig
 from . import sdxl
 from .clip import train_clip
 from .feature_network import train_features
-from .fine_tuning import RECIPES, VALIDATION, toy_training
 from .prepared_unet import encode_pairs_in_chunks, train_prepared_unet
 from .scores import score_checker, score_clip, score_sdxl
 from .second_text_encoder import train_second_text_encoder
@@ -178,15 +178,6 @@ def _score_drawing(pipe: StableDiffusionXLPipeline, count: int) -> dict[str, dic
     return {style: score_sdxl(pipe, "development", count, style=style)[0] for style in STYLES}
 
 
-def main() -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--output", default="runs/toyworld", help="checkpoints and logs; a stopped build continues there"
-    )
-    parser.add_argument("--weights", default=str(WEIGHTS), help="where the finished fp16 models go")
-    arguments = parser.parse_args()
-    ship(Build(Path(arguments.output), Sizes()), Path(arguments.weights))
-
-
-if __name__ == "__main__":
-    main()
+def build(config: ToyModelsConfig) -> None:
+    """Makes and ships all models at their full sizes."""
+    ship(Build(Path(config.output), Sizes()), Path(config.weights))

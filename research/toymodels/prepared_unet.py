@@ -12,11 +12,12 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from ..chunks import Chunk, positions_of
-from ..sentences import join_sentences
-from ..tokens import clean
-from ..toyworld.grammar import Caption
-from ..toyworld.scenes import generator
+from debias_diffusion.chunks import Chunk, positions_of
+from debias_diffusion.sentences import join_sentences
+from debias_diffusion.tokens import clean
+from debias_diffusion.toyworld.grammar import Caption
+from debias_diffusion.toyworld.scenes import generator
+
 from .stage import run_stage
 from .unet import Pairs, denoising_loss, encode_pairs, encode_texts, in_training
 

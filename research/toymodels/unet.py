@@ -12,10 +12,11 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 from tqdm import tqdm
 
-from ..tokens import clean
-from ..toyworld.grammar import STYLES, Caption, full_caption, long_caption
-from ..toyworld.render import render
-from ..toyworld.scenes import Scene, draw_scene, generator
+from debias_diffusion.tokens import clean
+from debias_diffusion.toyworld.grammar import STYLES, Caption, full_caption, long_caption
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import Scene, draw_scene, generator
+
 from .stage import run_stage
 from .vae import SIZE, as_input, picture_tensor
 

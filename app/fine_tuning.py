@@ -1,8 +1,8 @@
-"""How the toy CLIP is fine-tuned on long captions, by the build and by the quickstart alike."""
+"""How the toy CLIP is fine-tuned on long captions, by the quickstart, and for the models that ship."""
 
 from pathlib import Path
 
-from ..training.config import TrainConfig
+from debias_diffusion.training.config import TrainConfig
 
 VALIDATION = 100  # pairs held out
 RECIPES = ("long-clip", "debias-clip", "debias-clip-sdxl")

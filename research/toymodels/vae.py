@@ -8,8 +8,9 @@ import torch
 from diffusers import AutoencoderKL
 from tqdm import tqdm
 
-from ..toyworld.render import SIZE, render
-from ..toyworld.scenes import Scene, draw_scene, generator
+from debias_diffusion.toyworld.render import SIZE, render
+from debias_diffusion.toyworld.scenes import Scene, draw_scene, generator
+
 from .stage import run_stage
 
 LATENT_CHANNELS = 16

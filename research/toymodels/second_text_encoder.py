@@ -10,12 +10,13 @@ from torch import nn
 from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
-from ..methods.objectives import contrastive_loss
-from ..models.backbone import Backbone
-from ..sentences import join_sentences
-from ..tokens import clean
-from ..toyworld.grammar import STYLES, long_caption
-from ..toyworld.scenes import base_scene, generator
+from debias_diffusion.methods.objectives import contrastive_loss
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.sentences import join_sentences
+from debias_diffusion.tokens import clean
+from debias_diffusion.toyworld.grammar import STYLES, long_caption
+from debias_diffusion.toyworld.scenes import base_scene, generator
+
 from .clip import CAPTIONING_WEIGHT, CONFIG, CONTEXT_LENGTH, draw_indices, encode_patches, new_captioner, render_all
 from .stage import run_stage
 

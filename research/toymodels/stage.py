@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from ..jobs import Job
-from ..training.logs import LOG, add_line, cut_log
-from ..training.optimizer import learning_rate, parameter_groups
+from debias_diffusion.jobs import Job
+from debias_diffusion.training.logs import LOG, add_line, cut_log
+from debias_diffusion.training.optimizer import learning_rate, parameter_groups
 
 CHECKPOINT_EVERY = 500
 _LOG_EVERY = 100

@@ -13,7 +13,8 @@ from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTModel
 
-from ..toyworld.scenes import BACKGROUNDS, COLOURS, KINDS, PLACES, Scene
+from debias_diffusion.toyworld.scenes import BACKGROUNDS, COLOURS, KINDS, PLACES, Scene
+
 from .stage import run_stage
 from .vae import SIZE, draw_pictures, draw_scenes
 

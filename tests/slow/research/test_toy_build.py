@@ -7,12 +7,12 @@ import torch
 from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as UNET_WEIGHTS
 from safetensors.torch import load_file
 
+from debias_diffusion.app.fine_tuning import RECIPES
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.models import shipped
 from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.toymodels import build
-from debias_diffusion.toymodels.fine_tuning import RECIPES
 from debias_diffusion.toyworld.grammar import STYLES
+from research.toymodels import build
 
 
 @pytest.fixture(scope="module")
