@@ -11,6 +11,15 @@ COMMANDS = {
         "eval",
         "research",
     ),
+    "cola": Command(
+        "do objects keep their own attributes? Cola's pairs of images, and its classes",
+        "options:ColaConfig",
+        "cola:evaluate_cola",
+        "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
+        "--output scores",
+        "eval",
+        "research",
+    ),
     "toymodels": Command(
         "build the models of the toy world, as the package ships them",
         "options:ToyModelsConfig",

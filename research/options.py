@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import check_output
+from debias_diffusion.eval.options import OfRecords, check_output
 from debias_diffusion.limits import Checked
 from debias_diffusion.models.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
@@ -64,3 +64,17 @@ class ToyModelsConfig(Checked):
 
     output: str = "runs/toyworld"
     weights: str = str(WEIGHTS)
+
+
+@dataclass(kw_only=True)
+class ColaConfig(OfRecords):
+    """Do objects keep their own attributes? Score encoders on Cola.
+
+    Attributes:
+        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
+            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
+        images: Folder with the images that it names, all in one.
+    """
+
+    data: str
+    images: str

@@ -31,7 +31,7 @@ LAYERS = (
     ("eval.session", "eval.image_features", "eval.images.rendered"),
     ("eval.options",),
     ("eval.retrieval", "eval.retrieval_examples", "eval.robustness", "eval.attention"),
-    ("eval.classification", "eval.cola", "eval.images"),
+    ("eval.classification", "eval.images"),
     ("eval",),
     ("app",),
     ("__main__",),

@@ -27,10 +27,10 @@ def missing_parts(world: World, root: Path, models: Collection[Model], columns: 
     """What is not here of the data and weights of these rows and columns, one line each, with how to get it."""
     settings = [ablation_settings(world, model) for model in models if model.ablation is not None]
     settings += [world.alignment | model.alignment for model in models if model.alignment is not None]
+    settings += [world.training | model.training for model in models if model.training is not None]
     settings += [world.evaluations.get(column.evaluation, {}) for column in columns]
     bases = [world.bases[model.base] for model in models if model.base in world.bases]
     lines, benchmarks, places = [], [], [base.model for base in bases]
-    places += world.needs if any(model.training is not None for model in models) else ()
     for given in settings:
         dataset = given.get("dataset") or []
         for name in [dataset] if isinstance(dataset, str) else dataset:

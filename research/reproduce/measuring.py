@@ -12,6 +12,9 @@ from debias_diffusion.eval.report import FEW
 from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieval_ranks
 from debias_diffusion.eval.robustness import LOSING, RobustnessConfig, hits_by_edit
 
+from ..cola import evaluate_cola
+from ..options import ColaConfig
+
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
 
 # {score: a value for each query, or one number}
@@ -80,10 +83,18 @@ def generation_scores(settings: dict) -> Scores:
     return scores if fid is None else scores | {"fid": fid}
 
 
+def cola_scores(settings: dict) -> Scores:
+    """Whether each of Cola's items is right, or the average precision of each class, in percent ("t2i")."""
+    [encoder] = evaluate_cola(checked(ColaConfig, settings))["encoders"].values()
+    scores = encoder["scores_percent"]
+    return {"t2i": list(scores.values() if isinstance(scores, dict) else scores)}
+
+
 # {kind: from an evaluation's settings, `encoders` and `output` among them, to scores}
 KINDS: dict[str, Callable[[dict], Scores]] = {
     "retrieval": retrieval_scores,
     "robustness": robustness_scores,
     "attention": attention_scores,
     "generation": generation_scores,
+    "cola": cola_scores,
 }

@@ -10,7 +10,7 @@ from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.cola import (
+from research.cola import (
     MULTI,
     SINGLE,
     ColaConfig,
@@ -19,6 +19,7 @@ from debias_diffusion.eval.cola import (
     read_cola,
     right_items,
 )
+from research.reproduce.measuring import cola_scores
 
 PLACE = "https://cs-people.bu.edu/array/data/vg_gqa_images"
 COLOURS = ("red", "green", "blue", "white", "black")
@@ -144,3 +145,14 @@ def test_classes_are_evaluated_without_those_that_no_hard_image_shows(config, tm
     assert (report["part"], report["measure"], report["classes"]) == (SINGLE, "mAP", 2)
     assert set(scores) == {"red square", "blue square"}
     assert numbers["score_percent"] == pytest.approx(sum(scores.values()) / 2)
+
+
+def test_a_table_is_measured_by_item_or_by_class(config, tmp_path, capsys):
+    settings = {"encoders": config.encoders[:1], "images": config.images, "output": config.output}
+    for name, content in {"one": ITEMS[:1], "classes": {"labels": CLASSES, "data": ENTRIES}}.items():
+        data = write(tmp_path / f"{name}.json", content)
+        [encoder] = evaluate_cola(ColaConfig(data=data, **settings))["encoders"].values()
+        expected = encoder["scores_percent"]
+        printed = capsys.readouterr().out
+        assert cola_scores(settings | {"data": data}) == {"t2i": expected if name == "one" else [*expected.values()]}
+        assert name != "one" or "(no interval: too few)" in printed  # of one item none can be known

@@ -4,6 +4,7 @@ Files and scores are those of the authors' README and `scripts/eval.py`. The mul
 single-object files are known from the README alone.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +22,14 @@ from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.image_features import ImageSession
+from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
+from debias_diffusion.eval.session import Pairs, TwoTower, compare
 from debias_diffusion.files import read_json, sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
-from .image_features import ImageSession
-from .intervals import mean_interval, paired_difference
-from .options import AllConfig, ColaConfig
-from .report import Table, cell, compared_tables, draw_bars
-from .session import Pairs, TwoTower, compare
+from .options import ColaConfig
 
 MULTI, SINGLE = "multi-object", "single-object"
 
@@ -196,6 +197,7 @@ def evaluate_cola(config: ColaConfig) -> dict:
         {label: _numbers(data, scores) for label, scores in results.items()},
         compare(values, lambda a, b, _: paired_difference(a, b)),
         [_NOTES[data.part]],
+        module=sys.modules[__name__],
         part=data.part,
         measure=measure,
         images=len(data.images) - unreadable,
@@ -263,10 +265,3 @@ def figures(report: dict) -> dict[str, Figure]:
     axes.set(ylabel=f"{report['measure']} (%), with 95% intervals", ylim=(0, 115))
     axes.legend(fontsize="small")
     return {"cola.png": figure}
-
-
-def settings_for(everything: AllConfig) -> ColaConfig | None:
-    """Its settings in `evaluate all`; None without its data."""
-    if everything.cola is None:
-        return None
-    return everything.settings(ColaConfig, data=everything.cola, images=everything.cola_images)
