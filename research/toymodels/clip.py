@@ -1,7 +1,7 @@
 """The toy world's CLIP: 77 positions, learned from nothing on short captions, as the real one was.
 
 A captioning loss beside the contrastive one, as CoCa has it, lets hidden states say which word belongs to which:
-contrastive training alone leaves the toy CLIP's texts a bag of words (see docs/toy-world-making.md).
+contrastive training alone leaves the toy CLIP's texts a bag of words (see research/toy-world-making.md).
 """
 
 from collections.abc import Sequence
