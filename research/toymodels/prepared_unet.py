@@ -21,7 +21,7 @@ from debias_diffusion.toyworld.scenes import generator
 from .stage import run_stage
 from .unet import Pairs, denoising_loss, encode_pairs, encode_texts, in_training
 
-# What fine-tuning does to the first encoder's hidden states, in shares of their spread: see research/toy-world-making.md.
+# What fine-tuning does to the first encoder's hidden states, in shares of their spread: research/toy-world-making.md.
 _SHIFT, _MIXING = 0.9, 0.5  # at most
 
 
