@@ -19,10 +19,11 @@ class Command(NamedTuple):
 
     Attributes:
         summary: for the list of commands.
-        options: "module:dataclass" in the package. The fields are the options; nothing large is imported.
+        options: "module:dataclass" in `package`. The fields are the options; nothing large is imported.
         function: "module:function", which takes the options.
         example: arguments to start from.
         extra: the optional dependencies that it needs, as in pyproject.toml; "" for none.
+        package: that holds the modules.
     """
 
     summary: str
@@ -30,6 +31,7 @@ class Command(NamedTuple):
     function: str
     example: str
     extra: str = ""
+    package: str = "debias_diffusion"
 
 
 _ENCODERS = "--encoders toy/clip toy/debias-clip"
@@ -126,13 +128,6 @@ COMMANDS = {
         "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
         "eval",
     ),
-    "reproduce": Command(
-        "regenerate a table of the papers, or test their claims, with real data or in the toy world",
-        "app.options:ReproduceConfig",
-        "app.reproduce.listing:reproduce",
-        "table-S4 --world toy --device cpu",
-        "eval",
-    ),
     "app": Command(
         "a page for trying encoders: how each reads a prompt, and the images it gives",
         "app.options:AppConfig",
@@ -150,14 +145,14 @@ _PATH_ERRORS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs one command.
+def main(arguments: list[str] | None = None, program: str = "debias-diffusion", commands: dict = COMMANDS) -> None:
+    """Runs one of the commands.
 
     Exits with 2 and one message on stderr if the user made a mistake, with 1 if the work failed, with 130 on Ctrl-C.
     """
     try:
         with explain_full_disk():
-            _run("debias-diffusion", COMMANDS, sys.argv[1:] if arguments is None else arguments)
+            _run(program, commands, sys.argv[1:] if arguments is None else arguments)
             print(end="", flush=True)  # so that a closed pipe is seen here, not when the interpreter ends
     except UserError as error:
         _fail(str(error), error.exit_code)
@@ -227,8 +222,8 @@ def _run_command(program: str, command: Command, arguments: list[str]) -> None:
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
     try:
-        settings = parse(program, command.summary, _import(command.options), command.example, arguments)
-        function = _import(command.function)
+        settings = parse(program, command.summary, _load(command, command.options), command.example, arguments)
+        function = _load(command, command.function)
         import transformers
 
         transformers.utils.logging.disable_progress_bar()  # ours stay
@@ -239,9 +234,9 @@ def _run_command(program: str, command: Command, arguments: list[str]) -> None:
         raise UserError(f"{missing_library(error, command.extra)}.") from error
 
 
-def _import(name: str):
+def _load(command: Command, name: str):
     module, _, attribute = name.partition(":")
-    return getattr(import_module(f"debias_diffusion.{module}"), attribute)
+    return getattr(import_module(f"{command.package}.{module}"), attribute)
 
 
 def _fail(message: str, exit_code: int = 2):

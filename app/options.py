@@ -468,52 +468,6 @@ class SynthesizeConfig(Checked):
 
 
 @dataclass
-class ReproduceConfig(Checked):
-    """Regenerate a table or figure of the papers beside the published numbers, or test their claims.
-
-    Everything finished is kept: the same command continues. Several processes started with the same command on one
-    output folder share the work. Without a GPU, or for the toy world, --device cpu.
-
-    Attributes:
-        target: table-S4 and the like as --list names them, claims, or all; one or several.
-        world: real, the papers' data and weights; or toy, the same comparisons in the toy world.
-        root: Folder of the real data, see docs/reproduce.md.
-        output: Folder for trainings, results and tables (table-S4.md, table-S4.json, claims.md, claims.json).
-        seeds: The seeds, each with trainings and scenes of its own.
-        papers: Folder of the tables' settings and published numbers.
-        device: Device to run on: cpu, or null for cuda where there is one.
-        results: Also write the claims' results into this JSON file.
-        mixed: Take tables made of results of several commits of this package, too; without it the exit code is 1.
-        list: Name every table and figure, what it needs and whether it is here.
-        plan: Print what would run and what it costs, and do nothing.
-    """
-
-    target: list[str]
-    world: str = "real"
-    root: str = "data"
-    output: str = "runs/papers"
-    seeds: list[RunSeed] = field(default_factory=lambda: [0])
-    papers: str = "configs/papers"
-    device: str | None = None
-    results: str | None = None
-    mixed: bool = False
-    list: bool = False
-    plan: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.seeds = sorted(set(self.seeds))
-        check_output(self.output)
-        if not self.seeds:
-            raise UserError("There are no seeds. Give one or several: --seeds 0 1 2.")
-        if not self.target and not self.list:
-            raise UserError(
-                "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
-                "`reproduce --list` names all."
-            )
-
-
-@dataclass
 class AppConfig(Checked):
     """Models of the demo, and access to it.
 

@@ -18,11 +18,11 @@ from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS, tell
 from debias_diffusion.jobs import Job
-from debias_diffusion.toymodels.fine_tuning import RECIPES, VALIDATION, toy_training
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.loop import train
 
 from .export import export
+from .fine_tuning import RECIPES, VALIDATION, toy_training
 from .options import ExportConfig, QuickstartConfig
 from .written_folder import check_free
 

@@ -64,14 +64,16 @@ def median_seconds(variants: Mapping[str, Callable], rounds: int, device: torch.
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def publish(name: str, measured: Mapping, *parts: Table | str, device: torch.device = CPU) -> None:
-    """Prints tables and text, and writes them to benchmarks/results/NAME.md, with the numbers as NAME.json.
+def publish(
+    name: str, measured: Mapping, *parts: Table | str, device: torch.device = CPU, folder: Path = RESULTS
+) -> None:
+    """Prints tables and text, and writes them to NAME.md in the folder, with the numbers as NAME.json.
 
     Args:
         measured: what the JSON holds, beside the machine and the versions of libraries.
     """
     text = "\n\n".join(part.markdown() if isinstance(part, Table) else part for part in parts) + "\n"
     print("\n" + text)
-    RESULTS.mkdir(exist_ok=True)
-    write_json(RESULTS / f"{name}.json", {"machine": machine(device), "versions": versions()} | measured)
-    write_text(RESULTS / f"{name}.md", text)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / f"{name}.json", {"machine": machine(device), "versions": versions()} | measured)
+    write_text(folder / f"{name}.md", text)

@@ -401,20 +401,6 @@ class ClassificationConfig(OfRecords):
     data: str
 
 
-@dataclass(kw_only=True)
-class ColaConfig(OfRecords):
-    """Settings of an evaluation on Cola.
-
-    Attributes:
-        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
-            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
-        images: Folder with the images that it names, all in one.
-    """
-
-    data: str
-    images: str
-
-
 # ---- all of them, and their page
 
 
@@ -434,8 +420,6 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
             for other data.
         classification: A benchmark of `evaluate classification`.
         classification_data: Its folder, as its authors publish it.
-        cola: A file of Cola's data/.
-        cola_images: Folder with the images that it names.
         dpg_bench: Folder of the published DPG-Bench, for images generated with the base.
         vqa: VQA model that answers its questions: folder or hub id of a ViLT or BLIP.
         batch_size: Images, texts or questions taken at once; null is each evaluation's own number.
@@ -448,8 +432,6 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
     base: str | None = "auto"
     classification: Classification | None = None
     classification_data: str | None = None
-    cola: str | None = None
-    cola_images: str | None = None
     dpg_bench: str | None = None
     vqa: str | None = None
     batch_size: PositiveInt | None = field(default=None, kw_only=True)
@@ -458,7 +440,7 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
 
     def __post_init__(self):
         super().__post_init__()
-        for pair in (("classification", "classification_data"), ("cola", "cola_images"), ("dpg_bench", "vqa")):
+        for pair in (("classification", "classification_data"), ("dpg_bench", "vqa")):
             given = [getattr(self, name) for name in pair]
             if given.count(None) == 1:
                 raise UserError(f"{pair[0]} is {given[0]!r} and {pair[1]} {given[1]!r}. Give both, or neither.")

@@ -101,13 +101,4 @@ EVALUATIONS = {
         "two towers",
         "--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
     ),
-    "cola": Evaluation(
-        "Cola: objects and their attributes",
-        "do objects keep their own attributes? Cola's pairs of images, and its classes",
-        "cola",
-        "ColaConfig",
-        "two towers",
-        "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
-        "--output scores",
-    ),
 }

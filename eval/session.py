@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -299,7 +300,7 @@ class Session:
     """One evaluation of several encoders.
 
     Args:
-        name: in `registry.EVALUATIONS`.
+        name: of the results; in `registry.EVALUATIONS`, or with a module of its own, see `report`.
         config: its settings.
         data: has a `digest` and `bad` records; None where nothing is read.
         device: where to run; by default as the settings say.
@@ -347,6 +348,7 @@ class Session:
         notes: Sequence[str] = (),
         saved: Mapping[str, Figure] | None = None,
         seconds: float | None = None,
+        module: ModuleType | None = None,
         **more,
     ) -> dict:
         """Writes NAME.json and the figures into the output folder, prints the tables, and returns the report.
@@ -359,6 +361,7 @@ class Session:
             compared: see `compare`.
             saved: figures that cannot be drawn again from the report, by file name.
             seconds: by default those of the results in the cache.
+            module: with `tables` and `figures`; by default the registry's.
         """
         if isinstance(self.data, Pairs):
             more, notes = {"trained_on": self.data.trained_on} | more, [*self.data.notes, *notes]
@@ -375,7 +378,7 @@ class Session:
             "seconds": round(self.cache.seconds if seconds is None else seconds, 1),
         }
         write_json(Path(self.config.output) / f"{self.name}.json", report)
-        module = EVALUATIONS[self.name].load()
+        module = module or EVALUATIONS[self.name].load()
         for table in module.tables(report):
             print(f"\n{table}")
         for note in report["notes"]:

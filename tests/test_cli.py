@@ -162,7 +162,6 @@ def test_help_lists_groups_flags_types_and_defaults(capsys):
         ("train", "--trackers tensorboard wandb --chunk null", {"trackers": ["tensorboard", "wandb"], "chunk": None}),
         ("generate", "--reading separate --guidance-scale -1 star", {"reading": "separate", "guidance_scale": -1.0}),
         ("evaluate attention", "--encoders a,b [c] 1", {"encoders": ["a,b", "[c]", "1"]}),
-        ("reproduce", "table-S4 claims --seeds 0 2", {"target": ["table-S4", "claims"], "seeds": [0, 2]}),
     ],
 )
 def test_options_are_written_in_one_way(capsys, command, arguments, values):

@@ -7,7 +7,7 @@ import ast
 import json
 import re
 import shlex
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pkgutil import resolve_name
 from unittest.mock import patch
@@ -22,13 +22,14 @@ from debias_diffusion import encoders, methods, pipelines
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.options import AblateConfig, AlignConfig
-from debias_diffusion.app.reproduce.papers import PaperTable, read_tables, read_yaml
 from debias_diffusion.data import retrieval_layouts
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.eval import classification
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
+from research.__main__ import COMMANDS as RESEARCH
+from research.reproduce.papers import PaperTable, read_tables, read_yaml
 
 LANGUAGES = {"python", "", "text", "mermaid", "bibtex"}
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
@@ -39,9 +40,9 @@ DOCS = ROOT / "docs"
 # ---- command lines
 
 
-def command_of(arguments: list[str]):
+def command_of(arguments: list[str], program: str, commands: dict):
     """(the words that start a command of ours, its entry, its arguments)"""
-    program, commands, rest = "debias-diffusion", COMMANDS, list(arguments)
+    rest = list(arguments)
     while isinstance(commands, dict):
         name = rest.pop(0)
         if name not in commands:
@@ -51,12 +52,12 @@ def command_of(arguments: list[str]):
 
 
 def options_of(command) -> type:
-    return resolve_name(f"debias_diffusion.{command.options}")
+    return resolve_name(f"{command.package}.{command.options}")
 
 
-def check_ours(arguments: list[str]) -> None:
+def check_ours(arguments: list[str], program: str = "debias-diffusion", commands: dict = COMMANDS) -> None:
     """As the command line reads them, up to where the command's work begins; toy names and benchmarks exist."""
-    program, command, rest = command_of(arguments)
+    program, command, rest = command_of(arguments, program, commands)
     options = options_of(command)
     words = [word.replace(SDXL, "toy/sdxl") for word in rest]  # checks of some options read the SDXL checkpoint
     with patch.object(encoders, "_find", find_or_assume):
@@ -70,8 +71,8 @@ def check_ours(arguments: list[str]) -> None:
     if values.get("dataset"):
         known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_layouts.BENCHMARKS
         assert set([values["dataset"]] if isinstance(values["dataset"], str) else values["dataset"]) <= known.keys()
-    if command is COMMANDS["reproduce"]:
-        assert set(values["target"]) <= {"all", "claims", *tables(values.get("papers", "configs/papers"))}
+    if command is RESEARCH["reproduce"]:
+        assert set(values["target"]) <= {"all", "claims", *tables(values.get("papers", "research/papers"))}
 
 
 def find_or_assume(name: str, find=encoders._find):
@@ -85,7 +86,7 @@ def find_or_assume(name: str, find=encoders._find):
 
 
 @cache
-def tables(papers: str = "configs/papers") -> dict[str, PaperTable]:
+def tables(papers: str = "research/papers") -> dict[str, PaperTable]:
     return read_tables(ROOT / papers)
 
 
@@ -98,7 +99,9 @@ def check_launched(words: list[str]) -> None:
 
 def check_script(words: list[str]) -> None:
     """A program of the repository: its options are those that its source names."""
-    if words[0] == "-m":
+    if words[:1] == ["-m"] and words[1].startswith("research."):
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
+    elif words[0] == "-m":
         words = [word for word in words[2:] if word.endswith(".py")]
     calls = [node for node in ast.walk(ast.parse((ROOT / words[0]).read_text())) if isinstance(node, ast.Call)]
     adding = [call for call in calls if getattr(call.func, "attr", "") == "add_argument"]
@@ -116,6 +119,7 @@ PROGRAMS = {
     ("debias-diffusion",): check_ours,
     ("accelerate", "launch"): check_launched,
     ("torchrun",): check_launched,
+    ("python", "-m", "research"): partial(check_ours, program="python -m research", commands=RESEARCH),
     ("python",): check_script,
     ("make",): check_make,
 }
@@ -152,7 +156,7 @@ def test_command_lines_are_understood(page, in_repository, extended, monkeypatch
         "accelerate launch -m debias_diffusion train --config configs/debias-clip-vit-b16.yaml --epocs 3",
         "srun bash -c 'X=1 torchrun --nnodes 2 \\\n -m debias_diffusion train --config configs/none.yaml'",
         "for i in $(seq $((2 * 3))); do nice -n 9 debias-diffusion app --prot 1 & done; wait  # it's ours",
-        "python benchmarks/studies/sharpening.py --promts 3",
+        "python -m research.studies.sharpening --promts 3",
         "frobnicate --all",
     ],
 )
@@ -198,7 +202,7 @@ def anchors(page: str) -> set[str]:
 
 def missing(text: str, folder) -> set[str]:
     """Paths, targets of links from `folder`, and dotted names in the package that are not there."""
-    places = rf"(?<![\w/.-])(?:{PACKAGE}|{'|'.join(ROOMS)}|tests|benchmarks|configs|docs|examples)/[\w./-]*\w"
+    places = rf"(?<![\w/.-])(?:{PACKAGE}|{'|'.join(ROOMS)}|research|tests|benchmarks|configs|docs|examples)/[\w./-]*\w"
     absent = {path for path in re.findall(places, text) if not (ROOT / path).exists()}
     for link, anchor in re.findall(r"\]\((?!\w+://)([^)#\s]*)(?:#([^)\s]+))?\)", text):
         if not (folder / link).exists():

@@ -1,11 +1,11 @@
-"""Imports point one way: from `app` down to the core, and downwards inside each of these rooms."""
+"""Imports point one way: from `research` and `app` down to the core, and downwards inside each of these rooms."""
 
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from helpers.modules import MODULES, PACKAGE, ROOMS, ROOT
+from helpers.modules import MODULES, PACKAGE, RESEARCH, ROOMS, ROOT
 
 from debias_diffusion.app.cli import COMMANDS
 from debias_diffusion.errors import EXTRAS
@@ -27,21 +27,22 @@ LAYERS = (
     ("retrieval", "attention"),
     ("training",),
     ("head_search",),
-    ("toymodels",),
     ("pipelines",),
     ("eval.registry", "eval.intervals", "eval.report"),
     ("eval.session", "eval.image_features", "eval.images.rendered"),
     ("eval.options",),
     ("eval.retrieval", "eval.retrieval_examples", "eval.robustness", "eval.attention"),
-    ("eval.classification", "eval.cola", "eval.images"),
+    ("eval.classification", "eval.images"),
     ("eval",),
     ("app",),
     ("__main__",),
+    ("research",),
 )
+EVERYTHING = MODULES | RESEARCH
 
 
 def imports(name: str, path: Path) -> set[str]:
-    """The package's modules that a module imports, anywhere in it and whether or not only for type checkers."""
+    """Our modules that a module imports, anywhere in it and whether or not only for type checkers."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -54,7 +55,8 @@ def imports(name: str, path: Path) -> set[str]:
             found |= {f"{source}.{alias.name}" for alias in node.names}
     top = {imported.partition(".")[0] for imported in found}
     assert not top & set(ROOMS), f"{name}: name a room {PACKAGE}.{top & set(ROOMS)}"
-    return {module_of(imported) for imported in found if imported.startswith(f"{PACKAGE}.")} - {name, PACKAGE}
+    ours = {imported for imported in found if imported.partition(".")[0] in (PACKAGE, "research")} - {PACKAGE}
+    return {module_of(imported) for imported in ours} - {name}
 
 
 def room_depth(name: str) -> int:
@@ -62,7 +64,7 @@ def room_depth(name: str) -> int:
 
 
 def module_of(imported: str) -> str:
-    while imported not in MODULES:
+    while imported not in EVERYTHING:
         assert "." in imported, imported
         imported = imported.rpartition(".")[0]
     return imported
@@ -79,7 +81,7 @@ def layer(name: str) -> int | None:
     return None
 
 
-GRAPH = {name: imports(name, path) for name, path in MODULES.items()}
+GRAPH = {name: imports(name, path) for name, path in EVERYTHING.items()}
 
 
 def test_every_module_has_a_layer_and_no_import_points_upward():
@@ -90,7 +92,7 @@ def test_every_module_has_a_layer_and_no_import_points_upward():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    inits = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    inits = {name for name, path in EVERYTHING.items() if path.name == "__init__.py"}
     graph = {name: names - inits for name, names in GRAPH.items() if name not in inits}
     TopologicalSorter(graph).prepare()
 

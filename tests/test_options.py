@@ -13,7 +13,6 @@ from debias_diffusion.app.options import (
     ExportConfig,
     GenerateConfig,
     QuickstartConfig,
-    ReproduceConfig,
     ShardsConfig,
     SynthesizeConfig,
 )
@@ -22,7 +21,6 @@ from debias_diffusion.eval.options import (
     AllConfig,
     AttentionConfig,
     ClassificationConfig,
-    ColaConfig,
     DpgBenchConfig,
     DriftConfig,
     GenerationConfig,
@@ -32,6 +30,7 @@ from debias_diffusion.eval.options import (
 )
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.training.config import TrainConfig
+from research.options import ColaConfig, ReproduceConfig
 
 NAN, INFINITY = float("nan"), float("inf")
 CLIP = {"encoders": ["toy/clip"], "output": "o"}

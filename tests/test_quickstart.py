@@ -9,13 +9,13 @@ from helpers.untrained_toys import save_untrained_toys
 from PIL import Image
 
 from debias_diffusion.app import quickstart as app
+from debias_diffusion.app.fine_tuning import RECIPES, toy_training
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
 from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.story import CLAIMS
-from debias_diffusion.toymodels.fine_tuning import RECIPES, toy_training
-from debias_diffusion.toymodels.vae import SIZE
 from debias_diffusion.toyworld.grammar import caption
+from debias_diffusion.toyworld.render import SIZE
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 # More prompts than scenes: the one does not limit the other.

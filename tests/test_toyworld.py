@@ -1,23 +1,17 @@
-"""The toy world: scenes, their pictures and captions, what captions refer to, and the models trained on them."""
+"""The toy world: scenes, their pictures and captions, and what captions refer to."""
 
-import json
 import random
 from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
-from torch import nn
 from transformers import CLIPTokenizer
 
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer
-from debias_diffusion.toymodels import clip, stage
-from debias_diffusion.toymodels.clip import encode, render_all, train_clip
-from debias_diffusion.toymodels.stage import run_stage
 from debias_diffusion.toyworld.grammar import STYLES, caption, full_caption, long_caption, short_caption
 from debias_diffusion.toyworld.references import Claim, Reference, resolve, resolve_apart
 from debias_diffusion.toyworld.render import SIZE, render
@@ -263,54 +257,3 @@ def test_the_tokenizer_is_laid_out_as_clips_and_saved_whole(tokenizer, tmp_path)
     assert again.get_vocab() == tokenizer.get_vocab()
     tokenizer.save_pretrained(tmp_path)
     assert CLIPTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids == ids
-
-
-# ---- stages
-
-
-def test_a_killed_stage_ends_as_an_unbroken_one(tmp_path):
-    def stage(folder, fail_at=None):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-
-        def loss(step):
-            if step == fail_at:
-                raise KeyboardInterrupt
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-            return (model(x) - x[:, :2]).square().mean()
-
-        run_stage(folder, model, loss, steps=1200, peak=1e-2)
-        return [p.detach().clone() for p in model.parameters()]
-
-    whole = stage(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        stage(tmp_path / "killed", fail_at=700)
-    continued = stage(tmp_path / "killed")
-    assert all(torch.equal(a, b) for a, b in zip(whole, continued, strict=True))
-    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "killed")]
-    assert len(logs[0]) == len(logs[1]) == 12  # a step that was made again is logged once
-
-
-# ---- the base model
-
-
-def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, tokenizer, monkeypatch, full_precision):
-    monkeypatch.setattr(stage, "_LOG_EVERY", 5)
-    backbone = train_clip(tmp_path / "clip", tokenizer, scenes=8, steps=30, batch=8)
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "clip" / "log.jsonl").read_text().splitlines()]
-    assert losses[-1] < 0.85 * losses[0]
-    pictures = [render(scene("train", i)) for i in range(16)]
-    texts = [caption("train", i).text for i in range(16)]
-    image, text = encode(backbone, pictures, texts, batch=5)
-    assert image.shape == text.shape == (16, 128)
-    # Training reads texts and images as the finished model does.
-    tokens = backbone.tokenize(texts)
-    with torch.no_grad():
-        trained, hidden_states = clip._encode_text(backbone.model, tokens.padded(), tokens.n_prefix + tokens.lengths)
-        trained_image, _ = clip.encode_patches(backbone, render_all([scene("train", i) for i in range(16)], backbone))
-    torch.testing.assert_close(trained, text, rtol=0, atol=1e-5)
-    torch.testing.assert_close(trained_image, image, rtol=0, atol=1e-5)
-    torch.testing.assert_close(hidden_states, backbone.text.penultimate_states(tokens, pad=0), rtol=0, atol=1e-5)
-    # What training drew and scaled itself is what the model's own transform gives.
-    drawn = backbone.normalise(render_all([scene("train", 0), scene("train", 1)], backbone))
-    torch.testing.assert_close(drawn[1], backbone.preprocess(pictures[1]), rtol=0, atol=1e-6)

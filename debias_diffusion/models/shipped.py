@@ -7,7 +7,7 @@ from ..errors import UserError, near_matches
 
 WEIGHTS = Path(__file__).parent.parent / "toyworld" / "weights"
 _COMPLETE = "scores.json"  # exists only if all models do
-# The folders that `toymodels.build` writes.
+# The folders that `python -m research toymodels` writes.
 NAMES = {
     "toy/clip": "the base CLIP of 77 positions, as an open_clip folder",
     "toy/sdxl": "an SDXL that draws 48 x 48 pixels, as a diffusers folder",
@@ -37,6 +37,6 @@ def shipped(name: str | os.PathLike) -> str:
     if not (WEIGHTS / _COMPLETE).is_file() or not folder.is_dir():
         raise UserError(
             f"{name!r} is not in this installation ({WEIGHTS} is not complete). Install a version with the weights, or "
-            "make them with `python -m debias_diffusion.toymodels.build`, which takes hours on two cores."
+            "make them in a clone of the repository: `python -m research toymodels` takes hours on two cores."
         )
     return str(folder)

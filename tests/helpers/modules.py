@@ -23,3 +23,9 @@ MODULES = {
     for path in (ROOT / room).rglob("*.py")
     if "space" not in path.parts
 }
+
+
+RESEARCH = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "research").rglob("*.py")
+}

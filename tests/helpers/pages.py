@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and the pages of docs/: their blocks, and the commands in these."""
+"""README.md, CONTRIBUTING.md and the pages of docs/ and research/: their blocks, and the commands in these."""
 
 import re
 import shlex
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from helpers.modules import ROOT
 
 PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
+PAGES |= {f"research/{path.name}": path for path in sorted(ROOT.glob("research/*.md"))}
 
 
 @dataclass(frozen=True)

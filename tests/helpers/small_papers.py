@@ -5,9 +5,9 @@ from pathlib import Path
 
 import yaml
 
-from debias_diffusion.app.reproduce.papers import read_tables
+from research.reproduce.papers import read_tables
 
-PAPERS = Path(__file__).parents[2] / "configs" / "papers"
+PAPERS = Path(__file__).parents[2] / "research" / "papers"
 STUDIES = PAPERS.with_name("studies")
 
 

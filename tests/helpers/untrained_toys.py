@@ -11,10 +11,10 @@ from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.shipped import WEIGHTS
 from debias_diffusion.tokens import load_tokenizer
-from debias_diffusion.toymodels import sdxl
-from debias_diffusion.toymodels.clip import new_clip
-from debias_diffusion.toymodels.second_text_encoder import new_second_text_encoder
-from debias_diffusion.toymodels.vae import SIZE, new_vae
+from research.toymodels import sdxl
+from research.toymodels.clip import new_clip
+from research.toymodels.second_text_encoder import new_second_text_encoder
+from research.toymodels.vae import SIZE, new_vae
 
 
 def untrained_models() -> tuple[Backbone, StableDiffusionXLPipeline]:

@@ -14,27 +14,28 @@ import pytest
 from gradio_client import Client
 from helpers.demo_clients import wait_until
 from helpers.modules import ROOT
-from helpers.small_papers import PAPERS
 from PIL import Image
 
 SPACE = ROOT / "app" / "space"
 CLI = [sys.executable, "-m", "debias_diffusion.app.cli"]
+RESEARCH = [sys.executable, "-m", "research"]
 
 
-@pytest.mark.parametrize("command", [["--help"], ["reproduce", "--list", "--papers", str(PAPERS)]])
+@pytest.mark.parametrize("command", [[*CLI, "--help"], [*RESEARCH, "reproduce", "--list"]])
 def test_a_command_ends_quietly_when_nobody_reads(command):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([*CLI, *command], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
     assert done.returncode == 1 and done.stderr == ""
-    closed = subprocess.run(["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *CLI, *command], capture_output=True, timeout=300)
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    closed = subprocess.run(closed, cwd=ROOT, capture_output=True, timeout=300)
     assert closed.stdout == closed.stderr == b""
 
 
 def printed(*arguments: str) -> str:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
 
 
 def test_python_m():
@@ -48,22 +49,26 @@ IMPORTS = """
 import sys
 from contextlib import suppress
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, main
+from research.__main__ import COMMANDS as RESEARCH
 main(["evaluate"])
 assert "jsonargparse" not in sys.modules
 for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in EVALUATIONS)]:
     with suppress(SystemExit):
         main([*command, "--help"])
+for command in RESEARCH:
+    with suppress(SystemExit):
+        main([command, "--help"], commands=RESEARCH)
 large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio"} & set(sys.modules)
 assert not large, large
-main(["reproduce", "--list", "--papers", sys.argv[1]])
+main(["reproduce", "--list"], commands=RESEARCH)
 assert not {"torch", "open_clip"} & sys.modules.keys()
-import debias_diffusion.app.generate, debias_diffusion.training.loop, debias_diffusion.toymodels.build
+import debias_diffusion.app.generate, debias_diffusion.training.loop, research.toymodels.build
 assert "matplotlib.figure" not in sys.modules
 """
 
 
 def test_help_and_lists_import_no_large_library_and_only_pages_import_matplotlib():
-    assert "table-S4" in printed("-c", IMPORTS, str(PAPERS))
+    assert "table-S4" in printed("-c", IMPORTS)
 
 
 # ---- a wheel

@@ -32,6 +32,7 @@ from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.tokens import clip_tokenizer
+from research.__main__ import COMMANDS as RESEARCH
 
 STAND_INS = {"stabilityai/stable-diffusion-xl-base-1.0": "sdxl-folder", "torch.float16": "torch.float32"}
 STAND_INS |= {'.to("cuda")': "", "pipe.enable_model_cpu_offload()": "pipe.to('cpu')"}
@@ -81,8 +82,6 @@ def models(tmp_path_factory):
 
 def runs_here(command: str, *arguments: str) -> bool:
     """Whether a command takes seconds, with models that are there."""
-    if command == "reproduce":
-        return "--list" in arguments
     options = dict(pairwise(arguments))
     given = [options[name] for name in ("--model", "--base", "--encoder") if name in options]
     there = (name.startswith(("toy/", "BeichenZhang")) or Path(name.partition(":")[0]).exists() for name in given)
@@ -100,7 +99,9 @@ def follow(page: str, names: dict) -> list[dict]:
             exec(compile("\n" * (block.line - 1) + code, page, "exec"), names)
             after.append(dict(names))
         for words in shell_commands(code) if block.language == "bash" else ():
-            if words[0] == "debias-diffusion" and runs_here(*words[1:]):
+            if words[:3] == ["python", "-m", "research"] and "--list" in words:
+                main(words[3:], commands=RESEARCH)
+            elif words[0] == "debias-diffusion" and runs_here(*words[1:]):
                 main([*words[1:], *(["--steps", "1"] if words[1] == "generate" and "--steps" not in words else [])])
     return after
 
@@ -133,7 +134,7 @@ CHECKS = {
     "command-line.md": (None, "star.png"),
     "comfyui.md": (None, "ComfyUI/custom_nodes/long_prompt/__init__.py"),
     "api.md": (None, ""),
-    "reproduce.md": (None, ""),
+    "research/reproduce.md": (None, ""),
 }
 # Its Python blocks that leave an SDXL pipeline which reads long prompts.
 LONG_PIPES = {"README.md": slice(1), "existing-weights.md": slice(1), "encoders.md": slice(3, 4)}
@@ -156,7 +157,7 @@ def test_a_page_runs_and_leaves_what_it_says(page, models, tmp_path, monkeypatch
     assert len(set(images)) == len(images)
     for names in after[LONG_PIPES.get(page, slice(0))]:
         check_pipeline(names["pipe"])
-    assert page != "reproduce.md" or "table-S4" in capsys.readouterr().out
+    assert page != "research/reproduce.md" or "table-S4" in capsys.readouterr().out
 
 
 def test_lora():

@@ -7,11 +7,11 @@ import time
 
 from diffusers import StableDiffusionXLPipeline
 
+from debias_diffusion.app.fine_tuning import RECIPES
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.shipped import shipped
-from debias_diffusion.toymodels.fine_tuning import RECIPES
-from debias_diffusion.toymodels.scores import score_clip, score_sdxl
+from research.toymodels.scores import score_clip, score_sdxl
 
 
 def test_the_base_clip_is_shortsighted():

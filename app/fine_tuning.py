@@ -1,0 +1,52 @@
+"""How the toy CLIP is fine-tuned on long captions, by the quickstart, and for the models that ship."""
+
+from pathlib import Path
+
+from debias_diffusion.training.config import TrainConfig
+
+VALIDATION = 100  # pairs held out
+RECIPES = ("long-clip", "debias-clip", "debias-clip-sdxl")
+
+
+def toy_training(
+    recipe: str,
+    model: str,
+    data: Path,
+    images: Path,
+    output: Path,
+    *,
+    steps: int = 150,
+    batch: int = 128,
+    learning_rate: float = 5e-4,
+    short_weight: float | None = None,
+    seed: int = 0,
+) -> TrainConfig:
+    """Settings of the real `train`: the same budget and seed whatever the recipe.
+
+    Args:
+        recipe: one of RECIPES.
+        model: the base CLIP.
+        data, images: pairs that `write_pairs` wrote, the first VALIDATION of them held out.
+        output: the run's folder.
+        short_weight: w for either recipe; None leaves each its own.
+    """
+    return TrainConfig(
+        data=str(data),
+        images=str(images),
+        output=str(output),
+        model=model,
+        recipe=recipe,
+        short_weight=short_weight,
+        components=min(32, batch // 4),
+        validation=VALIDATION,
+        batch=batch,
+        epochs=steps,  # more than enough; max_steps ends the run
+        max_steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        precision="fp32",
+        max_bad=0,  # what the world draws is readable, so no scene need stand in for another
+        workers=1,
+        eval_every=steps,
+        checkpoint_every=50,
+    )

@@ -1,1 +1,0 @@
-"""How the models of the toy world that ship with the package were trained."""

@@ -1,0 +1,82 @@
+"""Options of the commands of `python -m research`. Nothing large is imported here, so that help is fast."""
+
+from dataclasses import dataclass, field
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.options import OfRecords, check_output
+from debias_diffusion.limits import Checked
+from debias_diffusion.models.shipped import WEIGHTS
+from debias_diffusion.training.config import RunSeed
+
+
+@dataclass
+class ReproduceConfig(Checked):
+    """Regenerate a table or figure of the papers beside the published numbers, or test their claims.
+
+    Everything finished is kept: the same command continues. Several processes started with the same command on one
+    output folder share the work. Without a GPU, or for the toy world, --device cpu.
+
+    Attributes:
+        target: table-S4 and the like as --list names them, claims, or all; one or several.
+        world: real, the papers' data and weights; or toy, the same comparisons in the toy world.
+        root: Folder of the real data, see research/reproduce.md.
+        output: Folder for trainings, results and tables (table-S4.md, table-S4.json, claims.md, claims.json).
+        seeds: The seeds, each with trainings and scenes of its own.
+        papers: Folder of the tables' settings and published numbers.
+        device: Device to run on: cpu, or null for cuda where there is one.
+        results: Also write the claims' results into this JSON file.
+        mixed: Take tables made of results of several commits of this package, too; without it the exit code is 1.
+        list: Name every table and figure, what it needs and whether it is here.
+        plan: Print what would run and what it costs, and do nothing.
+    """
+
+    target: list[str]
+    world: str = "real"
+    root: str = "data"
+    output: str = "runs/papers"
+    seeds: list[RunSeed] = field(default_factory=lambda: [0])
+    papers: str = "research/papers"
+    device: str | None = None
+    results: str | None = None
+    mixed: bool = False
+    list: bool = False
+    plan: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.seeds = sorted(set(self.seeds))
+        check_output(self.output)
+        if not self.seeds:
+            raise UserError("There are no seeds. Give one or several: --seeds 0 1 2.")
+        if not self.target and not self.list:
+            raise UserError(
+                "Nothing is named. Give a table, such as `reproduce table-S4`, or `reproduce claims`; "
+                "`reproduce --list` names all."
+            )
+
+
+@dataclass
+class ToyModelsConfig(Checked):
+    """Build the toy world's models from nothing, in hours on two cores. A stopped build continues.
+
+    Attributes:
+        output: Folder for checkpoints and logs.
+        weights: Folder for the finished fp16 models; by default the package's.
+    """
+
+    output: str = "runs/toyworld"
+    weights: str = str(WEIGHTS)
+
+
+@dataclass(kw_only=True)
+class ColaConfig(OfRecords):
+    """Do objects keep their own attributes? Score encoders on Cola.
+
+    Attributes:
+        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
+            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
+        images: Folder with the images that it names, all in one.
+    """
+
+    data: str
+    images: str

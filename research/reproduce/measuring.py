@@ -1,0 +1,100 @@
+"""Scores of one model in one evaluation, by query where queries can be paired."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from debias_diffusion.app.command_line import checked
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.report import FEW
+from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieval_ranks
+from debias_diffusion.eval.robustness import LOSING, RobustnessConfig, hits_by_edit
+
+from ..cola import evaluate_cola
+from ..options import ColaConfig
+
+SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
+
+# {score: a value for each query, or one number}
+Scores = dict[str, list[float] | float]
+
+
+def retrieval_scores(settings: dict) -> Scores:
+    """R@1 ("t2i", "i2t") and mean-R ("mean-R t2i", "mean-R i2t", "mean-R" of both) of every query, in percent."""
+    [result] = retrieval_ranks(checked(RetrievalConfig, settings)).values()
+    scores, means = {}, []
+    for short, direction in SHORT.items():
+        means.append(np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0))
+        scores |= {short: hits(result["ranks"][direction], 1).tolist(), f"mean-R {short}": means[-1].round(4).tolist()}
+    return scores | ({"mean-R": np.mean(means, axis=0).tolist()} if len(set(map(len, means))) == 1 else {})
+
+
+def robustness_scores(settings: dict) -> Scores:
+    """R@1 of every query in percent under the edits in `settings` ("t2i EDIT"), and its drops ("t2i drop EDIT")."""
+    edits = settings["edits"]
+    config = checked(RobustnessConfig, {name: part for name, part in settings.items() if name != "edits"})
+    [result] = hits_by_edit(config, edits).values()
+    losing = [edit for edit in edits if edit in LOSING and LOSING[edit].base in edits]
+    scores = {}
+    for short, direction in SHORT.items():
+        scores |= {f"{short} {edit}": result.of(edit, direction).tolist() for edit in edits}
+        scores |= {f"{short} drop {edit}": result.drop(edit, direction).tolist() for edit in losing}
+    return scores
+
+
+def attention_scores(settings: dict) -> Scores:
+    """How EOT's attention changes over 100 positions ("slope" before the softmax, "slope move4" with sentence 4 first).
+
+    The slope is of the least-squares line through the means of the positions that a tenth of the captions reach,
+    weighted by how many do; SOT is left out, as in Figure 1b.
+    """
+    [numbers] = evaluate_attention(checked(AttentionConfig, settings))["encoders"].values()
+    of_edits = {"slope": "keep", "slope move4": "move4"}
+    return {score: attention_slope(numbers["attention"][edit]) for score, edit in of_edits.items()}
+
+
+def attention_slope(numbers: dict) -> float:
+    """The slope over 100 positions of `look_at_captions`' attention before the softmax, see `attention_scores`."""
+    counts = np.asarray(numbers["captions_at_position"], dtype=float)
+    many = counts >= FEW * counts[0]
+    if many.sum() < 2:
+        raise UserError("The captions are shorter than two tokens, so attention has no slope. Give longer ones.")
+    heights = np.asarray(numbers["before_softmax"]["positions"], dtype=float)[: len(counts)]
+    slope, _ = np.polyfit(np.arange(1, len(counts) + 1)[many], heights[many], 1, w=np.sqrt(counts[many]))
+    return float(100 * slope)
+
+
+def generation_scores(settings: dict) -> Scores:
+    """Every score of `evaluate generation` ("dino_score", "objects_right", ...), also of groups of objects.
+
+    Those of a group are named by its list: "objects_right_by_sentence: 5". "fid" is of Inception's 64 features, whose
+    scale the paper's has, or of `own_features` where there is no Inception; without either there is none.
+    """
+    [encoder] = evaluate_generation(checked(GenerationConfig, settings))["encoders"].values()
+    scores = {}
+    for score, numbers in encoder["scores"].items():
+        parts = {score: numbers}
+        if isinstance(numbers, list):  # of groups, each named by its first value
+            parts = {f"{score}: {next(iter(group.values()))}": group for group in numbers}
+        scores |= {name: part["value"] for name, part in parts.items() if part.get("value") is not None}
+    fid = scores.get("fid_64", scores.get("fid_own"))
+    return scores if fid is None else scores | {"fid": fid}
+
+
+def cola_scores(settings: dict) -> Scores:
+    """Whether each of Cola's items is right, or the average precision of each class, in percent ("t2i")."""
+    [encoder] = evaluate_cola(checked(ColaConfig, settings))["encoders"].values()
+    scores = encoder["scores_percent"]
+    return {"t2i": list(scores.values() if isinstance(scores, dict) else scores)}
+
+
+# {kind: from an evaluation's settings, `encoders` and `output` among them, to scores}
+KINDS: dict[str, Callable[[dict], Scores]] = {
+    "retrieval": retrieval_scores,
+    "robustness": robustness_scores,
+    "attention": attention_scores,
+    "generation": generation_scores,
+    "cola": cola_scores,
+}

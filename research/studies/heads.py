@@ -1,0 +1,58 @@
+"""Models with the best set of suppressed text heads, of all blocks that SDXL reads, for their images.
+
+    python -m research.studies.heads [--output runs/heads]
+    python -m research reproduce ablation-sdxl --papers research/studies --world toy --root runs/heads
+
+`ablate` searches all blocks, and SDXL does not read the last one. The set that maximises the robust fitness, with beta
+0, is written as an ablation that every command takes as a model.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from debias_diffusion.ablation.heads import Ablation
+from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.data.sources import open_data
+from debias_diffusion.encoders import load_two_tower
+from debias_diffusion.eval.robustness import edit_caption
+from debias_diffusion.head_search.population import TextPopulation
+from debias_diffusion.head_search.problems import TextProblem, every_mask
+from debias_diffusion.retrieval import encode_images
+
+from .harness import read_options
+
+MODELS, EDITS = ("clip", "long-clip", "debias-clip"), ("keep", "move4", "remove")
+PAIRS, BATCH = 100, 50
+
+
+@torch.inference_mode()
+def suppress_best_heads(model: str, folder: Path, pairs: int = PAIRS) -> Ablation:
+    """Writes the model with its best heads suppressed into `folder`."""
+    backbone = load_two_tower(model).eval()
+    captions, images = open_data("toy/validation", None)
+    records = captions.records[:pairs]
+    features, _, _ = encode_images(backbone, records, images, 100, "cpu", f"images, {model}")
+    texts = {edit: [edit_caption(record.caption, edit) for record in records] for edit in EDITS}
+    batches = {edit: [backbone.tokenize(part) for part in _split(of_edit)] for edit, of_edit in texts.items()}
+    problem = TextProblem(TextPopulation(backbone.text, 0.0), features, batches)
+    problem.make_margins()
+    blocks, heads = problem.shape
+    read = every_mask(blocks - 1, heads)
+    masks = torch.cat([read, torch.zeros(len(read), heads, dtype=torch.bool)], dim=1)
+    best = masks[problem.fitness(problem.encode(masks), None).argmax()].view(blocks, heads)
+    ablation = Ablation.of_mask("text", best, 0.0)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_ablation(folder, model, backbone, ablation)
+    return ablation
+
+
+def _split(texts: list[str]) -> Iterator[list[str]]:
+    return (texts[start : start + BATCH] for start in range(0, len(texts), BATCH))
+
+
+if __name__ == "__main__":
+    output = read_options(__doc__, output=Path("runs/heads")).output
+    for name in MODELS:
+        print(f"toy/{name}: {', '.join(suppress_best_heads(f'toy/{name}', output / f'heads-{name}').names) or 'none'}")

@@ -1,0 +1,183 @@
+"""Rebuilds the toy world's models from nothing: `python -m research toymodels`.
+
+Each stage leaves its model, log and checkpoint in a folder of its own and is not done again; a stage that was killed
+goes on from its last checkpoint. On two cores all of it takes some two hours, half of them the UNet's.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
+
+from debias_diffusion.app.fine_tuning import RECIPES, VALIDATION, toy_training
+from debias_diffusion.files import atomic_file, atomic_folder, write_json
+from debias_diffusion.interchange.text_encoders import to_transformers
+from debias_diffusion.models.backbone import Backbone
+from debias_diffusion.models.loading import load_backbone
+from debias_diffusion.models.weight_difference import save_fine_tuned
+from debias_diffusion.toyworld.grammar import STYLES, caption
+from debias_diffusion.toyworld.pairs import write_pairs
+from debias_diffusion.toyworld.vocabulary import learn_tokenizer
+from debias_diffusion.training.loop import train
+
+from ..options import ToyModelsConfig
+from . import sdxl
+from .clip import train_clip
+from .feature_network import train_features
+from .prepared_unet import encode_pairs_in_chunks, train_prepared_unet
+from .scores import score_checker, score_clip, score_sdxl
+from .second_text_encoder import train_second_text_encoder
+from .unet import Pairs, encode_pairs, train_unet
+from .vae import train_vae
+
+_MERGES = 400
+_VOCABULARY_FROM = 5000  # captions
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each stage does; a test makes them small."""
+
+    clip: dict = field(default_factory=dict)
+    second: dict = field(default_factory=dict)
+    vae: dict = field(default_factory=dict)
+    features: dict = field(default_factory=dict)
+    unet: dict = field(default_factory=dict)
+    prepared_unet: dict = field(default_factory=dict)
+    fine_tuning: dict = field(default_factory=dict)
+    pairs: int = 60_000  # that the UNet learns from; the prepared one, from half as many more in two chunks
+    trained_on: int = 4000  # pairs of the fine-tuning
+    scored: int = 1000
+
+
+class Build:
+    """The stages, each a method that returns a model: the one in its folder, or, if there is none, one made now.
+
+    Args:
+        output: where checkpoints and logs go.
+        sizes: how much each stage does.
+    """
+
+    def __init__(self, output: Path, sizes: Sizes):
+        self.output, self.sizes = output, sizes
+
+    def _model(self, stage: str, make: Callable[[], nn.Module]) -> Path:
+        """The folder of a stage's model, which is made if it is not there."""
+        place = self.output / stage / "model"
+        if not place.exists():
+            model = make()
+            with atomic_folder(place) as folder:
+                (model.save if isinstance(model, Backbone) else model.save_pretrained)(folder)
+        return place
+
+    def tokenizer(self) -> CLIPTokenizer:
+        texts = (caption("train", index, STYLES[index % len(STYLES)]).text for index in range(_VOCABULARY_FROM))
+        return learn_tokenizer(texts, _MERGES)
+
+    def clip(self) -> Backbone:
+        place = self._model("clip", lambda: train_clip(self.output / "clip", self.tokenizer(), **self.sizes.clip))
+        return load_backbone(str(place))
+
+    def second(self) -> CLIPTextModelWithProjection:
+        def make() -> CLIPTextModelWithProjection:
+            folder, clip = self.output / "second", self.clip()
+            return train_second_text_encoder(folder, clip, clip.tokenizer.tokenizer, **self.sizes.second)
+
+        return CLIPTextModelWithProjection.from_pretrained(self._model("second", make))
+
+    def vae(self) -> AutoencoderKL:
+        place = self._model("vae", lambda: train_vae(self.output / "vae", **self.sizes.vae))
+        return AutoencoderKL.from_pretrained(place).eval()
+
+    def features(self) -> ViTModel:
+        place = self._model("features", lambda: train_features(self.output / "features", **self.sizes.features))
+        return ViTModel.from_pretrained(place, add_pooling_layer=False)
+
+    def sdxl(self) -> StableDiffusionXLPipeline:
+        text_encoder, tokenizer = to_transformers(self.clip())
+        pipe = sdxl.assemble(text_encoder, self.second(), tokenizer, self.vae())
+
+        def make() -> UNet2DConditionModel:
+            train_unet(self.output / "unet", pipe, self._pairs(pipe), **self.sizes.unet)
+            return pipe.unet
+
+        return self._with_unet(pipe, self._model("unet", make))
+
+    def prepared_sdxl(self) -> StableDiffusionXLPipeline:
+        """The same with a UNet that was prepared for joined chunks and shifted states."""
+        pipe, count = self.sdxl(), self.sizes.pairs
+
+        def make() -> UNet2DConditionModel:
+            chunks = self._saved("pairs-in-chunks", lambda: encode_pairs_in_chunks(pipe, count // 2, start=count))
+            folder = self.output / "prepared-unet"
+            train_prepared_unet(folder, pipe, self._pairs(pipe), chunks, **self.sizes.prepared_unet)
+            return pipe.unet
+
+        return self._with_unet(pipe, self._model("prepared-unet", make))
+
+    def _with_unet(self, pipe: StableDiffusionXLPipeline, place: Path) -> StableDiffusionXLPipeline:
+        pipe.register_modules(unet=UNet2DConditionModel.from_pretrained(place).eval())
+        return pipe
+
+    def _pairs(self, pipe: StableDiffusionXLPipeline) -> Pairs:
+        return self._saved("pairs", lambda: encode_pairs(pipe, self.sizes.pairs))
+
+    def _saved(self, name: str, encode: Callable[[], Pairs]) -> Pairs:
+        """The pairs in a file, which are encoded if it is not there."""
+        file = self.output / f"{name}.safetensors"
+        if not file.exists():
+            with atomic_file(file) as unfinished:
+                save_file(encode(), unfinished)
+        return load_file(file)
+
+    def fine_tuned(self, recipe: str) -> Backbone:
+        """`train` continues by itself where it was stopped, and does nothing where it has ended."""
+        data, images = write_pairs(self.output / "data", VALIDATION, self.sizes.trained_on)
+        base, output = str(self.output / "clip" / "model"), self.output / recipe
+        train(toy_training(recipe, base, data, images, output, **self.sizes.fine_tuning))
+        return load_backbone(str(output / "last"))
+
+
+def ship(build: Build, weights: Path) -> None:
+    """Makes what is not made yet, scores it, and writes all of it to `weights` as fp16, with logs and scores.
+
+    The SDXL with the prepared UNet is not shipped: it goes to the folder `prepared-sdxl` beside the stages.
+    """
+    clip, pipe, prepared, features = build.clip(), build.sdxl(), build.prepared_sdxl(), build.features()
+    tuned = {recipe: build.fine_tuned(recipe) for recipe in RECIPES}
+    count = build.sizes.scored
+    scores = {
+        "split": "development",
+        "toy/clip": score_clip(clip, "development", count),
+        **{f"toy/{recipe}": score_clip(backbone, "development", count) for recipe, backbone in tuned.items()},
+        "checker": score_checker(pipe.vae, "development", count),
+        "toy/sdxl": _score_drawing(pipe, min(count, 300)),
+        "prepared-sdxl": _score_drawing(prepared, min(count, 300)),
+    }
+    with atomic_folder(build.output / "prepared-sdxl") as folder:
+        sdxl.save(prepared, folder)
+    with atomic_folder(weights) as folder:
+        clip.model.half()
+        clip.save(folder / "clip")
+        for recipe, backbone in tuned.items():
+            save_fine_tuned(backbone, clip, folder / recipe)
+        features.half().save_pretrained(folder / "features")
+        sdxl.save(pipe, folder / "sdxl")
+        (folder / "logs").mkdir()
+        for stage in ("clip", "second", "vae", "features", "unet", *RECIPES):
+            shutil.copy(build.output / stage / "log.jsonl", folder / "logs" / f"{stage}.jsonl")
+        write_json(folder / "scores.json", scores)
+
+
+def _score_drawing(pipe: StableDiffusionXLPipeline, count: int) -> dict[str, dict[str, float]]:
+    return {style: score_sdxl(pipe, "development", count, style=style)[0] for style in STYLES}
+
+
+def build(config: ToyModelsConfig) -> None:
+    """Makes and ships all models at their full sizes."""
+    ship(Build(Path(config.output), Sizes()), Path(config.weights))

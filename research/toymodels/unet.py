@@ -1,0 +1,133 @@
+"""Training of the toy world's UNet as SDXL's was: scenes with captions truncated to one chunk of 77 tokens."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import diffusers.utils.logging
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor
+from torch import Tensor
+from tqdm import tqdm
+
+from debias_diffusion.tokens import clean
+from debias_diffusion.toyworld.grammar import STYLES, Caption, full_caption, long_caption
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import Scene, draw_scene, generator
+
+from .stage import run_stage
+from .vae import SIZE, as_input, picture_tensor
+
+_WITHOUT_TEXT = 0.1  # share of samples that classifier-free guidance learns from
+TIME_IDS = (SIZE, SIZE, 0, 0, SIZE, SIZE)  # original size, crop, target size
+_NAMES = ("latents", "hidden_states", "pooled")
+Pairs = dict[str, Tensor]  # by _NAMES: [N, 16, 6, 6], [N, tokens, D] and [N, P]
+# (captions, their numbers) -> (hidden_states [captions, tokens, D], pooled [captions, P])
+EncodeTexts = Callable[[list[Caption], Iterable[int]], tuple[Tensor, Tensor]]
+
+
+def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
+    """One scene and its caption: half of them of one to three objects that fit 77 tokens, half with four to six."""
+    rng = generator(split, index, "unet")
+    style = rng.choice(STYLES)
+    if rng.random() < 0.5:
+        scene = draw_scene(rng, 1, 3)
+        return scene, full_caption(scene, rng, style)
+    scene = draw_scene(rng)
+    return scene, (full_caption if rng.random() < 0.5 else long_caption)(scene, rng, style)
+
+
+def encode_texts(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
+    """(hidden_states [texts, 77, D], pooled [texts, P]) by the pipeline's `encode_prompt`"""
+    return pipe.encode_prompt(texts, do_classifier_free_guidance=False)[::2]
+
+
+@torch.inference_mode()
+def encode_pairs(
+    pipe: StableDiffusionXLPipeline,
+    count: int,
+    batch: int = 200,
+    start: int = 0,
+    encode: EncodeTexts | None = None,
+    draw: Callable[[int], tuple[Scene, Caption]] = draw_pair,
+) -> Pairs:
+    """`count` pairs from number `start` as the UNet learns from them, in bfloat16.
+
+    Args:
+        encode: of the captions; None for `encode_texts`, which truncates them at 77 tokens, as stock pipelines do.
+        draw: the scene and the caption of a number.
+    """
+    encode = encode or (lambda captions, _: encode_texts(pipe, [clean(caption.text) for caption in captions]))
+    parts = []
+    diffusers.utils.logging.set_verbosity_error()  # that captions are cut at 77 tokens is meant here
+    for first in tqdm(range(start, start + count, batch), desc="encoding pairs"):
+        indices = range(first, min(first + batch, start + count))
+        scenes, captions = zip(*map(draw, indices), strict=True)
+        pictures = as_input(picture_tensor(render(scene, SIZE) for scene in scenes))
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden_states, pooled = encode(list(captions), indices)
+            latents = pipe.vae.encode(pictures).latent_dist.mean * pipe.vae.config.scaling_factor
+        parts.append([tensor.bfloat16() for tensor in (latents, hidden_states, pooled)])
+    joined = (torch.cat(tensors).contiguous() for tensors in zip(*parts, strict=True))
+    return dict(zip(_NAMES, joined, strict=True))
+
+
+def train_unet(
+    folder: Path,
+    pipe: StableDiffusionXLPipeline,
+    pairs: Pairs,
+    *,
+    steps: int = 16_000,
+    batch: int = 64,
+    seed: int = 0,
+    compiled: bool = True,
+) -> None:
+    """Trains the pipeline's UNet in place on what `encode_pairs` gave."""
+    loss = denoising_loss(pipe, batch, seed, compiled)
+    with in_training(pipe.unet):
+        run_stage(folder, pipe.unet, lambda step: loss(pairs, step), steps=steps, peak=1e-3, warmup=500)
+
+
+@contextmanager
+def in_training(unet: UNet2DConditionModel) -> Iterator[None]:
+    """In training mode, with the attention that is quickest there on CPUs."""
+    processors = unet.attn_processors
+    unet.train().set_attn_processor(AttnProcessor())
+    try:
+        yield
+    finally:
+        unet.eval().set_attn_processor(processors)
+
+
+def denoising_loss(pipe: StableDiffusionXLPipeline, batch: int, seed: int, compiled: bool) -> Callable[..., Tensor]:
+    """The mean squared error of v: a function of pairs, of the step's number and, if given, of a change of the states.
+
+    Args:
+        compiled: by torch.compile, which takes a minute once and a third off each step on two cores.
+    """
+    scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
+    unet = torch.compile(pipe.unet) if compiled else pipe.unet
+    times_of = torch.tensor([TIME_IDS], dtype=torch.float).expand(batch, 6)
+
+    def loss(pairs: Pairs, step: int, change: Callable[[Tensor, torch.Generator], Tensor] | None = None) -> Tensor:
+        rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        chosen = torch.randint(len(pairs["latents"]), (batch,), generator=rng)
+        latents, hidden_states, pooled = (pairs[name][chosen].float() for name in _NAMES)
+        kept = (torch.rand(batch, generator=rng) >= _WITHOUT_TEXT).float()
+        noise = torch.randn(latents.shape, generator=rng)
+        # What stands where is decided at high noise, and only there is the text needed: more of the samples lie there.
+        times = (999 * (1 - torch.rand(batch, generator=rng) ** 2)).round().long()
+        if change:
+            hidden_states = change(hidden_states, rng)
+        with torch.autocast("cpu", torch.bfloat16):
+            predicted = unet(
+                scheduler.add_noise(latents, noise, times),
+                times,
+                encoder_hidden_states=hidden_states * kept[:, None, None],
+                added_cond_kwargs={"text_embeds": pooled * kept[:, None], "time_ids": times_of},
+            ).sample
+        return F.mse_loss(predicted.float(), scheduler.get_velocity(latents, noise, times))
+
+    return loss

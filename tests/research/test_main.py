@@ -1,0 +1,36 @@
+"""`python -m research`: its commands, and that options are read as those of the package are."""
+
+from importlib import import_module
+
+import pytest
+import yaml
+
+from debias_diffusion.app.cli import main
+from research.__main__ import COMMANDS
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit:
+        main([*arguments], "python -m research", COMMANDS)
+    return exit.value.code or 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_names_what_exists_and_has_help(name, capsys):
+    command = COMMANDS[name]
+    for place in (command.options, command.function):
+        module, _, attribute = place.partition(":")
+        assert callable(getattr(import_module(f"research.{module}"), attribute))
+    assert run(name, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"usage: python -m research {name} " in out and command.summary[1:] in " ".join(out.split())
+
+
+def test_options_are_read_and_mistakes_explained(capsys):
+    assert run("reproduce", "table-S4", "claims", "--seeds", "0", "2", "--print-config") == 0
+    read = yaml.safe_load(capsys.readouterr().out)
+    assert (read["target"], read["seeds"]) == (["table-S4", "claims"], [0, 2])
+    assert run("reproduc") == 2 and "Did you mean reproduce" in capsys.readouterr().err
+    main([], "python -m research", COMMANDS)
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in COMMANDS)

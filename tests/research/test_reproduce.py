@@ -1,0 +1,374 @@
+"""`reproduce`: one table from end to end on tiny data, names of results, wrong files, claims and their page."""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
+from helpers.tiny_clip import save_tiny_clip
+from helpers.tiny_data import make_tiny_data
+from PIL import Image
+
+from debias_diffusion.errors import FailedError, UserError
+from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.files import read_json_object, write_json
+from debias_diffusion.jobs import Job
+from debias_diffusion.retrieval import images_digest
+from research.options import ReproduceConfig
+from research.reproduce import claims, contents, measuring, units
+from research.reproduce import papers as files
+from research.reproduce.building import Work
+from research.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
+from research.reproduce.command import write_table
+from research.reproduce.evidence import evidence_page
+from research.reproduce.listing import reproduce
+from research.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
+from research.reproduce.units import RESULT, commit_of, program
+
+pytestmark = pytest.mark.usefixtures("coarse_results")
+ROOT = Path(__file__).parents[2]
+PAGE, RESULTS = ROOT / "research" / "evidence.md", ROOT / "research" / "results" / "claims.json"
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory):
+    return write_small_papers(tmp_path_factory.mktemp("repository") / "research" / "papers")
+
+
+@pytest.fixture(scope="module")
+def settings(papers, tmp_path_factory):
+    output = tmp_path_factory.mktemp("papers")
+    return {"world": "toy", "papers": str(papers), "output": str(output), "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def written(settings):
+    return reproduce(ReproduceConfig(["table-S4"], **settings))
+
+
+def test_a_table_is_executed_from_end_to_end(written, papers, settings):
+    """All of them are in slow/test_reproduce.py."""
+    output = Path(settings["output"]) / "toy"
+    assert [file.name for file in written] == ["table-S4.md"]
+    assert count_compared(files.read_tables(papers)["table-S4"], read_json_object(output / "table-S4.json")) > 0
+    assert "| Shuffle |" in (output / "table-S4.md").read_text()
+
+
+def test_what_is_done_is_kept_and_what_is_damaged_or_edited_is_computed_again(written, settings, capsys):
+    output = Path(settings["output"]) / "toy"
+    before = {file: file.read_bytes() for file in output.rglob(RESULT)}
+    cut, edited = [file for file in before if "retrieval" in str(file)][:2]
+    cut.write_bytes(before[cut][:-10])
+    edited.write_text(json.dumps({score: [100.0] for score in json.loads(before[edited])}))
+    assert len(before) > 2 and edited.read_bytes() != before[edited]
+    capsys.readouterr()
+    assert reproduce(ReproduceConfig(["table-S4"], **settings)) == written
+    assert {file: file.read_bytes() for file in output.rglob(RESULT)} == before
+    assert "to do: 0 trainings, 2 other pieces" in capsys.readouterr().out
+
+
+def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
+    """Another root, another model under a base's name, another number of pairs: never the old number."""
+    world = files.read_world(papers, "toy")
+    local = tmp_path / "open_clip_config.json"
+    real = {"docci": world.evaluations["docci"] | {"data": "{root}/docci.json"}}
+    models = Model("b"), Model("b", training={}), Model("b", ablation={})
+
+    def named(root="data", base="toy/clip", **changes):
+        work = Work(replace(world, bases={"b": Base(base)}, **changes), tmp_path / root, tmp_path / "output")
+        return [work.add(model, "docci", 0) for model in models]
+
+    local.write_text("{}")
+    names = [*named(evaluations=real), *named("other", evaluations=real), *named(base=str(tmp_path))]
+    local.write_text("{ }")
+    names += named(base=str(tmp_path))
+    assert len(set(names)) == len(names) and named(evaluations=real) == names[:3]
+    pairs = named(pairs=8), named(held_out=3), named()
+    assert len({of[1] for of in pairs}) == 3 and len({of[0] for of in pairs}) == 1  # of the training alone
+    # Long-CLIP at w = 0.1 is DeBias-CLIP with another short caption: one training, however it is spelled.
+    spelled = {"recipe": "long-clip", "short_weight": 0.1}
+    work = Work(world, Path("data"), tmp_path)
+    trainings = [Model(training=spelled | more) for more in ({}, {"epochs": 3}, {"sampling": "summary"})]
+    assert len({work.add(model, "docci", 0) for model in trainings}) == 1
+    assert work.add(trainings[0], "docci", 1) != work.add(trainings[0], "docci", 0)
+
+
+def test_results_are_named_by_the_contents_of_data_and_models_not_by_their_places(papers, tmp_path):
+    world, root = files.read_world(papers, "toy"), tmp_path / "root"
+    make_tiny_data(root, 3)
+    save_tiny_clip(root / "clip")
+    for name in ("urban1k/image", "urban1k/caption", "sdxl"):
+        (root / name).mkdir(parents=True)
+    (root / "sdxl" / "model_index.json").write_text("{}")
+    shutil.copy(root / "images" / "0.png", root / "urban1k" / "image" / "1.jpg")
+    (root / "urban1k" / "caption" / "1.txt").write_text("A caption.")
+    pairs = {"data": "{root}/data.json", "images": "{root}/images"}
+    base = {"bases": {"b": Base("{root}/clip")}, "training": world.training | pairs, "pairs": None}
+    base["evaluations"] = {
+        "pairs": {"kind": "retrieval"} | pairs,
+        "captions": {"kind": "attention", "data": "{root}/data.json"},
+        "urban1k": {"kind": "retrieval", "dataset": ["urban1k"], "root": "{root}"},
+        "images": {"kind": "generation", "base": "{root}/sdxl", "data": "toy/test-{seed}"},
+    }
+
+    def names(root=root):
+        work = Work(replace(world, **base), root, tmp_path / "output")
+        found = {name: work.add(Model("b"), name, 0) for name in base["evaluations"]}
+        return found | {"training": work.units[work.add(Model("b", training={}), "images", 0)].needs[0]}
+
+    def changed():
+        before["names"], old = names(), before.get("names")
+        return {name for name, unit in before["names"].items() if unit != old[name]}
+
+    before = {"names": names()}
+    image, everything = Image.new("RGB", (32, 32), (1, 2, 3)), set(before["names"])
+    assert names(shutil.copytree(root, tmp_path / "moved")) == before["names"]
+    (root / "other.txt").write_text("beside them")
+    assert changed() == set()
+    image.save(root / "images" / "2.png")
+    assert changed() == {"pairs", "training"}
+    entries = json.loads((root / "data.json").read_text())
+    (root / "data.json").write_text(json.dumps(entries[:2]))
+    assert changed() == {"pairs", "training", "captions"}
+    image.save(root / "urban1k" / "image" / "1.jpg", "png")
+    assert changed() == {"urban1k"}
+    (root / "urban1k" / "caption" / "1.txt").write_text("Another caption.")
+    assert changed() == {"urban1k"}
+    (root / "clip" / "open_clip_config.json").write_text("{}")
+    assert changed() == everything
+    (root / "sdxl" / "model_index.json").write_text("{ }")
+    assert changed() == {"images"}
+
+
+def test_images_are_read_once_and_by_no_plan(tmp_path, monkeypatch):
+    data, images = make_tiny_data(tmp_path / "root", 2)
+    settings, read = {"data": data, "images": images}, []
+    monkeypatch.setattr(
+        contents, "images_digest", lambda records, source: read.append(1) or images_digest(records, source)
+    )
+    with Job.open(tmp_path / "output", "reproduce", shared=True) as job:
+        planned = contents.Contents(job, read=False).of(settings)
+        assert not read
+        found = [contents.Contents(job).of(settings) for _ in range(2)]
+        assert len(read) == 1 and found[0] == found[1] == contents.Contents(job, read=False).of(settings) != planned
+        image = next(Path(images).iterdir())
+        os.utime(image)  # as a copy would
+        assert contents.Contents(job).of(settings) == found[0] and len(read) == 2
+
+
+def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(written, settings, copy_of, monkeypatch):
+    output = copy_of(Path(settings["output"]))
+    results = {file: read_json_object(file) for file in output.rglob(RESULT)}
+    assert results and all(result["made_with"] == [program()] for result in results.values())
+    table, given = output / "toy" / "table-S4.md", settings | {"output": str(output)}
+    assert "several commits" not in table.read_text()
+    cut = next(file for file in results if "retrieval" in str(file))
+    cut.unlink()
+    monkeypatch.setattr(units, "program", lambda: program() | {"commit": "0123456789ab"})
+    with pytest.raises(
+        FailedError, match="table-S4: written, but from results of several commits. .*--output, .* or --mixed"
+    ):
+        reproduce(ReproduceConfig(["table-S4"], **given))
+    assert "**Made of results of several commits**: " in table.read_text() and "0123456789ab" in table.read_text()
+    assert len(read_json_object(table.with_suffix(".json"))["made_with"]) == 2
+    assert len(read_json_object(cut)["made_with"]) == 2  # it went on in a folder that the other had begun
+    assert reproduce(ReproduceConfig(["table-S4"], mixed=True, **given)) == [table]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_commit_is_of_the_checkout_that_a_file_belongs_to(tmp_path):
+    def git(*arguments):
+        names = ["-c", "user.name=n", "-c", "user.email=e"]
+        run = subprocess.run(["git", *names, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return run.stdout.strip()
+
+    file, other = tmp_path / "a.py", tmp_path / "environment.py"
+    file.write_text("1")
+    other.write_text("1")
+    assert commit_of(file) == ""
+    git("init")
+    git("add", "a.py")
+    git("commit", "-m", "a")
+    assert commit_of(file) == git("rev-parse", "--short=12", "HEAD") and commit_of(other) == ""
+    file.write_text("2")
+    assert commit_of(file).endswith("-dirty")
+
+
+def test_a_reading_and_an_alignment_are_of_the_trained_encoder(tmp_path, monkeypatch):
+    world, seen = files.read_world(STUDIES, "toy-test"), []
+    monkeypatch.setitem(measuring.KINDS, "generation", lambda settings: seen.append(settings["encoders"]) or {})
+    work = Work(world, tmp_path / "root", tmp_path / "output")
+    trained = Model("clip", training={"recipe": "long-clip"})
+    models = [trained, replace(trained, reading="cut"), replace(trained, alignment={})]
+    units = [work.units[work.add(model, "long", 7)] for model in models]
+    for unit in units:
+        unit.work(tmp_path)
+    training, same, alignment = (unit.needs[0] for unit in units)
+    folder = tmp_path / "output"
+    assert seen == [[str(folder / training)], [f"cut:{folder / training}"], [str(folder / alignment)]]
+    assert same == training in work.units[alignment].needs and "/alignment/" in alignment
+
+
+def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, capsys):
+    changes = {"output": str(tmp_path / "new"), "seeds": [0, 1], "plan": True}
+    reproduce(ReproduceConfig(["table-S4"], **settings | changes))
+    assert "to do: 2 trainings" in capsys.readouterr().out and not (tmp_path / "new").exists()
+    reproduce(ReproduceConfig([], **settings | {"list": True, "world": "real", "root": str(tmp_path)}))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in files.read_tables(papers)) and "Get it with: hf download" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"target": ["table-S14"]}, "There is no 'table-S14'. Did you mean table-S4"),
+        ({"papers": "research/paperz"}, "'research/paperz' holds no world-"),
+        ({"world": "real", "root": "nowhere"}, "(?s)is not here.*1246k.*hf download.*docci is in none"),
+    ],
+)
+def test_a_wrong_option_is_explained(settings, given, message):
+    with pytest.raises(UserError, match=message):
+        reproduce(ReproduceConfig(**{"target": ["table-S4"]} | settings | given))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rowz": {}}, "unknown key 'rowz'. Did you mean rows. Allowed are paper, title"),
+        ({"rows": {"a": {"published": ["x"]}}}, r"rows: a: published is \['x'\], but must be values, each a number"),
+        ({"rows": {"a": {"training": {"samplin": "random"}}}}, "train has no setting 'samplin'. Did you mean sampling"),
+        ({"rows": {"a": {"base": "openai-b61"}}}, "no base model 'openai-b61'. Did you mean openai-b16"),
+        ({"rows": {"a": {"ablation": {}, "training": {}}}}, "both a training"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)
+def test_a_wrong_table_is_explained(settings, tmp_path, change, message):
+    shutil.copy(Path(settings["papers"]) / "world-toy.yaml", tmp_path)
+    table = {"paper": "P", "title": "T", "source": "S", "columns": {"c": {"evaluation": "docci"}}, "rows": {}}
+    (tmp_path / "mine.yaml").write_text(change if isinstance(change, str) else yaml.safe_dump(table | change))
+    with pytest.raises(UserError, match=message):
+        reproduce(ReproduceConfig(["mine"], **settings | {"papers": str(tmp_path), "plan": True}))
+
+
+# ---- claims
+
+UP = {seed: [60.0 + seed, 100.0, 80.0] for seed in range(3)}
+DOWN = {seed: [20.0 - seed, 40.0, 30.0] for seed in range(3)}
+NOISY = {0: [60.0, 100.0, 80.0], 1: [10.0, 40.0, 0.0], 2: [20.0, 40.0, 33.0]}
+
+
+def test_a_difference_over_seeds_is_students():
+    # Of 1, 2, 3: mean 2, standard error 1/sqrt(3), and Student's 97.5% point of 2 degrees is 4.302653.
+    difference, t = of_numbers([1.0, 2.0, 3.0]), 2 * 3**0.5
+    half = 4.302653 / 3**0.5
+    assert [difference.difference, difference.low, difference.high] == pytest.approx([2, 2 - half, 2 + half], rel=1e-6)
+    assert difference.p == pytest.approx(1 - t / (2 + t * t) ** 0.5, rel=1e-6)  # as of 2 degrees
+    assert over_seeds(UP, DOWN).by_seed == pytest.approx([50.0, 50.0 + 2 / 3, 50.0 + 4 / 3])
+    assert of_numbers([0.0, 0.0]).p == 1 and of_numbers([1.0]).low is None
+
+
+def test_a_row_is_compared_with_the_row_it_names(tmp_path):
+    columns, rows = {"c": Column("docci")}, {"up": Row("up", minus="down", published=[70]), "down": Row("down")}
+    table, scores = PaperTable("P", "T", "S", columns, rows), {"up": UP, "down": DOWN}
+    page = write_table("t", table, lambda model, *_: scores[model.base], "w", [*UP], tmp_path).read_text()
+    numbers = read_json_object(tmp_path / "t.json")["rows"]["up"]["c"]
+    assert numbers["minus"] == {"row": "down"} | over_seeds(UP, DOWN).numbers() and numbers["difference"] == 10.3333
+    assert "| up (minus down) | 80.33: +50.67 (+49.01 to +52.32) | 70.00 | +10.33 |" in page
+    assert "| down | 29.67 | - | - |" in page
+    with pytest.raises(UserError, match="up is compared with 'low', which is none of the rows up, down"):
+        write_table("t", replace(table, rows=rows | {"up": Row("up", minus="low")}), None, "w", [0], tmp_path)
+
+
+def test_a_single_seed_has_the_interval_of_its_queries():
+    a, b = [100.0, 0.0, 100.0, 100.0] * 20, [0.0, 0.0, 100.0, 0.0] * 20
+    difference, expected = over_seeds({0: a}, {0: b}), paired_difference(a, b)
+    assert (difference.difference, difference.low, difference.high, difference.p) == tuple(
+        expected[name] for name in ("difference", "low", "high", "p")
+    )
+    with pytest.raises(ValueError, match="same queries"):
+        over_seeds({0: [1.0]}, {0: [1.0, 2.0]})
+
+
+def test_a_verdict_is_the_intervals():
+    ranges = {"+": {(1, 2): HOLDS, (-2, -1): FAILS, (-1, 2): UNDECIDED, (None, None): UNDECIDED}}
+    ranges |= {"-": {(-2, -1): HOLDS, (1, 2): FAILS}}
+    ranges |= {"=": {(-1, 1): HOLDS, (3, 4): FAILS, (-4, -3): FAILS, (1, 4): UNDECIDED}}  # within the margin
+    for sign, verdicts in ranges.items():
+        for (low, high), verdict in verdicts.items():
+            assert claims.Difference(0.0, low, high, None, []).verdict(sign, margin=2.0) == verdict
+
+
+def test_a_claim_holds_if_each_of_its_comparisons_does(tmp_path):
+    scores = {"up": UP, "down": DOWN, "noisy": NOISY}
+    models = {name: Model(base=name) for name in scores}
+
+    def decided(*pairs, **more):
+        compare = [Comparison(*pair.split(), "docci", **more) for pair in pairs]
+        tested = Claims(models, {"group": [Claim("c", "s", compare=compare)]})
+        [entry] = decide(tested, lambda model, evaluation, score: scores[model.base], tmp_path)["group"]
+        return entry["verdict"]
+
+    assert [decided("up down"), decided("down up"), decided("up noisy")] == [HOLDS, FAILS, UNDECIDED]
+    assert decided("up down", "up noisy") == UNDECIDED and decided("up down", "up noisy", "down up") == FAILS
+    # (up - down) - (up - down) is 0 for every query
+    assert decided("up down", c="up", d="down", sign="=", margin=0.1) == HOLDS
+    with pytest.raises(UserError, match="unknown model 'upp'. Did you mean up"):
+        decided("upp down")
+
+
+def test_recorded_differences_are_read(tmp_path):
+    compared = [{"a": "x", "b": "y", "difference": 2.0, "low": 1.0, "high": 3.0, "p": 0.01}]
+    seeds = {"0": {"x": 5.0, "y": 1.0, "compared": compared}, "1": {"x": 6.0, "y": 1.5, "compared": compared}}
+    write_json(tmp_path / "results.json", {"rows": compared, "seeds": seeds})
+
+    def decided(*path, **more):
+        recorded = files.Recorded(**{"file": "results.json", "text": "x - y", "path": list(path)} | more)
+        [entry] = decide(Claims({}, {"g": [Claim("c", "s", recorded=[recorded])]}), None, tmp_path)["g"]
+        return entry
+
+    one = decided("rows", {"a": "x"})
+    assert one["verdict"] == HOLDS and one["parts"][0]["low"] == 1.0 and one["parts"][0]["by_seed"] == []
+    two = decided("seeds", "*", "x", less=["seeds", "*", "y"])["parts"][0]
+    assert two["by_seed"] == [4.0, 4.5] and two["difference"] == 4.25
+    assert decided("seeds", "*", "compared", {"a": "x"})["parts"][0]["by_seed"] == [2.0, 2.0]
+    absent = decided("rows", file="none.json")
+    assert absent["verdict"] == UNTESTED and "none.json is not here" in absent["reason"]
+    with pytest.raises(UserError, match="has no seeds > 2"):
+        decided("seeds", "2")
+
+
+def test_the_claims_file_finds_every_recorded_number():
+    groups = files.read_yaml(PAPERS / "claims.yaml", Claims).claims
+    only_recorded = {title: [claim for claim in group if claim.recorded] for title, group in groups.items()}
+    entries = [entry for group in decide(Claims({}, only_recorded), None, ROOT).values() for entry in group]
+    tested = [entry for entry in entries if entry["verdict"] != UNTESTED]
+    assert len(tested) >= 10 and all(
+        entry["reason"].endswith("is not here.") for entry in entries if entry not in tested
+    )
+
+
+def test_a_score_that_was_not_measured_is_missing(monkeypatch):
+    """Without a network there is no FID, not a perfect one."""
+    scores = {"objects_right": {"value": 50.0}, "fid_64": {"value": None}}
+    scores["objects_right_by_sentence"] = [{"sentence": 2, "value": 75.0}, {"sentence": 3, "value": None}]
+    report = {"encoders": {"toy/clip": {"scores": scores}}}
+    monkeypatch.setattr(measuring, "evaluate_generation", lambda config: report)
+    settings = {"encoders": ["toy/clip"], "output": "x", "base": "toy/sdxl", "data": "toy/test"}
+    expected = {"objects_right": 50.0, "objects_right_by_sentence: 2": 75.0}
+    assert measuring.generation_scores(settings) == expected
+    scores["fid_own"] = {"value": 3.0}
+    assert measuring.generation_scores(settings)["fid"] == 3.0
+
+
+def test_the_slope_of_attention_is_that_of_the_line():
+    numbers = {"captions_at_position": [10, 10, 9, 5, 0], "before_softmax": {"positions": [3.0, 2.0, 1.0, 0.0, 90.0]}}
+    assert measuring.attention_slope(numbers) == pytest.approx(-100.0)
+
+
+def test_the_committed_page_is_a_rendering_of_the_committed_results():
+    assert evidence_page(read_json_object(RESULTS)) == PAGE.read_text()
