@@ -22,6 +22,7 @@ from debias_diffusion.retrieval import images_digest
 from research.options import ReproduceConfig
 from research.reproduce import claims, contents, measuring, units
 from research.reproduce import papers as files
+from research.reproduce.availability import missing_parts
 from research.reproduce.building import Work
 from research.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
 from research.reproduce.command import write_table
@@ -221,6 +222,14 @@ def test_a_plan_starts_nothing_and_a_list_names_all(papers, settings, tmp_path, 
     reproduce(ReproduceConfig([], **settings | {"list": True, "world": "real", "root": str(tmp_path)}))
     printed = capsys.readouterr().out
     assert all(name in printed for name in files.read_tables(papers)) and "Get it with: hf download" in printed
+
+
+def test_only_what_a_row_reads_is_missing(papers, tmp_path):
+    world = files.read_world(papers, "real")
+    lines = "\n".join(missing_parts(world, tmp_path, [Model(training={})], [Column("coco")]))
+    assert "1246k_1107.json' is not there. Get it with: hf download" in lines and "coco" in lines
+    assert "dino" not in lines and "COLA" not in lines
+    assert "COLA" in "\n".join(missing_parts(world, tmp_path, [Model()], [Column("cola-gqa")]))
 
 
 @pytest.mark.parametrize(
