@@ -7,7 +7,8 @@ import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from ..models.shipped import GUIDANCE_SCALE, STEPS
+from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
+
 from .vae import LATENT_CHANNELS, SIZE
 
 _TIME_EMBEDDING = 32  # of each of the six numbers that say size, crop and target size
