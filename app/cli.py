@@ -221,6 +221,7 @@ def _run_command(program: str, command: Command, arguments: list[str]) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when a check of options, or the command, imports it
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         settings = parse(program, command.summary, _load(command, command.options), command.example, arguments)
         function = _load(command, command.function)

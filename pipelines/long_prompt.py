@@ -265,11 +265,11 @@ class LongPromptMixin(SharpenedMixin):
 
     def _warn_of_syntax(self, text: str) -> None:
         if unread := unread_syntax(text):
-            warnings.warn(f"In the prompt {text[:80]!r} {unread}.", stacklevel=2)
+            warnings.warn(f"In the prompt {text[:80]!r}, {unread}.", stacklevel=2)
         if self._long_prompt.emphasis is None and self._long_prompt.weights == "none" and has_weights(text):
             warnings.warn(
-                "Weights such as (red:1.3), backslashes before brackets and BREAK are read as text:"
-                ' set_long_prompt(emphasis="comfyui") reads them, emphasis="none" says that they are text.',
+                "Weights such as (red:1.3), backslashes before brackets and BREAK are read as text."
+                ' set_long_prompt(emphasis="comfyui"), or --emphasis comfyui, reads them; "none" keeps them as text.',
                 stacklevel=2,
             )
 

@@ -42,8 +42,8 @@ _A1111_COMMENT, _A1111_NETWORK = re.compile(r"#[^\n]*"), re.compile(r"<\w+:[^>]+
 # Habits from other programs that no reading reads, and what to do.
 _UNREAD = [
     (r"""(?<=[\w"')\]])\.(?:and|blend)\(""", "write BREAK, see `breaks`"),
-    (r"""(?<=[\w"')\]])\.swap\(""", "it is not done: write one of the texts"),
-    (r"(?<!\\)\[[^\[\]]*(?:\|[^\[\]]*|:\s*[\d.]+\s*)\]", "it is not done: write one of the texts"),
+    (r"""(?<=[\w"')\]])\.swap\(""", "write one of its texts"),
+    (r"(?<!\\)\[[^\[\]]*(?:\|[^\[\]]*|:\s*[\d.]+\s*)\]", "write one of its texts"),
     (r"\bAND\b", "write BREAK, see `breaks`"),
     (r"\{[^{}]*\|[^{}]*\}", "choose one of the alternatives"),
     (r"(?<!\w)__[\w/-]{1,80}__(?!\w)", "write the text of the wildcard"),

@@ -193,7 +193,7 @@ def test_other_programs_syntax_is_named_once_for_a_prompt(pipe, weighting, promp
 
 def test_weights_that_are_text_are_named_and_others_are_not(pipe, weighting):
     for prompt in ("a (red:1.3) cat", r"rem \(re\)", "a cat++, here", "a cat BREAK a dog", "((red)) cat"):
-        with pytest.warns(UserWarning, match="are read as text: .*emphasis"):
+        with pytest.warns(UserWarning, match="are read as text. .*emphasis"):
             pipe.prompt_layout(prompt)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
