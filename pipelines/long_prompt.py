@@ -316,7 +316,7 @@ class LongPromptMixin(SharpenedMixin):
             weights = [
                 weight * share for part, share in zip(read.alone, shares, strict=True) for weight in part.weights
             ]
-            check_weight(text, max([*weights, *shares], key=abs))  # what is left of empty parts
+            check_weight(text, max([*weights, *shares], key=abs))  # of the parts that are kept
             tokens.append(read if average else read._replace(weights=weights))
         return tokens
 
