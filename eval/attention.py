@@ -223,7 +223,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
         lambda spec, label, device: (label, load_reader(spec, device, config.scale)),
     )
     notes = NOTES if config.scale == "hidden" else NOTES[:1]
-    report = session.report(results, notes=notes, captions=len(pairs.captions) if pairs else 0)
+    report = session.report(tables, figures, results, notes=notes, captions=len(pairs.captions) if pairs else 0)
     if config.prompt is not None:
         print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
     return report

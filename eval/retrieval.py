@@ -217,7 +217,7 @@ def _evaluate(config: RetrievalConfig) -> dict:
     if config.examples:
         _write_examples(session, results)
     counts = {"images": first["images"], "captions": len(first["image_of"])}
-    return session.report(encoders, compare_at_1(results), **counts)
+    return session.report(tables, figures, encoders, compare_at_1(results), **counts)
 
 
 def _write_examples(session: PairSession, results: dict[str, dict]) -> None:

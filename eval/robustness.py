@@ -344,6 +344,8 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
             "makes the drops smaller and the share kept larger."
         ]
     report = session.report(
+        tables,
+        figures,
         encoders,
         _compared(results, shares),
         notes,

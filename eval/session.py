@@ -1,22 +1,17 @@
-"""What every evaluation has: its data, processes, encoders one after the other, a cache of results, and the report."""
+"""What every evaluation has: its data, encoders one after the other, a cache of results, and the report."""
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,7 +22,7 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
-from debias_diffusion.devices import end_group_at_exit, pick_device
+from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
@@ -36,14 +31,10 @@ from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.weight_files import save_tensors
 from debias_diffusion.pipelines.checkpoints import STRETCH
 
-from .registry import EVALUATIONS
-from .report import versions, write_png
+from .report import Table, versions, write_png
 
 CACHE = "cache"  # in an evaluation's output folder
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
-# The other processes wait while the main one reads all of the data, which may take longer than the default ten minutes.
-# A failure ends the wait: launchers stop the rest once one process has failed.
-_PATIENCE = timedelta(days=1)
 
 Result = TypeVar("Result")
 Content = TypeVar("Content", dict, dict[str, Tensor])
@@ -143,58 +134,6 @@ def _choose(config: Any, data: str, digest: str, count: int, limit: int | None) 
             )
     chosen = chosen[:limit]
     return chosen, {label: int(positions[chosen].sum()) for label, positions in seen.items()}
-
-
-# ---- processes
-
-
-class Processes:
-    """The processes of this run, one for each GPU as `accelerate launch` starts them, or a single one.
-
-    Every process calls the same methods in the same order. The main one reads, scores and writes.
-
-    Args:
-        device: where to run. None: each process on its own GPU; a single process where `pick_device` says.
-
-    Raises:
-        UserError: there is no such device, or several processes cannot share it.
-    """
-
-    def __init__(self, device: str | None = None):
-        # Without a GPU, accelerate takes each of several processes for a single one unless it is set to use the CPU.
-        cpu = device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-        state = PartialState(cpu=cpu, timeout=_PATIENCE)
-        end_group_at_exit()
-        self.count, self.index, self.is_main = state.num_processes, state.process_index, state.is_main_process
-        if self.count == 1:
-            self.device = pick_device(device)
-        elif device in (None, state.device.type):
-            self.device = state.device
-        else:
-            raise UserError(
-                f"device is {device!r}, but {self.count} processes run, each on a device of its own "
-                f"({state.device.type}). Leave the device out, or start one process."
-            )
-
-    def from_main(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which runs in the main process only; it must be picklable."""
-        outcome = [work() if self.is_main else None]
-        if self.count > 1:
-            broadcast_object_list(outcome)
-        return outcome[0]
-
-    def gathered(self, values: list) -> list:
-        """The values of all processes, once all have come here; they must be picklable."""
-        return gather_object(values) if self.count > 1 else values
-
-    @contextmanager
-    def only_main_prints(self) -> Iterator[None]:
-        """Discards what the other processes print inside the context."""
-        if self.is_main:
-            yield
-            return
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            yield
 
 
 # ---- cache
@@ -300,7 +239,7 @@ class Session:
     """One evaluation of several encoders.
 
     Args:
-        name: of the results; in `registry.EVALUATIONS`, or with a module of its own, see `report`.
+        name: of the results, NAME.json.
         config: its settings.
         data: has a `digest` and `bad` records; None where nothing is read.
         device: where to run; by default as the settings say.
@@ -343,12 +282,13 @@ class Session:
 
     def report(
         self,
+        tables: Callable[[dict], list[Table]],
+        figures: Callable[[dict], dict[str, Figure]],
         encoders: dict[str, dict],
         compared: Sequence[dict] = (),
         notes: Sequence[str] = (),
         saved: Mapping[str, Figure] | None = None,
         seconds: float | None = None,
-        module: ModuleType | None = None,
         **more,
     ) -> dict:
         """Writes NAME.json and the figures into the output folder, prints the tables, and returns the report.
@@ -357,11 +297,11 @@ class Session:
         pairs also how many of them each encoder has seen.
 
         Args:
+            tables, figures: of the report.
             encoders: numbers by label.
             compared: see `compare`.
             saved: figures that cannot be drawn again from the report, by file name.
             seconds: by default those of the results in the cache.
-            module: with `tables` and `figures`; by default the registry's.
         """
         if isinstance(self.data, Pairs):
             more, notes = {"trained_on": self.data.trained_on} | more, [*self.data.notes, *notes]
@@ -378,12 +318,11 @@ class Session:
             "seconds": round(self.cache.seconds if seconds is None else seconds, 1),
         }
         write_json(Path(self.config.output) / f"{self.name}.json", report)
-        module = module or EVALUATIONS[self.name].load()
-        for table in module.tables(report):
+        for table in tables(report):
             print(f"\n{table}")
         for note in report["notes"]:
             print(f"Note: {note}")
-        for name, figure in (module.figures(report) | (saved or {})).items():
+        for name, figure in (figures(report) | (saved or {})).items():
             write_png(Path(self.config.output) / name, figure)
         return report
 

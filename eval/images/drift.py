@@ -225,7 +225,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
         {label: {"state error of text": result["errors"]["text"]} for label, result in results.items()},
         lambda a, b, score: paired_difference(a, b, groups),
     )
-    return session.report(encoders, compared, notes, captions=len(captions))
+    return session.report(tables, figures, encoders, compared, notes, captions=len(captions))
 
 
 def tables(report: dict) -> list[Table]:

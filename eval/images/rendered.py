@@ -26,8 +26,7 @@ from debias_diffusion.pipelines.rendering import (
     explain_memory,
     render_into,
 )
-
-from ..session import Processes
+from debias_diffusion.processes import Processes
 
 FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and dpg-bench
