@@ -15,6 +15,7 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.ablation.heads import fold_text_heads
 from debias_diffusion.attention import PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
@@ -27,10 +28,9 @@ from debias_diffusion.tokens import CaptionTokenizer
 from .intervals import mean_interval
 from .options import AttentionConfig
 from .report import FEW, Table, draw_by_position
-from .robustness import edit_caption
 from .session import Pairs, Session, read_source
 
-# By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
+# By the names of `caption_edits.EDITS`: the captions as they are, and Figure S7's.
 EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
 QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
 # First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
