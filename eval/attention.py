@@ -216,7 +216,9 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used.
     """
-    pairs = read_source(config, only_captions=True) if config.has_captions else None
+    pairs = None
+    if config.has_captions:
+        pairs = read_source(config, config.prompt_encoders, config.held_out, only_captions=True)
     session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),

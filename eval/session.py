@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from debias_diffusion.files import write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.weight_files import save_tensors
-from debias_diffusion.pipelines.checkpoints import STRETCH
 
 from .report import Table, versions, write_png
 
@@ -76,54 +75,59 @@ class Pairs:
         ]
 
 
-def read_source(config: Any, only_captions: bool = False) -> Pairs:
+def read_source(
+    config: Any,
+    encoders: Mapping[str, Sequence[EncoderSpec]] | None = None,
+    held_out: bool = False,
+    only_captions: bool = False,
+) -> Pairs:
     """The first `limit` images, with their captions, of the data or the benchmark that settings name.
 
     A limit of "auto" is 1,000 pairs of data and all of a benchmark. Bad records are also named on the console.
 
     Args:
-        config: has `data`, `limit`, `max_bad`; `images`, unless `only_captions`; it may have `dataset` and `root`,
-            `labelled` encoders, and `held_out`, for pairs that none of these has seen.
+        config: has `data`, `limit`, `max_bad`, `dataset` (and `root`, if that is given) and `images`.
+        encoders: by label, all that read a text; see `Pairs.trained_on`.
+        held_out: only pairs that none of these encoders has seen.
         only_captions: images of data need not be there.
 
     Raises:
         UserError: the data cannot be used, or more of it than the share `max_bad`.
     """
-    limit = config.limit
-    if dataset := getattr(config, "dataset", None):
+    limit, choose = config.limit, partial(_choose, encoders or {}, held_out)
+    if dataset := config.dataset:
         [name] = [dataset] if isinstance(dataset, str) else dataset
-        return _read_benchmark(name, config, None if limit == "auto" else limit)
+        return _read_benchmark(name, config, choose, None if limit == "auto" else limit)
     captions, source = (read_captions(config.data), None) if only_captions else open_data(config.data, config.images)
     print_left_out(captions.bad)
     check_share(captions.bad, len(captions.records) + len(captions.bad), config.max_bad)
     digest, limit = data_digest(config.data, captions), AUTO_LIMIT if limit == "auto" else limit
-    positions, seen = _choose(config, config.data, digest, len(captions.records), limit)
+    positions, seen = choose(config.data, digest, len(captions.records), limit)
     records = captions.records[positions]
     texts = [record.caption for record in records]
     return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest, seen)
 
 
-def _read_benchmark(name: str, config: Any, limit: int | None) -> Pairs:
+def _read_benchmark(name: str, config: Any, choose: Callable, limit: int | None) -> Pairs:
     benchmark = read_retrieval_set(name, config.root)
     print_left_out(benchmark.bad)
     check_share(benchmark.bad, len(benchmark.captions) + len(benchmark.bad), config.max_bad)
     digest = benchmark.digest()
-    positions, seen = _choose(config, name, digest, len(benchmark.images), limit)
+    positions, seen = choose(name, digest, len(benchmark.images), limit)
     used = benchmark.select(positions.tolist())
     first = dict(zip(reversed(used.image_of), reversed(used.captions), strict=True))  # the earliest is set last
     records = [Record(image, image, first[position]) for position, image in enumerate(used.images)]
     return Pairs(records, used.source, used.captions, used.image_of, used.bad, digest, seen)
 
 
-def _choose(config: Any, data: str, digest: str, count: int, limit: int | None) -> tuple[np.ndarray, dict[str, int]]:
+def _choose(
+    encoders: Mapping[str, Sequence[EncoderSpec]], held_out: bool, data: str, digest: str, count: int, limit: int | None
+) -> tuple[np.ndarray, dict[str, int]]:
     """The positions of the pairs to evaluate on, and how many of them each encoder has seen, see `Pairs.trained_on`."""
-    second = getattr(config, "encoder_2", None)
-    beside = [] if second in (None, STRETCH) else [EncoderSpec.parse(second)]
-    encoders = getattr(config, "labelled", {}).items()
-    found = {label: seen_positions([encoder, *beside], digest, count) for label, encoder in encoders}
+    found = {label: seen_positions(specs, digest, count) for label, specs in encoders.items()}
     seen = {label: positions for label, positions in found.items() if positions is not None}
     chosen = np.arange(count)
-    if getattr(config, "held_out", False):
+    if held_out:
         if not seen:
             raise UserError(f"None of the encoders was trained or chosen on the data {data!r}. Leave out --held-out.")
         chosen = np.flatnonzero(~np.any(list(seen.values()), axis=0))

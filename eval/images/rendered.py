@@ -37,7 +37,7 @@ _SETTINGS = (
 
 
 def rendering_settings(config: Any) -> dict:
-    """How an evaluation renders: the fields of its `OfImages`, with "auto" resolved for the checkpoint.
+    """How an evaluation renders: the fields of its `Drawing`, with "auto" resolved for the checkpoint.
 
     Raises:
         UserError: there is no such SDXL checkpoint, or it cannot render images of this size.
