@@ -13,12 +13,12 @@ from torch import Tensor
 from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
 from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
 from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.seen import add_seen, read_seen, write_seen
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import Table, write_png
-from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.files import read_json_object
 from debias_diffusion.head_search.backprop import Backprop

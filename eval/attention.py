@@ -15,6 +15,7 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.ablation.heads import fold_text_heads
 from debias_diffusion.attention import PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
@@ -27,10 +28,9 @@ from debias_diffusion.tokens import CaptionTokenizer
 from .intervals import mean_interval
 from .options import AttentionConfig
 from .report import FEW, Table, draw_by_position
-from .robustness import edit_caption
 from .session import Pairs, Session, read_source
 
-# By the names of `robustness.EDITS`: the captions as they are, and Figure S7's.
+# By the names of `caption_edits.EDITS`: the captions as they are, and Figure S7's.
 EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
 QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
 # First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
@@ -216,14 +216,16 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used.
     """
-    pairs = read_source(config, only_captions=True) if config.has_captions else None
+    pairs = None
+    if config.has_captions:
+        pairs = read_source(config, config.prompt_encoders, config.held_out, only_captions=True)
     session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),
         lambda spec, label, device: (label, load_reader(spec, device, config.scale)),
     )
     notes = NOTES if config.scale == "hidden" else NOTES[:1]
-    report = session.report(results, notes=notes, captions=len(pairs.captions) if pairs else 0)
+    report = session.report(tables, figures, results, notes=notes, captions=len(pairs.captions) if pairs else 0)
     if config.prompt is not None:
         print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
     return report

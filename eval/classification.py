@@ -337,6 +337,8 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     # 100 for each correct image, else 0: their mean is top-1 in percent.
     hits = {label: {"top-1": 100.0 * np.equal(*result)} for label, result in results.items()}
     return session.report(
+        tables,
+        figures,
         {label: top1(*result, data.classes) for label, result in results.items()},
         compare(hits, lambda a, b, _: paired_difference(a, b)),
         [benchmark.note],

@@ -49,10 +49,14 @@ def check_output(output: str) -> None:
         raise UserError(f"The output {output!r} cannot be made: {str(existing)!r} {fault}. Give another folder.")
 
 
-def check_source(config: Any) -> None:
-    """Raises UserError unless the settings name either data or a benchmark (`dataset` and `root`), whole."""
-    data, dataset, root = (getattr(config, name) or None for name in ("data", "dataset", "root"))
-    dataset = " ".join(dataset) if isinstance(dataset, list) else dataset
+def check_source(config: Any, otherwise: str = "") -> None:
+    """Raises UserError unless the settings name either data or a benchmark (`dataset` and `root`), whole.
+
+    Args:
+        otherwise: what else may be given, for the message.
+    """
+    data, root = config.data or None, config.root or None
+    dataset = (" ".join(config.dataset) if isinstance(config.dataset, list) else config.dataset) or None
     if data is None and dataset is None and root is None:
         fault = "There is no data and no benchmark"
     elif dataset is None and root is not None:
@@ -61,23 +65,22 @@ def check_source(config: Any) -> None:
         fault = f"Both data, {data!r}, and a benchmark, {dataset!r}, are given"
     elif dataset is not None and root is None:
         fault = f"The benchmark {dataset!r} needs the folder that it lies in"
-    elif dataset is not None and (images := getattr(config, "images", None)):
-        fault = f"The images {images!r} are given, and the benchmark {dataset!r} has its own"
+    elif dataset is not None and config.images:
+        fault = f"The images {config.images!r} are given, and the benchmark {dataset!r} has its own"
     else:
         return
-    pairs = "captions.json --images images" if hasattr(config, "images") else "captions.json"
     raise UserError(
-        f"{fault}. Give either --data, such as --data toy/test or --data {pairs}, or a benchmark, such as "
-        f"--dataset docci --root docci{', or --prompt' if hasattr(config, 'prompt') else ''}."
+        f"{fault}. Give either --data, such as --data toy/test, or a benchmark, such as --dataset docci --root docci"
+        f"{otherwise}."
     )
 
 
-# ---- what several evaluations share
+# ---- parts that several evaluations share
 
 
 @dataclass
-class OfEncoders(Checked):
-    """What every evaluation has.
+class Encoders(Checked):
+    """Encoders to compare, where they run, and where the results go: a part of every evaluation.
 
     Attributes:
         encoders: Encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names them
@@ -100,21 +103,27 @@ class OfEncoders(Checked):
     def __post_init__(self):
         super().__post_init__()
         check_output(self.output)
-        base = getattr(self, "base", "")
-        shipped(base or "")  # raises UserError for a misspelt toy model
-        # DPG-Bench on existing images has no encoders.
-        without = base is None and not self.encoders
-        self.specs = [] if without else parse_encoders(self.encoders, self.WITH_READINGS)
+        _ = self.specs  # raises UserError before anything is read
+
+    @cached_property
+    def specs(self) -> list[EncoderSpec]:
+        """The encoders, in their order."""
+        return parse_encoders(self.encoders, self.WITH_READINGS)
 
     @cached_property
     def labelled(self) -> dict[str, EncoderSpec]:
         """The encoders by their labels in the report."""
         return dict(zip(labels(self.specs, self.WITH_READINGS), self.specs, strict=True))
 
+    @property
+    def prompt_encoders(self) -> dict[str, list[EncoderSpec]]:
+        """By label, all text encoders that read a prompt."""
+        return {label: [spec] for label, spec in self.labelled.items()}
+
 
 @dataclass
-class OfRecords(OfEncoders):
-    """What evaluations on data have.
+class Data(Encoders):
+    """Pairs of one's own, or labelled images.
 
     Attributes:
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
@@ -127,33 +136,12 @@ class OfRecords(OfEncoders):
 
 
 @dataclass
-class OfHeldOut:
-    """What evaluations on pairs have.
+class Captions(Data):
+    """Captions of one's own pairs, or of a benchmark.
 
     Attributes:
         held_out: Use only pairs that none of the encoders has seen: they, and the models they were made from, were
             neither trained on them nor chosen by them.
-    """
-
-    held_out: bool = field(default=False, kw_only=True)
-
-
-@dataclass
-class OfImageFiles(OfHeldOut):
-    """What evaluations on images with captions have.
-
-    Attributes:
-        images: Folder that the data file's image paths start from; only for JSON and JSONL.
-    """
-
-    images: str | None = None
-
-
-@dataclass
-class OfCaptions(OfHeldOut, OfRecords):
-    """What evaluations on captions have.
-
-    Attributes:
         dataset: Retrieval benchmark in place of data: urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
             coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
             coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
@@ -162,26 +150,21 @@ class OfCaptions(OfHeldOut, OfRecords):
             ShareGPT4V's validation split has, and all of a benchmark.
     """
 
+    held_out: bool = field(default=False, kw_only=True)
     dataset: str | None = field(default=None, kw_only=True)
     root: str | None = field(default=None, kw_only=True)
     limit: PositiveInt | Literal["auto"] | None = field(default="auto", kw_only=True)
 
+    images, OTHERWISE = None, ""  # of captions alone, see `check_source`; no annotations, so no options
+
     def __post_init__(self):
         super().__post_init__()
-        check_source(self)
-
-
-@dataclass
-class OfPairs(OfImageFiles, OfCaptions):
-    """What evaluations of two-towers on image-caption pairs have.
-
-    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
-    """
+        check_source(self, self.OTHERWISE)
 
 
 @dataclass(kw_only=True)
-class OfImages(OfEncoders):
-    """What evaluations of generated images have.
+class Drawing(Encoders):
+    """How each encoder's images are generated, in one SDXL checkpoint.
 
     Attributes:
         encoders: Text encoders to compare, each in the place of SDXL's first one: training runs, folders, files, hub
@@ -206,7 +189,7 @@ class OfImages(OfEncoders):
             EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
             keeps it.
         height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
-        width: Likewise.
+        width: Pixels, as height.
         sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions, as
             in `generate`.
         zero_empty_negative: The empty negative prompt is zeros (true) or the encoded empty text (false). null: as in
@@ -236,12 +219,22 @@ class OfImages(OfEncoders):
 
             rendering_settings(self)
 
+    @property
+    def prompt_encoders(self) -> dict[str, list[EncoderSpec]]:
+        from debias_diffusion.pipelines.checkpoints import STRETCH
+
+        second = [] if self.encoder_2 in (None, STRETCH) else [EncoderSpec.parse(self.encoder_2)]
+        return {label: [spec, *second] for label, spec in self.labelled.items()}
+
 
 @dataclass(kw_only=True)
-class OfNetworks:
-    """The networks that score generated images.
+class Scoring:
+    """Reference images, and the networks that compare generated ones with them.
 
     Attributes:
+        held_out: Use only pairs that none of the encoders has seen: they, and the models they were made from, were
+            neither trained on them nor chosen by them.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
         limit: Use only the first so many pairs (1000 are ShareGPT4V's validation split). null uses all.
         inception_weights: File of torch-fidelity's Inception weights, for FID, KID, precision and recall, or cache for
             the one that torch-fidelity has downloaded. Without it these scores are skipped.
@@ -253,19 +246,36 @@ class OfNetworks:
             MODEL:PRETRAINED as open_clip names them.
     """
 
+    held_out: bool = False
+    images: str | None = None
     limit: PositiveInt | None = 1000
     inception_weights: str | None = None
     dino: str | None = None
     own_features: str | None = None
     clip_score: str | None = None
 
+    dataset = None  # no benchmarks; no annotation, so no option
+
 
 # ---- the evaluations
 
 
 @dataclass
-class RetrievalConfig(OfPairs):
-    """Settings of a retrieval evaluation.
+class RobustnessConfig(Captions):
+    """Pairs whose captions are edited: recall needs their images.
+
+    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
+
+    Attributes:
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+    """
+
+    images: str | None = None
+
+
+@dataclass
+class RetrievalConfig(RobustnessConfig):
+    """Pairs, or several benchmarks, to find by whole captions.
 
     Each of several benchmarks lies in a folder of its name, or of its data set's, in `root`, and is evaluated into a
     folder of its name in `output`.
@@ -290,13 +300,8 @@ class RetrievalConfig(OfPairs):
 
 
 @dataclass
-class RobustnessConfig(OfPairs):
-    """Settings of a robustness evaluation."""
-
-
-@dataclass
-class AttentionConfig(OfCaptions):
-    """Settings of an evaluation of the attention from EOT.
+class AttentionConfig(Captions):
+    """Texts in which to look at the attention from EOT.
 
     Give `data`, or a benchmark (`dataset` with `root`), or a prompt, or captions and a prompt.
 
@@ -310,11 +315,13 @@ class AttentionConfig(OfCaptions):
     prompt: str | None = field(default=None, kw_only=True)
     scale: Literal["head", "hidden"] = field(default="head", kw_only=True)
 
+    OTHERWISE = ", or --prompt"
+
     def __post_init__(self):
         if self.has_captions or self.prompt is None:
             super().__post_init__()
         else:
-            OfRecords.__post_init__(self)
+            Data.__post_init__(self)
 
     @property
     def has_captions(self) -> bool:
@@ -323,8 +330,8 @@ class AttentionConfig(OfCaptions):
 
 
 @dataclass(kw_only=True)
-class DriftConfig(OfCaptions):
-    """Settings of a measurement of drift.
+class DriftConfig(Captions):
+    """Captions whose hidden states are compared, and the encoder to compare with.
 
     Give `data`, or a benchmark (`dataset` with `root`).
 
@@ -336,10 +343,14 @@ class DriftConfig(OfCaptions):
     base: str
     batch_size: PositiveInt = 16
 
+    def __post_init__(self):
+        shipped(self.base)  # raises UserError for a misspelt toy model
+        super().__post_init__()
+
 
 @dataclass(kw_only=True)
-class GenerationConfig(OfNetworks, OfImageFiles, OfImages, OfRecords):
-    """Settings of an evaluation of generated images.
+class GenerationConfig(Scoring, Drawing, Data):
+    """Prompts and reference images of one set of pairs.
 
     Captions of the data are the prompts, images the references.
 
@@ -349,14 +360,13 @@ class GenerationConfig(OfNetworks, OfImageFiles, OfImages, OfRecords):
     """
 
     data: str
-    images: str | None = None
     dinov2: str | None = None
     batch_size: PositiveInt = 32
 
 
 @dataclass(kw_only=True)
-class DpgBenchConfig(OfImages):
-    """Settings of a DPG-Bench evaluation.
+class DpgBenchConfig(Drawing):
+    """DPG-Bench's prompts, and images of them that a VQA model is asked about.
 
     Give either `images`, a folder of images, or `base` and `encoders` to generate them with.
 
@@ -386,10 +396,15 @@ class DpgBenchConfig(OfImages):
             )
         super().__post_init__()
 
+    @cached_property
+    def specs(self) -> list[EncoderSpec]:
+        """The encoders; none of existing images."""
+        return super().specs if self.encoders else []
+
 
 @dataclass(kw_only=True)
-class ClassificationConfig(OfRecords):
-    """Settings of a zero-shot classification.
+class ClassificationConfig(Data):
+    """Labelled images, and the benchmark whose classes they have.
 
     Attributes:
         dataset: The benchmark.
@@ -405,8 +420,8 @@ class ClassificationConfig(OfRecords):
 
 
 @dataclass
-class AllConfig(OfNetworks, OfImageFiles, OfRecords):
-    """Settings of all evaluations. Without any, the toy world's encoders are evaluated on its scenes.
+class AllConfig(Scoring, Data):
+    """Data, encoders and networks of all evaluations; by default the toy world's.
 
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
@@ -487,7 +502,8 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
 
     def settings(self, options: type, **changes) -> Any:
         """The settings of one evaluation: what is given here by the same name, and `changes`."""
-        shared = {item.name: getattr(self, item.name) for item in fields(options) if hasattr(self, item.name)}
+        given = vars(self)
+        shared = {item.name: given[item.name] for item in fields(options) if item.name in given}
         if self.batch_size is None:
             del shared["batch_size"]
         return options(**(shared | {"encoders": self.for_texts} | changes))
@@ -495,7 +511,7 @@ class AllConfig(OfNetworks, OfImageFiles, OfRecords):
 
 @dataclass
 class ReportConfig(Checked):
-    """Settings of a report.
+    """Results to show on one page, and where it goes.
 
     Attributes:
         folder: Folder with results of `evaluate`, at any depth.

@@ -16,7 +16,7 @@ from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .image_features import ImageSession
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from .options import OfPairs, RetrievalConfig
+from .options import RetrievalConfig, RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
 from .session import TwoTower, compare, read_source
@@ -52,8 +52,8 @@ class PairSession(ImageSession):
         UserError: the data cannot be used.
     """
 
-    def __init__(self, name: str, config: OfPairs):
-        self.pairs = read_source(config)
+    def __init__(self, name: str, config: RobustnessConfig):
+        self.pairs = read_source(config, config.prompt_encoders, config.held_out)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
         super().__init__(name, config, self.pairs, self.pairs.bad if config.dataset else ())
 
@@ -165,7 +165,7 @@ def in_words(direction: str) -> str:
     return direction.replace("_", " ")
 
 
-def retrieval_ranks(config: OfPairs) -> dict[str, dict]:
+def retrieval_ranks(config: RobustnessConfig) -> dict[str, dict]:
     """The rank of every query's match, by encoder, for one data set. Writes no report, only the cache.
 
     Returns:
@@ -217,7 +217,7 @@ def _evaluate(config: RetrievalConfig) -> dict:
     if config.examples:
         _write_examples(session, results)
     counts = {"images": first["images"], "captions": len(first["image_of"])}
-    return session.report(encoders, compare_at_1(results), **counts)
+    return session.report(tables, figures, encoders, compare_at_1(results), **counts)
 
 
 def _write_examples(session: PairSession, results: dict[str, dict]) -> None:

@@ -1,7 +1,4 @@
-"""How much of a caption does an encoder read? R@1 when sentences are moved, removed, or come later.
-
-The edits are those of the DeBias-CLIP paper, Figures 1a, 2, 3, 4 and S1 to S5, and all sentences in random order.
-"""
+"""How much of a caption does an encoder read? R@1 when sentences are moved, removed, or come later."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING, first2
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.methods.sampling import draw_generator, join_sentences
 from debias_diffusion.retrieval import encode_texts, recall_ranks
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.sentences import join_sentences, split_sentences
 
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from .options import RobustnessConfig
@@ -25,104 +22,9 @@ from .report import Table, cell, compared_tables, draw_bars, error_lengths
 from .retrieval import DIRECTIONS, PairSession, Readable, hits, in_words
 from .session import TwoTower, compare
 
-PADDING = "This is a photo."  # Figures 2 and S2
-MOST_PADDING = 5
-SHUFFLES = 3  # random orders of every caption
 _MOST_WIDTH = 100  # points of a share's interval; a wider one is of too few hits
-
-
-def keep(sentences: list[str]) -> list[str]:
-    """The caption as it is."""
-    return list(sentences)
-
-
-def move2(sentences: list[str]) -> list[str]:
-    """The first and second sentences swapped; a caption of one sentence keeps it."""
-    return _swap_first(sentences, 1)
-
-
-def move4(sentences: list[str]) -> list[str]:
-    """The first and fourth sentences swapped, or the first and last of fewer than four (supplement, E.1)."""
-    return _swap_first(sentences, 3)
-
-
-def remove(sentences: list[str]) -> list[str]:
-    """The first sentence dropped; a caption of one sentence keeps it."""
-    return sentences[1:] or list(sentences)
-
-
-def first2(sentences: list[str]) -> list[str]:
-    """Only the first two sentences."""
-    return sentences[:2]
-
-
-def swap2(sentences: list[str]) -> list[str]:
-    """Only the first two sentences, the second before the first."""
-    return sentences[:2][::-1]
-
-
-def first(sentences: list[str]) -> list[str]:
-    """Only the first sentence."""
-    return sentences[:1]
-
-
-def padded(count: int, sentences: list[str]) -> list[str]:
-    """The first two sentences behind `count` times "This is a photo." """
-    return [PADDING] * count + sentences[:2]
-
-
-def shuffled(seed: int, sentences: list[str]) -> list[str]:
-    """All sentences in a random order, a function of the seed and the caption alone."""
-    rng = draw_generator(seed, 0, join_sentences(sentences))
-    return rng.sample(sentences, len(sentences))
-
-
-def _swap_first(sentences: list[str], other: int) -> list[str]:
-    """Sentence 0 swapped with sentence `other`, or with the last where there is no such sentence."""
-    edited = list(sentences)
-    other = min(other, len(edited) - 1)
-    if other > 0:
-        edited[0], edited[other] = edited[other], edited[0]
-    return edited
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One way to edit captions.
-
-    Attributes:
-        title: the paper's name for it.
-        base: the key in `EDITS` of the edit that it is compared with; its own key for such a base.
-        variants: functions of a caption's sentences; R@1 is the mean over them.
-    """
-
-    title: str
-    base: str
-    variants: tuple[Callable[[list[str]], list[str]], ...]
-
-
-EDITS = {
-    "keep": Edit("Keep", "keep", (keep,)),
-    "move2": Edit("Move 2", "keep", (move2,)),
-    "move4": Edit("Move 4", "keep", (move4,)),
-    "remove": Edit("Remove", "keep", (remove,)),
-    "shuffle": Edit("Shuffle all", "keep", tuple(partial(shuffled, seed) for seed in range(SHUFFLES))),
-    "first2": Edit("First 2", "first2", (first2,)),
-    "swap2": Edit("Swap 2", "first2", (swap2,)),
-    "first": Edit("First only", "first2", (first,)),
-    **{
-        f"padding{count}": Edit(f"Padding {count}", "first2", (partial(padded, count),))
-        for count in range(1, MOST_PADDING + 1)
-    },
-}
-LOSING = {name: edit for name, edit in EDITS.items() if edit.base != name}
 # Encoders are compared by these drops; fewer padding sentences add nothing to the largest number.
 COMPARED = ("move2", "move4", "remove", "shuffle", "swap2", "first", f"padding{MOST_PADDING}")
-
-
-def edit_caption(caption: str, edit: str) -> str:
-    """`caption` with one of `EDITS`, in its first variant, applied to its sentences, joined by one space."""
-    return join_sentences(EDITS[edit].variants[0](split_sentences(caption)))
 
 
 @dataclass(frozen=True)
@@ -344,6 +246,8 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
             "makes the drops smaller and the share kept larger."
         ]
     report = session.report(
+        tables,
+        figures,
         encoders,
         _compared(results, shares),
         notes,

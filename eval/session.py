@@ -1,22 +1,17 @@
-"""What every evaluation has: its data, processes, encoders one after the other, a cache of results, and the report."""
+"""What every evaluation has: its data, encoders one after the other, a cache of results, and the report."""
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, parse_flag_from_env
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,23 +22,18 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
-from debias_diffusion.devices import end_group_at_exit, pick_device
+from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.weight_files import save_tensors
-from debias_diffusion.pipelines.checkpoints import STRETCH
 
-from .registry import EVALUATIONS
-from .report import versions, write_png
+from .report import Table, versions, write_png
 
 CACHE = "cache"  # in an evaluation's output folder
 AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
-# The other processes wait while the main one reads all of the data, which may take longer than the default ten minutes.
-# A failure ends the wait: launchers stop the rest once one process has failed.
-_PATIENCE = timedelta(days=1)
 
 Result = TypeVar("Result")
 Content = TypeVar("Content", dict, dict[str, Tensor])
@@ -85,54 +75,59 @@ class Pairs:
         ]
 
 
-def read_source(config: Any, only_captions: bool = False) -> Pairs:
+def read_source(
+    config: Any,
+    encoders: Mapping[str, Sequence[EncoderSpec]] | None = None,
+    held_out: bool = False,
+    only_captions: bool = False,
+) -> Pairs:
     """The first `limit` images, with their captions, of the data or the benchmark that settings name.
 
     A limit of "auto" is 1,000 pairs of data and all of a benchmark. Bad records are also named on the console.
 
     Args:
-        config: has `data`, `limit`, `max_bad`; `images`, unless `only_captions`; it may have `dataset` and `root`,
-            `labelled` encoders, and `held_out`, for pairs that none of these has seen.
+        config: has `data`, `limit`, `max_bad`, `dataset` (and `root`, if that is given) and `images`.
+        encoders: by label, all that read a text; see `Pairs.trained_on`.
+        held_out: only pairs that none of these encoders has seen.
         only_captions: images of data need not be there.
 
     Raises:
         UserError: the data cannot be used, or more of it than the share `max_bad`.
     """
-    limit = config.limit
-    if dataset := getattr(config, "dataset", None):
+    limit, choose = config.limit, partial(_choose, encoders or {}, held_out)
+    if dataset := config.dataset:
         [name] = [dataset] if isinstance(dataset, str) else dataset
-        return _read_benchmark(name, config, None if limit == "auto" else limit)
+        return _read_benchmark(name, config, choose, None if limit == "auto" else limit)
     captions, source = (read_captions(config.data), None) if only_captions else open_data(config.data, config.images)
     print_left_out(captions.bad)
     check_share(captions.bad, len(captions.records) + len(captions.bad), config.max_bad)
     digest, limit = data_digest(config.data, captions), AUTO_LIMIT if limit == "auto" else limit
-    positions, seen = _choose(config, config.data, digest, len(captions.records), limit)
+    positions, seen = choose(config.data, digest, len(captions.records), limit)
     records = captions.records[positions]
     texts = [record.caption for record in records]
     return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest, seen)
 
 
-def _read_benchmark(name: str, config: Any, limit: int | None) -> Pairs:
+def _read_benchmark(name: str, config: Any, choose: Callable, limit: int | None) -> Pairs:
     benchmark = read_retrieval_set(name, config.root)
     print_left_out(benchmark.bad)
     check_share(benchmark.bad, len(benchmark.captions) + len(benchmark.bad), config.max_bad)
     digest = benchmark.digest()
-    positions, seen = _choose(config, name, digest, len(benchmark.images), limit)
+    positions, seen = choose(name, digest, len(benchmark.images), limit)
     used = benchmark.select(positions.tolist())
     first = dict(zip(reversed(used.image_of), reversed(used.captions), strict=True))  # the earliest is set last
     records = [Record(image, image, first[position]) for position, image in enumerate(used.images)]
     return Pairs(records, used.source, used.captions, used.image_of, used.bad, digest, seen)
 
 
-def _choose(config: Any, data: str, digest: str, count: int, limit: int | None) -> tuple[np.ndarray, dict[str, int]]:
+def _choose(
+    encoders: Mapping[str, Sequence[EncoderSpec]], held_out: bool, data: str, digest: str, count: int, limit: int | None
+) -> tuple[np.ndarray, dict[str, int]]:
     """The positions of the pairs to evaluate on, and how many of them each encoder has seen, see `Pairs.trained_on`."""
-    second = getattr(config, "encoder_2", None)
-    beside = [] if second in (None, STRETCH) else [EncoderSpec.parse(second)]
-    encoders = getattr(config, "labelled", {}).items()
-    found = {label: seen_positions([encoder, *beside], digest, count) for label, encoder in encoders}
+    found = {label: seen_positions(specs, digest, count) for label, specs in encoders.items()}
     seen = {label: positions for label, positions in found.items() if positions is not None}
     chosen = np.arange(count)
-    if getattr(config, "held_out", False):
+    if held_out:
         if not seen:
             raise UserError(f"None of the encoders was trained or chosen on the data {data!r}. Leave out --held-out.")
         chosen = np.flatnonzero(~np.any(list(seen.values()), axis=0))
@@ -143,58 +138,6 @@ def _choose(config: Any, data: str, digest: str, count: int, limit: int | None) 
             )
     chosen = chosen[:limit]
     return chosen, {label: int(positions[chosen].sum()) for label, positions in seen.items()}
-
-
-# ---- processes
-
-
-class Processes:
-    """The processes of this run, one for each GPU as `accelerate launch` starts them, or a single one.
-
-    Every process calls the same methods in the same order. The main one reads, scores and writes.
-
-    Args:
-        device: where to run. None: each process on its own GPU; a single process where `pick_device` says.
-
-    Raises:
-        UserError: there is no such device, or several processes cannot share it.
-    """
-
-    def __init__(self, device: str | None = None):
-        # Without a GPU, accelerate takes each of several processes for a single one unless it is set to use the CPU.
-        cpu = device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
-        state = PartialState(cpu=cpu, timeout=_PATIENCE)
-        end_group_at_exit()
-        self.count, self.index, self.is_main = state.num_processes, state.process_index, state.is_main_process
-        if self.count == 1:
-            self.device = pick_device(device)
-        elif device in (None, state.device.type):
-            self.device = state.device
-        else:
-            raise UserError(
-                f"device is {device!r}, but {self.count} processes run, each on a device of its own "
-                f"({state.device.type}). Leave the device out, or start one process."
-            )
-
-    def from_main(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which runs in the main process only; it must be picklable."""
-        outcome = [work() if self.is_main else None]
-        if self.count > 1:
-            broadcast_object_list(outcome)
-        return outcome[0]
-
-    def gathered(self, values: list) -> list:
-        """The values of all processes, once all have come here; they must be picklable."""
-        return gather_object(values) if self.count > 1 else values
-
-    @contextmanager
-    def only_main_prints(self) -> Iterator[None]:
-        """Discards what the other processes print inside the context."""
-        if self.is_main:
-            yield
-            return
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            yield
 
 
 # ---- cache
@@ -300,7 +243,7 @@ class Session:
     """One evaluation of several encoders.
 
     Args:
-        name: of the results; in `registry.EVALUATIONS`, or with a module of its own, see `report`.
+        name: of the results, NAME.json.
         config: its settings.
         data: has a `digest` and `bad` records; None where nothing is read.
         device: where to run; by default as the settings say.
@@ -343,12 +286,13 @@ class Session:
 
     def report(
         self,
+        tables: Callable[[dict], list[Table]],
+        figures: Callable[[dict], dict[str, Figure]],
         encoders: dict[str, dict],
         compared: Sequence[dict] = (),
         notes: Sequence[str] = (),
         saved: Mapping[str, Figure] | None = None,
         seconds: float | None = None,
-        module: ModuleType | None = None,
         **more,
     ) -> dict:
         """Writes NAME.json and the figures into the output folder, prints the tables, and returns the report.
@@ -357,11 +301,11 @@ class Session:
         pairs also how many of them each encoder has seen.
 
         Args:
+            tables, figures: of the report.
             encoders: numbers by label.
             compared: see `compare`.
             saved: figures that cannot be drawn again from the report, by file name.
             seconds: by default those of the results in the cache.
-            module: with `tables` and `figures`; by default the registry's.
         """
         if isinstance(self.data, Pairs):
             more, notes = {"trained_on": self.data.trained_on} | more, [*self.data.notes, *notes]
@@ -378,12 +322,11 @@ class Session:
             "seconds": round(self.cache.seconds if seconds is None else seconds, 1),
         }
         write_json(Path(self.config.output) / f"{self.name}.json", report)
-        module = module or EVALUATIONS[self.name].load()
-        for table in module.tables(report):
+        for table in tables(report):
             print(f"\n{table}")
         for note in report["notes"]:
             print(f"Note: {note}")
-        for name, figure in (module.figures(report) | (saved or {})).items():
+        for name, figure in (figures(report) | (saved or {})).items():
             write_png(Path(self.config.output) / name, figure)
         return report
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import diffusers
 import numpy as np
@@ -30,6 +29,7 @@ from debias_diffusion.encoders import EncoderSpec, Kind, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError, near_matches, reason
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
+from debias_diffusion.processes import Processes
 from debias_diffusion.tokens import clean
 
 from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline
@@ -501,17 +501,13 @@ class Rendered:
     reading: dict
 
 
-# What `render_into` asks of processes, of a single one.
-ONE_PROCESS = SimpleNamespace(count=1, index=0, is_main=True, from_main=lambda work: work(), gathered=list)
-
-
 def render_into(
     job: Job,
     renderer: Renderer,
     encoder: EncoderSpec,
     tasks: Sequence[ImageTask],
     left_out: dict[str, str] | None = None,
-    processes=ONE_PROCESS,
+    processes: Processes | None = None,
 ) -> Rendered:
     """Renders the images that are missing in a job folder, each with its settings in its PNG.
 
@@ -521,13 +517,13 @@ def render_into(
         job: with the renderer's settings and inputs. Images are its items, `NAME.png`.
         tasks: all images, finished or not; a finished one must be of the same prompt.
         left_out: gets, by its place, why an image was not rendered.
-        processes: that share the work, see `eval.session`; all make this call, each with a job of its own.
+        processes: that share the work, by default this one alone; all make this call, each with a job of its own.
 
     Raises:
         UserError: an image is of another prompt or was not made by this job, or no prompt can be read.
         FailedError: some images have values that are not finite, see `render`. All others are rendered.
     """
-    left_out = {} if left_out is None else left_out
+    left_out, processes = {} if left_out is None else left_out, processes or Processes(renderer.device)
     missing = processes.from_main(lambda: _missing(job, tasks))
     print(f"Images: {len(tasks) - len(missing):,} are in {job.folder}, {len(missing):,} to render")
     if missing:
@@ -588,7 +584,7 @@ def _render_share(
     tasks: Sequence[ImageTask],
     missing: set[int],
     left_out: dict[str, str],
-    processes,
+    processes: Processes,
 ) -> list[tuple[str, str]]:
     """Renders one process's share of the missing images. Returns the places and reasons of those that failed."""
     pipe, failed = renderer.pipeline(encoder), []

@@ -4,7 +4,6 @@ Files and scores are those of the authors' README and `scripts/eval.py`. The mul
 single-object files are known from the README alone.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -194,10 +193,11 @@ def evaluate_cola(config: ColaConfig) -> dict:
     values = {label: {kind: list(scores.values())} for label, scores in results.items()}
     unreadable = len(session.left_out) - len(data.bad)
     return session.report(
+        tables,
+        figures,
         {label: _numbers(data, scores) for label, scores in results.items()},
         compare(values, lambda a, b, _: paired_difference(a, b)),
         [_NOTES[data.part]],
-        module=sys.modules[__name__],
         part=data.part,
         measure=measure,
         images=len(data.images) - unreadable,

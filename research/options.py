@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import OfRecords, check_output
+from debias_diffusion.eval.options import Data, check_output
 from debias_diffusion.limits import Checked
 from debias_diffusion.models.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
@@ -69,7 +69,7 @@ class ToyModelsConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class ColaConfig(OfRecords):
+class ColaConfig(Data):
     """Do objects keep their own attributes? Score encoders on Cola.
 
     Attributes:

@@ -24,10 +24,11 @@ from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_t
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.eval.session import Processes, read_source
+from debias_diffusion.eval.session import read_source
 from debias_diffusion.models.weight_files import weights_digest
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
+from debias_diffusion.processes import Processes
 from debias_diffusion.tokens import clean
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
@@ -193,7 +194,7 @@ def test_both_encoders_have_seen_what_they_were_fitted_on_and_what_the_first_had
         assert read_seen(spec) == {digest: [(config.validation, pairs)], "other data": [(3, 9)]}
     values = dict(base=config.base, output=str(tmp_path), data=config.data, images=config.images, dino="x")
     beside = GenerationConfig(["original"], encoder_2=str(finished / "encoder_2"), held_out=True, **values)
-    assert len(read_source(beside).records) == config.validation
+    assert len(read_source(beside, beside.prompt_encoders, beside.held_out).records) == config.validation
 
 
 def test_a_killed_run_resumes_bit_identically(finished, settings, tmp_path):
@@ -230,7 +231,7 @@ def test_evaluations_and_generate_take_both_encoders_from_its_folder(finished, s
 
     def rendered(encoder):
         config = GenerationConfig([str(encoder)], base=base, output=str(tmp_path / "out"), data="", steps=2)
-        images, _ = render_all(config, Processes("cpu"), [image_task(config, "0", prompt, 0)])
+        images, _ = render_all(config, Processes.connect("cpu"), [image_task(config, "0", prompt, 0)])
         return np.asarray(Image.open(next(iter(images.values())).files[0]))
 
     pipe = load_pipeline(base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))

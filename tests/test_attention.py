@@ -13,6 +13,7 @@ from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
 
 from debias_diffusion.attention import PositionMeans, eot_attention
+from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.encoders import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import (
@@ -23,7 +24,6 @@ from debias_diffusion.eval.attention import (
     split_words,
 )
 from debias_diffusion.eval.intervals import mean_interval
-from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import write_text_encoder

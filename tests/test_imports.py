@@ -13,7 +13,7 @@ from debias_diffusion.errors import EXTRAS
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
 LAYERS = (
     ("errors", "limits", "devices"),
-    ("files",),
+    ("files", "processes"),
     ("jobs",),
     ("sentences", "tokens", "chunks", "reading"),
     ("toyworld",),
@@ -28,11 +28,12 @@ LAYERS = (
     ("training",),
     ("head_search",),
     ("pipelines",),
-    ("eval.registry", "eval.intervals", "eval.report"),
+    ("eval.intervals", "eval.report"),
     ("eval.session", "eval.image_features", "eval.images.rendered"),
     ("eval.options",),
-    ("eval.retrieval", "eval.retrieval_examples", "eval.robustness", "eval.attention"),
-    ("eval.classification", "eval.images"),
+    ("eval.retrieval", "eval.retrieval_examples"),
+    ("eval.robustness", "eval.attention", "eval.classification", "eval.images"),
+    ("eval.registry",),
     ("eval",),
     ("app",),
     ("__main__",),
@@ -42,10 +43,10 @@ EVERYTHING = MODULES | RESEARCH
 
 
 def imports(name: str, path: Path) -> set[str]:
-    """Our modules that a module imports, anywhere in it and whether or not only for type checkers."""
+    """Our modules that a module imports, anywhere in it, whether or not only for type checkers, or names for import."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    text, found = path.read_text(), set()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -53,6 +54,11 @@ def imports(name: str, path: Path) -> set[str]:
             source = ".".join([*parts, *filter(None, [node.module])])
             assert node.level == 0 or len(parts) >= room_depth(name), f"{name} reaches out of its room with {source}"
             found |= {f"{source}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            module, is_reference, _ = node.value.lstrip(".").partition(":")
+            if is_reference or "import_module" in text:
+                parent = name.partition(".")[0] if is_reference else package
+                found |= {module, f"{parent}.{module}"} & EVERYTHING.keys()
     top = {imported.partition(".")[0] for imported in found}
     assert not top & set(ROOMS), f"{name}: name a room {PACKAGE}.{top & set(ROOMS)}"
     ours = {imported for imported in found if imported.partition(".")[0] in (PACKAGE, "research")} - {PACKAGE}
@@ -89,6 +95,14 @@ def test_every_module_has_a_layer_and_no_import_points_upward():
     assert [name for name in GRAPH if layer(name) is None] == [PACKAGE]
     edges = [(name, imported) for name in GRAPH.keys() - {PACKAGE} for imported in GRAPH[name]]
     assert [edge for edge in edges if layer(edge[1]) > layer(edge[0])] == []
+
+
+def test_imports_by_name_are_seen():
+    by_name = {"cli": "app.align.command", "registry": "eval.images.drift"}
+    for module, imported in by_name.items():
+        room = "app" if module == "cli" else "eval"
+        assert f"{PACKAGE}.{imported}" in GRAPH[f"{PACKAGE}.{room}.{module}"]
+    assert "research.reproduce.listing" in GRAPH["research.__main__"]
 
 
 def test_no_modules_import_each_other_in_a_circle():

@@ -24,7 +24,6 @@ from debias_diffusion.encoders import EncoderSpec, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
-from debias_diffusion.eval.session import Processes
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines import LongPromptOptions, checkpoints, rendering
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
@@ -40,6 +39,7 @@ from debias_diffusion.pipelines.rendering import (
     render_batch,
     render_into,
 )
+from debias_diffusion.processes import Processes
 
 CPU = torch.device("cpu")
 # of 77, 227 and 248 positions, in mixed order
@@ -213,7 +213,7 @@ def evaluated(folder, base, *encoders, texts=TEXTS, processes=None, **settings):
     """The files of each encoder."""
     config = config_of(folder, base, *encoders, **settings)
     tasks = [image_task(config, f"{index:06}", text, index) for index, text in enumerate(texts)]
-    images, _ = render_all(config, processes or Processes("cpu"), tasks)
+    images, _ = render_all(config, processes or Processes.connect("cpu"), tasks)
     return [rendered.files for rendered in images.values()]
 
 
@@ -277,7 +277,7 @@ def test_images_of_others_are_refused_before_a_model_is_loaded(
     with Job.open(tmp_path, "images", {}, {}) as job:
         (mine := tmp_path / "000000.png").write_text("mine")
         with pytest.raises(UserError, match=r"000000.png .*: it was not made by this job"):
-            render_into(job, None, own(), TASKS)
+            render_into(job, Renderer(base, SAMPLING, CPU), own(), TASKS)
     assert mine.read_text() == "mine"
 
 
@@ -330,7 +330,7 @@ def test_two_processes_render_the_same_images(base, long, tmp_path, capfd):
     (alone,) = evaluated(tmp_path / "alone", base, long.name, images_at_once=2)
 
     def work(_) -> None:
-        processes = Processes()
+        processes = Processes.connect()
         with processes.only_main_prints():
             evaluated(tmp_path / "out", base, long.name, images_at_once=2, processes=processes)
             assert processes.gathered([processes.index]) == [0, 1]

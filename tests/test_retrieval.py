@@ -310,7 +310,8 @@ def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, finished_run
     assert report["images"] == 3 and list(report["trained_on"].values()) == [0]
     last, both = (evaluated(other, *names, held_out=True) for names in (["run/last"], ["run/last", "run/best"]))
     assert (last["images"], both["images"]) == (11, 6)
-    drawn = read_source(RetrievalConfig([encoders["searched"]], str(tmp_path), first, images, held_out=True))
+    config = RetrievalConfig([encoders["searched"]], str(tmp_path), first, images)
+    drawn = read_source(config, config.prompt_encoders, held_out=True)
     assert [record.image for record in drawn.records] == [f"{number}.png" for number in range(21, 24)]
     # Evaluations that read captions alone, too.
     captions = AttentionConfig([encoders["searched"]], str(tmp_path), first, held_out=True)

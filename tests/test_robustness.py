@@ -14,19 +14,10 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
+from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, edit_caption, shuffled
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.retrieval import DIRECTIONS
-from debias_diffusion.eval.robustness import (
-    COMPARED,
-    EDITS,
-    LOSING,
-    SHUFFLES,
-    RobustnessConfig,
-    edit_caption,
-    evaluate_robustness,
-    share,
-    shuffled,
-)
+from debias_diffusion.eval.robustness import COMPARED, RobustnessConfig, evaluate_robustness, share
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.sentences import split_sentences
 

@@ -20,8 +20,8 @@ from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.eval.session import Processes
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.processes import Processes
 from debias_diffusion.tokens import clip_tokenizer
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_generate_the_evaluations_and_the_demo_read_it(bases, tmp_path):
     paths = [generate(GenerateConfig(base=str(bases / "sdxl"), output=str(tmp_path / "folder.png"), **settings))]
     paths += [generate(GenerateConfig(base=base, output=str(tmp_path / "file.png"), low_memory=True, **settings))]
     config = GenerationConfig([ORIGINAL], base=base, output=str(tmp_path / "out"), data="", steps=1)
-    rendered, digests = render_all(config, Processes("cpu"), [image_task(config, "a", "a red cat", 0)])
+    rendered, digests = render_all(config, Processes.connect("cpu"), [image_task(config, "a", "a red cat", 0)])
     paths += next(iter(rendered.values())).files
     assert len({Image.open(path).tobytes() for path in paths}) == 1
     assert digests["base"] == Checkpoint.parse(base).digest

@@ -10,6 +10,7 @@ from helpers.html_page import Page
 from helpers.story import CUT, LABELS, WHOLE, generation_report, line, page_of, results
 from PIL import Image
 
+from debias_diffusion.data.caption_edits import EDITS
 from debias_diffusion.eval import retrieval, robustness
 from debias_diffusion.eval.story import CLAIMS, claims, tell
 from debias_diffusion.eval.story_examples import examples
@@ -71,7 +72,7 @@ def test_a_claim_is_decided_by_its_interval(surely, sign, numbers, holds):
 
 
 def test_claims_name_scores_that_evaluations_compare():
-    drops = {f"drop of {robustness.EDITS[name].title}, text to image" for name in robustness.COMPARED}
+    drops = {f"drop of {EDITS[name].title}, text to image" for name in robustness.COMPARED}
     recalls = {f"R@1 {way.replace('_', ' ')}" for way in retrieval.DIRECTIONS}
     assert {claim.score for claim in CLAIMS} <= drops | recalls | {"objects_right", "empty_filled"}
     assert {name for claim in CLAIMS for name in (claim.a, claim.b)} <= set(NAMES)

@@ -8,9 +8,9 @@ import torch
 from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Chunk
+from debias_diffusion.data.caption_edits import move4
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import Reader, look_at_tokens
-from debias_diffusion.eval.robustness import move4
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines import SDXLLongPromptMixin
 from debias_diffusion.pipelines.rendering import cleaned

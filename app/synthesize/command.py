@@ -20,13 +20,13 @@ from debias_diffusion.data.shards import FINISHED
 from debias_diffusion.data.sources import data_digest, is_shards, open_data
 from debias_diffusion.devices import pick_precision
 from debias_diffusion.eval.report import versions
-from debias_diffusion.eval.session import Processes
 from debias_diffusion.files import (
     atomic_file,
     bytes_digest,
     write_json,
 )
 from debias_diffusion.jobs import Job
+from debias_diffusion.processes import Processes
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.check import look_for_images
@@ -70,7 +70,7 @@ class _Synthesis:
 
     def __init__(self, config: SynthesizeConfig):
         self.config, self.output = config, Path(config.output)
-        self.processes = Processes(config.device)
+        self.processes = Processes.connect(config.device)
         self.precision = pick_precision(config.precision, self.processes.device)
         self.into_shards = config.data is not None and is_shards(Path(config.data))
 

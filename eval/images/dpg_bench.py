@@ -24,11 +24,12 @@ from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.interchange.hub import place_digest
 from debias_diffusion.models.model_files import check_folder, explain_failure
 from debias_diffusion.pipelines.rendering import ImageTask
+from debias_diffusion.processes import Processes
 from debias_diffusion.tokens import clip_tokenizer
 
 from ..options import AllConfig, DpgBenchConfig
 from ..report import Table, cell, compared_tables, draw_bars
-from ..session import Processes, ResultCache, Session
+from ..session import ResultCache, Session
 from .dpg_questions import DpgBench, band, read_dpg_bench, token_position
 from .dpg_scores import compare_outcomes, outcomes, score
 from .rendered import image_task, render_all, rendering_settings
@@ -60,7 +61,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         UserError: the data or a model cannot be used, an image is missing or broken, or the images in the output
             folder have other settings.
     """
-    started, processes, kept = time.monotonic(), Processes(config.device), ResultCache(config.output)
+    started, processes, kept = time.monotonic(), Processes.connect(config.device), ResultCache(config.output)
     vqa = place_digest(config.vqa)
     kind, per_prompt = f"answers-{bytes_digest([vqa.encode()])[:12]}", config.images_per_prompt
 
@@ -125,6 +126,8 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
     of_images = {label: numbers["pictures"] for label, numbers in encoders.items()}
     session.digests |= {"vqa": vqa, "encoders": of_images} | digests
     return session.report(
+        tables,
+        figures,
         encoders,
         compare_outcomes(results, groups),
         [*NOTES, f"Answers are by {Path(config.vqa).name}."],

@@ -22,14 +22,14 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering import ImageTask
+from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
-from ..registry import EVALUATIONS
 from ..report import Table, cell, compared_tables
-from ..session import Processes, Session, read_source
+from ..session import Session, read_source
 from .networks import ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
@@ -62,7 +62,7 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     Raises:
         UserError: the data or a model cannot be used; all are checked before the first image is generated.
     """
-    evaluation = _Generation(config, Processes(config.device))
+    evaluation = _Generation(config, Processes.connect(config.device))
     processes = evaluation.processes
     with processes.only_main_prints():
         rendered, digests = render_all(config, processes, processes.from_main(evaluation.read))
@@ -94,7 +94,7 @@ class _Generation:
         """The images to generate."""
         config = self.config
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
-        self.pairs = read_source(config)
+        self.pairs = read_source(config, config.prompt_encoders, config.held_out)
         records, images = self.pairs.records, self.pairs.images
         good, unreadable = _with_readable_reference(records, images)
         print_left_out(unreadable)
@@ -143,10 +143,12 @@ class _Generation:
         notes += [note for label in rendered for note in scores[label].notes]
         session.digests |= self.networks.digests | digests
         return session.report(
+            tables,
+            figures,
             encoders,
             compared,
             list(dict.fromkeys(notes)),
-            saved={EVALUATIONS[NAME].saved[0]: self._examples(rendered)},
+            saved={"examples.png": self._examples(rendered)},
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),

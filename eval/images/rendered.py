@@ -26,8 +26,7 @@ from debias_diffusion.pipelines.rendering import (
     explain_memory,
     render_into,
 )
-
-from ..session import Processes
+from debias_diffusion.processes import Processes
 
 FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and dpg-bench
@@ -38,7 +37,7 @@ _SETTINGS = (
 
 
 def rendering_settings(config: Any) -> dict:
-    """How an evaluation renders: the fields of its `OfImages`, with "auto" resolved for the checkpoint.
+    """How an evaluation renders: the fields of its `Drawing`, with "auto" resolved for the checkpoint.
 
     Raises:
         UserError: there is no such SDXL checkpoint, or it cannot render images of this size.

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import numpy as np
 
 from debias_diffusion.app.command_line import checked
+from debias_diffusion.data.caption_edits import LOSING
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import FEW
 from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieval_ranks
-from debias_diffusion.eval.robustness import LOSING, RobustnessConfig, hits_by_edit
+from debias_diffusion.eval.robustness import RobustnessConfig, hits_by_edit
 
 from ..cola import evaluate_cola
 from ..options import ColaConfig

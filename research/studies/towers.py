@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders import load_two_tower
 from debias_diffusion.eval.report import Table
-from debias_diffusion.eval.robustness import edit_caption
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone

@@ -201,7 +201,7 @@ atexit.register(lambda: print(f"group at exit: {torch.distributed.is_initialized
 
 from debias_diffusion.app import cli
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.session import Processes
+from debias_diffusion.processes import Processes
 
 
 @dataclass
@@ -210,7 +210,7 @@ class Nothing:
 
 
 def work(_):
-    processes = Processes("cpu")
+    processes = Processes.connect("cpu")
     for number in range(20):
         assert processes.from_main(lambda: number) == number
         processes.gathered([number])
