@@ -143,7 +143,7 @@ def literal_loss(backbone, method, modules, batch):
     image, cls_states = zip(*(literal_image(visual, image, mask) for image in batch.images), strict=True)
     masked = image
     if method.mask_ratio:
-        vector = modules.mask_vector if method.masked_patches == "replace" else None
+        vector = modules["mask"]["vector"] if method.masked_patches == "replace" else None
         views = zip(batch.images, batch.views["is_masked"], strict=True)
         masked = [literal_image(visual, image, mask, hidden, vector)[0] for image, hidden in views]
     tables = [None] * n + [backbone.short_positions if method.short_positions == "own" else None] * n
@@ -155,7 +155,7 @@ def literal_loss(backbone, method, modules, batch):
         return literal_info_nce(masked if method.has_short else image, texts, scale, 0.1)
     total = literal_info_nce(image, texts[:n], scale, 0.1) + literal_info_nce(masked, texts[n:], scale, 0.1)
     for at, group in enumerate(method.hierarchy.numbers if method.hierarchy else ()):
-        sides = (modules.image_heads, cls_states), (modules.text_heads, eot_states[:n])
+        sides = (modules["image_heads"], cls_states), (modules["text_heads"], eot_states[:n])
         features = [literal_groups(heads, states, group, at) for heads, states in sides]
         total = total + 0.8 * 2 ** (group - GROUPS) * literal_info_nce(*features, scale, 0.0)
     return total / 2
@@ -290,8 +290,8 @@ def short_table(folder):
 
 def test_a_run_leaves_what_inference_needs_and_resumes_bit_for_bit(fix_world, finished, tmp_path):
     weights = load_file(finished / "last" / "open_clip_model.safetensors")
-    assert "visual.regional_prompts.prompts" in weights and not any("mask_vector" in name for name in weights)
-    assert {"mask_vector", "image_heads.norms.0.weight"} < checkpoint(finished, 4)["modules"].keys()
+    assert "visual.regional_prompts.prompts" in weights and not any("vector" in name for name in weights)
+    assert {"mask.vector", "image_heads.norms.0.weight"} < checkpoint(finished, 4)["modules"].keys()
     assert torch.equal(short_table(finished), load_backbone(fix_world[0]).model.positional_embedding)
     again = killed_copy(finished, tmp_path / "again", step=4)
     train(config(fix_world, again, **SETTINGS, workers=2))

@@ -1,7 +1,7 @@
 """Fix-CLIP: masked images for short captions, regional prompts, and features of middle layers (arXiv 2507.10095).
 
 fix-clip    the paper's method (section 3)
-long-clip   Long-CLIP as everywhere, to which each part can be added: the paper's Table 4
+long-clip   the summary as the short caption, both losses weigh the same; each part can be added: the paper's Table 4
 
 Its text tower is an ordinary one. After training, the long table of positions reads every caption, and the regional
 prompts (`models.regional_prompts`) stay in the image tower; the mask vector and the heads of the hierarchy are left
@@ -24,7 +24,6 @@ from ..models.image_tower import ImageTower, MaskedPatches
 from ..models.regional_prompts import LAYERS, MASKS, PromptSettings
 from ..models.text_tower import set_short_positions
 from ..tokens import CaptionTokenizer
-from . import dual_caption
 from .base import Batch, Caption, at_least_float, image_features
 from .dual_caption import DualCaption
 from .objectives import contrastive_loss
@@ -130,15 +129,6 @@ class GroupHeads(nn.Module):
         return torch.stack([norm(linear(state)) for linear, norm, state in heads], dim=1)
 
 
-class FixClipModules(nn.Module):
-    """What is trained with the model and left behind: the mask vector [width], and the heads of both towers."""
-
-    def __init__(self, mask_vector: Tensor | None, image_heads: GroupHeads | None, text_heads: GroupHeads | None):
-        super().__init__()
-        self.mask_vector = None if mask_vector is None else nn.Parameter(mask_vector)
-        self.image_heads, self.text_heads = image_heads, text_heads
-
-
 @dataclass(frozen=True)
 class FixClip(DualCaption):
     """A long caption against the image, a short one against a masked view of it, and middle layers (Fix-CLIP).
@@ -218,6 +208,7 @@ class FixClip(DualCaption):
         return not (self.masked_view or self.regional_prompts or self.hierarchy or self.has_own_positions)
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
+        super().check_base(base_model, keep_positions, freeze_image_tower)
         existing = base_model.prompt_settings
         if existing is not None and existing != self.regional_prompts:
             raise UserError(
@@ -267,15 +258,17 @@ class FixClip(DualCaption):
         table = backbone.short_positions
         return replace(self, patches=backbone.image.patches, short_length=0 if table is None else len(table))
 
-    def modules(self, backbone: Backbone) -> nn.Module | None:
-        visual, heads, vector = backbone.model.visual, (None, None), None
+    def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
+        """Trained with the model and left behind: "mask" with the mask vector [width], and the heads of both
+        towers."""
+        modules, visual = super().modules(backbone), backbone.model.visual
+        if self.masked_view and self.masked_patches == "replace":
+            modules["mask"] = nn.ParameterDict({"vector": torch.zeros_like(visual.class_embedding)})
         if self.hierarchy:
             count, text = len(self.hierarchy.numbers), backbone.text.tower.text_projection
             text = text.weight.T if isinstance(text, nn.Linear) else text
-            heads = GroupHeads(visual.proj, count), GroupHeads(text, count)
-        if self.masked_view and self.masked_patches == "replace":
-            vector = torch.zeros_like(visual.class_embedding)
-        return FixClipModules(vector, *heads) if self.hierarchy or vector is not None else None
+            modules |= {"image_heads": GroupHeads(visual.proj, count), "text_heads": GroupHeads(text, count)}
+        return modules
 
     def rate(self, name: str) -> float:
         return self.new_rate if name.startswith(("method/", "visual.regional_prompts.")) else 1.0
@@ -292,23 +285,24 @@ class FixClip(DualCaption):
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
     ) -> dict[str, Tensor]:
         """{"is_masked": [patches] bool}, where there is a masked view."""
-        if not self.masked_view:
-            return {}
-        return {"is_masked": self.masked_view.draw(self.patches, seed, epoch, sample_id)}
+        views = super().views(image, caption, tokenizer, seed, epoch, sample_id)
+        if self.masked_view:
+            views["is_masked"] = self.masked_view.draw(self.patches, seed, epoch, sample_id)
+        return views
 
-    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+    def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
         """{"image", "long_text", "short_text"}, no text without weight; "short_image", the masked one, if there is one,
         each [batch, embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; at least float32."""
         if not (self.masked_view or self.regional_prompts or self.hierarchy):
-            return super().encode(backbone, batch, modules)
+            return super().encode_pairs(backbone, batch, modules)
         features, states = self._encode_images(backbone, batch, modules)
         blocks = self.hierarchy.blocks(_depth(backbone)) if self.hierarchy else ()
         texts, text_states = backbone.text.encode(batch.tokens, blocks)
         features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
         if self.hierarchy:
             long_states = text_states[: len(batch)]
-            features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(at_least_float(states)))
-            features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(at_least_float(long_states)))
+            features["image_groups"] = modules["image_heads"](self.hierarchy.aggregate(at_least_float(states)))
+            features["text_groups"] = modules["text_heads"](self.hierarchy.aggregate(at_least_float(long_states)))
         return {name: at_least_float(feature) for name, feature in features.items()}
 
     def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Any]:
@@ -317,7 +311,7 @@ class FixClip(DualCaption):
             return {"image": image_features(backbone, batch)}, None
         images, tower, masked = backbone.as_floats(batch.images), backbone.image, None
         if self.masked_view:
-            vector = modules.mask_vector if self.masked_patches == "replace" else None
+            vector = modules["mask"]["vector"] if self.masked_patches == "replace" else None
             masked = MaskedPatches(batch.views["is_masked"], vector)
         blocks = self.hierarchy.blocks(tower.depth) if self.hierarchy else ()
         image, masked_image, states = tower.encode_with_masked(images, blocks, masked)
@@ -403,9 +397,8 @@ def _check_positions(base_model: Backbone, keep_positions: int) -> None:
         )
 
 
-_SHARED = ("sampling", "padding", "short_weight")
 RECIPES = {
-    "long-clip": FixClip(**{name: getattr(dual_caption.RECIPES["long-clip"], name) for name in _SHARED}),
+    "long-clip": FixClip(sampling="summary", padding="none", short_weight=0.5),
     "fix-clip": FixClip(
         sampling="summary",
         padding="none",
