@@ -94,6 +94,7 @@ def test_a_methods_settings_are_given_on_the_command_line_and_in_yaml(world, pre
         ("fix-clip", {"mask_ratio": 1.0}, "mask_ratio is 1.0, but must be a number, at least 0 and below 1"),
         ("fix-clip", {"padding": "random"}, "Give --padding none, or --method.short_positions shared"),
         ("fix-clip", {"short_weight": 0.0}, "need both captions. Give one between 0 and 1"),
+        ("fix-clip", {"prompt_mask": "r2p"}, "prompt_mask is 'r2p', but must be bands or none"),
         ("fix-clip", {"patches": 3}, "has no setting 'patches'"),
         ("debias-clip", {"keep_states": float("nan")}, "keep_states is .*, but must be a number, at least 0"),
     ],

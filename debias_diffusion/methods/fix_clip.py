@@ -146,8 +146,7 @@ class FixClip(DualCaption):
         short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
             and not stretched; or shared, one table for all captions.
         prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
-        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all; r2p:
-            prompts to all patches; p2r: patches to prompts too.
+        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all.
         prompt_layers: own prompts for each block, or the same shared by all.
         groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
         first_group: The first group that is compared, from 1; null compares the last three.
