@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import open_clip
@@ -25,11 +26,12 @@ from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, find_method
-from debias_diffusion.methods.fix_clip import MaskedView
+from debias_diffusion.methods.fix_clip import FixClip, MaskedView
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.models.text_tower import set_short_positions
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.training.config import RECIPE_OPTIONS
 from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
@@ -247,7 +249,7 @@ def stretched():
         (base, {"freeze": True}, "masked images, new prompts and groups need"),
         (tiny_siglip, {}, "is a SigLIP; Fix-CLIP's parts are those of a CLIP"),
         (stretched, {}, "already stretched and trained: its rows for short captions are gone"),
-        (prompted, {}, "prompts 3 --method.prompt_mask bands.*other than asked for.*prompts 4"),
+        (prompted, {}, "prompts 3 --prompt-mask bands.*other than asked for.*prompts 4"),
         (stretched, {"short_positions": "shared"}, None),
         (prompted, {"prompts": 3, "groups": 0, "mask_ratio": 0.0, "freeze": True}, None),
     ],
@@ -261,7 +263,7 @@ def test_base_models_that_cannot_be_trained_are_refused(made, changes, message):
 
 # ---- runs
 
-SETTINGS = dict(recipe="fix-clip", components=None, sampling="given", max_steps=4, method={"groups": 2, "prompts": 3})
+SETTINGS = dict(recipe="fix-clip", components=None, sampling="given", max_steps=4, groups=2, prompts=3)
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +334,7 @@ def test_the_text_side_is_exported_and_the_image_side_is_refused(finished, tmp_p
 
 
 def test_without_prompts_both_towers_are_exported(fix_world, tmp_path):
-    settings = SETTINGS | {"method": {"prompts": 0, "groups": 0}, "max_steps": 1}
+    settings = SETTINGS | {"prompts": 0, "groups": 0, "max_steps": 1}
     run = train(config(fix_world, tmp_path / "run", **settings))
     for kind, positions, length in (("clip", "short", 77), ("open_clip", "long", 248)):
         main(["export", f"--model={run}", f"--output={tmp_path / kind}", f"--to={kind}", f"--positions={positions}"])
@@ -350,7 +352,7 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     world = model, str(tmp_path / "lines.jsonl"), images
     assert [read.short for read in open_data(*world[1:])[0].records] == [None] * 5 + ["Good."] * 19
-    settings = SETTINGS | {"method": {"groups": 0, "prompts": 0}, "max_steps": 2, "validation": 0}
+    settings = SETTINGS | {"groups": 0, "prompts": 0, "max_steps": 2, "validation": 0}
     with pytest.raises(UserError, match="of 24 records looked up 5 have no short_caption"):
         train(config(world, tmp_path / "refused", **settings))
     train(config(world, tmp_path / "run", **settings | {"max_bad": 0.5}))
@@ -371,3 +373,13 @@ def test_models_of_other_short_positions_are_other_models():
         set_short_positions(backbone.text.tower, torch.full((77, 32), value))
         digests.append(backbone.digest())
     assert len(set(digests)) == 3
+
+
+def test_every_setting_of_the_packages_recipes_is_an_option_with_help(capsys):
+    settings = {part.name for part in fields(FixClip) if part.metadata.get("is_setting", True)}
+    assert settings == set(RECIPE_OPTIONS)
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    _, *explained = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
+    lengths = {text.split()[0]: len(text.split()) for text in explained}
+    assert all(lengths[name.replace("_", "-")] > 5 for name in settings)

@@ -90,9 +90,9 @@ def test_a_methods_settings_are_given_on_the_command_line_and_in_yaml(world, pre
         ("predicting", {"alpha": -1}, "alpha must be above 0 .*got -1"),
         ("predicting", {"alpha": "much"}, "alpha is 'much', but must be a number"),
         ("debias-clip", {"alpha": 0.5}, "'debias-clip' has no setting 'alpha'"),
-        ("fix-clip", {"groups": 0, "first_group": 1}, "must be from 1 to --method.groups, which is 0"),
+        ("fix-clip", {"groups": 0, "first_group": 1}, "must be from 1 to --groups, which is 0"),
         ("fix-clip", {"mask_ratio": 1.0}, "mask_ratio is 1.0, but must be a number, at least 0 and below 1"),
-        ("fix-clip", {"padding": "random"}, "Give --padding none, or --method.short_positions shared"),
+        ("fix-clip", {"padding": "random"}, "Give --padding none, or --short-positions shared"),
         ("fix-clip", {"short_weight": 0.0}, "need both captions. Give one between 0 and 1"),
         ("fix-clip", {"prompt_mask": "r2p"}, "prompt_mask is 'r2p', but must be bands or none"),
         ("fix-clip", {"patches": 3}, "has no setting 'patches'"),
@@ -107,8 +107,13 @@ def test_unknown_methods_and_settings_are_refused(finished, name, changes, messa
 def test_options_that_are_in_the_wrong_place_are_explained(finished):
     with pytest.raises(UserError, match="There is no Python file '/.*absent.py' to import. Give the file that adds"):
         config(("m", "d", "i"), "o", import_file="absent.py")
-    with pytest.raises(UserError, match="short_weight is an option of its own: give --short-weight"):
-        config(("m", "d", "i"), "o", recipe="predicting", method={"short_weight": 0.5})
+    for name, option in (("short_weight", "--short-weight"), ("mask_ratio", "--mask-ratio")):
+        with pytest.raises(
+            UserError, match=f"{name} is an option of its own: give {option} instead of --method.{name}"
+        ):
+            config(("m", "d", "i"), "o", recipe="predicting", method={name: 0.5})
+    with pytest.raises(UserError, match="The recipe 'debias-clip' has no setting 'prompts'"):
+        config(("m", "d", "i"), "o", prompts=4)
     with pytest.raises(UserError, match="keep_states is 2, but no UNet of SDXL reads the text tower of a SigLIP"):
         find_method("debias-clip", {"keep_states": 2.0}).check_base(tiny_siglip(), 20, False)
 

@@ -138,19 +138,7 @@ class FixClip(DualCaption):
     L_g is the symmetric InfoNCE of the images' and the long captions' features of group g (E7), without label
     smoothing. With every part off it is `DualCaption`, bit for bit.
 
-    Attributes:
-        mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
-            masks none.
-        masked_patches: replace masked patches with one learned vector, zeros at first, put in before positions are
-            added; or discard them, which is faster and worse (Table 5, "Dis."). CLS is never masked.
-        short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
-            and not stretched; or shared, one table for all captions.
-        prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
-        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all.
-        prompt_layers: own prompts for each block, or the same shared by all.
-        groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
-        first_group: The first group that is compared, from 1; null compares the last three.
-        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
+    Its settings are options of `train`, which `TrainConfig` explains.
     """
 
     mask_ratio: BelowOne = 0.0
@@ -170,7 +158,7 @@ class FixClip(DualCaption):
         super().__post_init__()
         if (self.first_group or 0) > self.groups:
             raise UserError(
-                f"first_group is {self.first_group}, but must be from 1 to --method.groups, which is {self.groups}."
+                f"first_group is {self.first_group}, but must be from 1 to --groups, which is {self.groups}."
             )
         if (self.masked_view or self.hierarchy or self.has_own_positions) and not (self.has_long and self.has_short):
             raise UserError(
@@ -180,7 +168,7 @@ class FixClip(DualCaption):
         if self.has_own_positions and self.padding != "none":
             raise UserError(
                 f"padding is {self.padding}, but pads in front of captions that have positions of their own are not "
-                "supported. Give --padding none, or --method.short_positions shared."
+                "supported. Give --padding none, or --short-positions shared."
             )
 
     @property
@@ -226,7 +214,7 @@ class FixClip(DualCaption):
                 if depth % self.groups:
                     raise UserError(
                         f"groups is {self.groups}, which does not divide the {depth} blocks of the {name} tower. Give "
-                        f"--method.groups with one of {possible}, or 0 for none."
+                        f"--groups with one of {possible}, or 0 for none."
                     )
         if self.masked_view:
             self.masked_view.count(tower.patches)
@@ -237,7 +225,7 @@ class FixClip(DualCaption):
         if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not existing)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
-                "the image tower in every step. Leave it out, or give 0 for --method.mask_ratio, prompts and groups."
+                "the image tower in every step. Leave it out, or give 0 for --mask-ratio, prompts and groups."
             )
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
@@ -352,11 +340,8 @@ def _depth(backbone: Backbone) -> int:
 def _spelled(settings: PromptSettings | None) -> str:
     """Prompts as the options that ask for them."""
     if settings is None:
-        return "--method.prompts 0"
-    return (
-        f"--method.prompts {settings.count} --method.prompt_mask {settings.mask} --method.prompt_layers "
-        f"{settings.layers}"
-    )
+        return "--prompts 0"
+    return f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-layers {settings.layers}"
 
 
 def _check_towers(base_model: Backbone) -> None:
@@ -386,13 +371,13 @@ def _check_positions(base_model: Backbone, keep_positions: int) -> None:
     if is_stretched and base_model.short_positions is None:
         raise UserError(
             "short_positions is own, but the base model's positions are already stretched and trained: its rows for "
-            "short captions are gone. Give the model that it was trained from, or --method.short_positions shared."
+            "short captions are gone. Give the model that it was trained from, or --short-positions shared."
         )
     kept = base_model.kept_positions if is_stretched else keep_positions
     if kept < 1:
         raise UserError(
             "short_positions is own, and both tables begin with the same SOT, but keep_positions is 0. Give at least "
-            "1, or --method.short_positions shared."
+            "1, or --short-positions shared."
         )
 
 

@@ -90,7 +90,7 @@ def method_modules(run: Path) -> dict[str, Tensor]:
 
 def discards(run: str) -> bool:
     """Whether a training left masked patches out."""
-    return (Job.read(run).settings.get("method") or {}).get("masked_patches") == "discard"
+    return Job.read(run).settings.get("masked_patches") == "discard"
 
 
 def _hits(images: Tensor, texts: Tensor) -> list[float]:
