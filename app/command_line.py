@@ -98,9 +98,6 @@ def make_parser(program: str, summary: str, options: type, example: str) -> Argu
         else:
             settings |= {"metavar": _values(kind, name.upper())} | ({"nargs": "+"} if is_list else {})
         target.add_argument(flag(name), dest=name, **settings)
-    for title, texts in (options.more_help() if hasattr(options, "more_help") else {}).items():
-        lines = (f"{heading}: {' '.join(text.split())}" for heading, text in texts.items())
-        parser.add_argument_group(title, "\n".join(lines))
     return parser
 
 

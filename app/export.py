@@ -133,7 +133,7 @@ def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
             "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
-            "debias_diffusion.encoders.load_two_tower, or train with --method.prompts 0."
+            "debias_diffusion.encoders.load_two_tower, or train with --prompts 0."
         )
     if config.positions == "short":
         backbone.read_short()

@@ -138,7 +138,7 @@ def _read_run(model: str) -> dict | None:
 
     changes, learned_from, measured = method_settings(job.settings), None, {}
     with suppress(UserError):  # a method of another version
-        learned_from = find_method(job.settings["recipe"], changes).describe_all()
+        learned_from = find_method(job.settings["recipe"], changes).describe()
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):  # a kill or a damaged disk
         for line in map(json.loads, read_file(folder / "log.jsonl").decode().splitlines()):
             measured |= {line["step"]: line} if "t2i_r1" in line else {}

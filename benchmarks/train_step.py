@@ -40,7 +40,7 @@ from debias_diffusion.devices import autocast
 from debias_diffusion.eval.report import Table
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
-from debias_diffusion.methods.keep_states import SHARE, KeepStates
+from debias_diffusion.methods.keep_states import SHARE
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.loading import load_backbone
@@ -155,10 +155,10 @@ class FixClipSteps:
         method.prepare(self.backbone)
         self.backbone.to(accelerator.device).train()
         self.method = method.bind(self.backbone)
-        self.modules = self.method.all_modules(self.backbone)
+        modules = self.method.modules(self.backbone)
+        self.modules = torch.nn.ModuleDict(modules).to(accelerator.device) if modules else None
         named = dict(self.backbone.model.named_parameters())
         if self.modules is not None:
-            self.modules.to(accelerator.device)
             named |= {f"method/{name}": parameter for name, parameter in self.modules.named_parameters()}
         self.optimizer = AdamW(named, weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
 
@@ -239,8 +239,8 @@ def main() -> None:
     backbone.to(device).train()
     method = find_method("debias-clip")
     method = replace(method, components=min(method.components, options.batch - 2))
-    keeping = replace(method, terms=(KeepStates(1.0),))
-    teacher = keeping.all_modules(backbone).to(device)
+    keeping = replace(method, keep_states=1.0)
+    teacher = torch.nn.ModuleDict(keeping.modules(backbone)).to(device)
     settings = dict(weight_decay=1e-2, betas=(0.9, 0.999), eps=1e-8)
     optimizer = Optimizer(backbone, **settings)
     backbone.model.visual.requires_grad_(False)

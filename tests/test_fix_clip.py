@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import open_clip
@@ -25,11 +26,12 @@ from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, find_method
-from debias_diffusion.methods.fix_clip import MaskedView
+from debias_diffusion.methods.fix_clip import FixClip, MaskedView
 from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.models.text_tower import set_short_positions
 from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.training.config import RECIPE_OPTIONS
 from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
@@ -48,8 +50,8 @@ CASES = {
     "7 all": ("fix-clip", WITH_GROUPS | WITH_PROMPTS),
     "discard": ("fix-clip", WITH_GROUPS | WITH_PROMPTS | {"masked_patches": "discard"}),
     "shared": ("fix-clip", WITH_GROUPS | WITH_PROMPTS | {"prompt_layers": "shared", "short_positions": "shared"}),
-    "short alone": ("long-clip", {"short_weight": 1.0, "prompt_mask": "p2r"} | WITH_PROMPTS),
-    "long alone": ("long-clip", {"short_weight": 0.0, "prompt_mask": "r2p"} | WITH_PROMPTS),
+    "short alone": ("long-clip", {"short_weight": 1.0, "prompt_mask": "none"} | WITH_PROMPTS),
+    "long alone": ("long-clip", {"short_weight": 0.0} | WITH_PROMPTS),
     "last group": ("fix-clip", {"groups": GROUPS, "first_group": 2, "mask_ratio": 0.0} | WITH_PROMPTS),
 }
 
@@ -143,7 +145,7 @@ def literal_loss(backbone, method, modules, batch):
     image, cls_states = zip(*(literal_image(visual, image, mask) for image in batch.images), strict=True)
     masked = image
     if method.mask_ratio:
-        vector = modules.mask_vector if method.masked_patches == "replace" else None
+        vector = modules["mask"]["vector"] if method.masked_patches == "replace" else None
         views = zip(batch.images, batch.views["is_masked"], strict=True)
         masked = [literal_image(visual, image, mask, hidden, vector)[0] for image, hidden in views]
     tables = [None] * n + [backbone.short_positions if method.short_positions == "own" else None] * n
@@ -155,7 +157,7 @@ def literal_loss(backbone, method, modules, batch):
         return literal_info_nce(masked if method.has_short else image, texts, scale, 0.1)
     total = literal_info_nce(image, texts[:n], scale, 0.1) + literal_info_nce(masked, texts[n:], scale, 0.1)
     for at, group in enumerate(method.hierarchy.numbers if method.hierarchy else ()):
-        sides = (modules.image_heads, cls_states), (modules.text_heads, eot_states[:n])
+        sides = (modules["image_heads"], cls_states), (modules["text_heads"], eot_states[:n])
         features = [literal_groups(heads, states, group, at) for heads, states in sides]
         total = total + 0.8 * 2 ** (group - GROUPS) * literal_info_nce(*features, scale, 0.0)
     return total / 2
@@ -172,10 +174,10 @@ def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, of_p
     assert_split_exactly(step, literal_loss(*step), case, of_processes)
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_evaluations_see_images_with_the_prompts(mask):
+@pytest.mark.parametrize(("mask", "written_out"), [*zip(MASKS, MASKS, strict=True), ("bands", "r2p"), ("none", "p2r")])
+def test_evaluations_see_images_with_the_prompts(mask, written_out):
     backbone = prompted(mask)
-    expected = torch.stack([literal_image(backbone.model.visual, image, mask)[0] for image in pixels()])
+    expected = torch.stack([literal_image(backbone.model.visual, image, written_out)[0] for image in pixels()])
     torch.testing.assert_close(backbone.encode_image(pixels()), expected, rtol=1e-9, atol=1e-9)
     assert (backbone.model.encode_image(pixels()) - expected).abs().max() > 1e-3
 
@@ -247,7 +249,7 @@ def stretched():
         (base, {"freeze": True}, "masked images, new prompts and groups need"),
         (tiny_siglip, {}, "is a SigLIP; Fix-CLIP's parts are those of a CLIP"),
         (stretched, {}, "already stretched and trained: its rows for short captions are gone"),
-        (prompted, {}, "prompts 3 --method.prompt_mask bands.*other than asked for.*prompts 4"),
+        (prompted, {}, "prompts 3 --prompt-mask bands.*other than asked for.*prompts 4"),
         (stretched, {"short_positions": "shared"}, None),
         (prompted, {"prompts": 3, "groups": 0, "mask_ratio": 0.0, "freeze": True}, None),
     ],
@@ -261,7 +263,7 @@ def test_base_models_that_cannot_be_trained_are_refused(made, changes, message):
 
 # ---- runs
 
-SETTINGS = dict(recipe="fix-clip", components=None, sampling="given", max_steps=4, method={"groups": 2, "prompts": 3})
+SETTINGS = dict(recipe="fix-clip", components=None, sampling="given", max_steps=4, groups=2, prompts=3)
 
 
 @pytest.fixture(scope="module")
@@ -290,8 +292,8 @@ def short_table(folder):
 
 def test_a_run_leaves_what_inference_needs_and_resumes_bit_for_bit(fix_world, finished, tmp_path):
     weights = load_file(finished / "last" / "open_clip_model.safetensors")
-    assert "visual.regional_prompts.prompts" in weights and not any("mask_vector" in name for name in weights)
-    assert {"mask_vector", "image_heads.norms.0.weight"} < checkpoint(finished, 4)["modules"].keys()
+    assert "visual.regional_prompts.prompts" in weights and not any("vector" in name for name in weights)
+    assert {"mask.vector", "image_heads.norms.0.weight"} < checkpoint(finished, 4)["modules"].keys()
     assert torch.equal(short_table(finished), load_backbone(fix_world[0]).model.positional_embedding)
     again = killed_copy(finished, tmp_path / "again", step=4)
     train(config(fix_world, again, **SETTINGS, workers=2))
@@ -332,7 +334,7 @@ def test_the_text_side_is_exported_and_the_image_side_is_refused(finished, tmp_p
 
 
 def test_without_prompts_both_towers_are_exported(fix_world, tmp_path):
-    settings = SETTINGS | {"method": {"prompts": 0, "groups": 0}, "max_steps": 1}
+    settings = SETTINGS | {"prompts": 0, "groups": 0, "max_steps": 1}
     run = train(config(fix_world, tmp_path / "run", **settings))
     for kind, positions, length in (("clip", "short", 77), ("open_clip", "long", 248)):
         main(["export", f"--model={run}", f"--output={tmp_path / kind}", f"--to={kind}", f"--positions={positions}"])
@@ -350,7 +352,7 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     world = model, str(tmp_path / "lines.jsonl"), images
     assert [read.short for read in open_data(*world[1:])[0].records] == [None] * 5 + ["Good."] * 19
-    settings = SETTINGS | {"method": {"groups": 0, "prompts": 0}, "max_steps": 2, "validation": 0}
+    settings = SETTINGS | {"groups": 0, "prompts": 0, "max_steps": 2, "validation": 0}
     with pytest.raises(UserError, match="of 24 records looked up 5 have no short_caption"):
         train(config(world, tmp_path / "refused", **settings))
     train(config(world, tmp_path / "run", **settings | {"max_bad": 0.5}))
@@ -371,3 +373,13 @@ def test_models_of_other_short_positions_are_other_models():
         set_short_positions(backbone.text.tower, torch.full((77, 32), value))
         digests.append(backbone.digest())
     assert len(set(digests)) == 3
+
+
+def test_every_setting_of_the_packages_recipes_is_an_option_with_help(capsys):
+    settings = {part.name for part in fields(FixClip) if part.metadata.get("is_setting", True)}
+    assert settings == set(RECIPE_OPTIONS)
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    _, *explained = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
+    lengths = {text.split()[0]: len(text.split()) for text in explained}
+    assert all(lengths[name.replace("_", "-")] > 5 for name in settings)

@@ -18,8 +18,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS, Method, find_method
-from debias_diffusion.methods.base import MethodAndTerms
-from debias_diffusion.methods.keep_states import SHARE, KeepStates, Teacher, state_errors
+from debias_diffusion.methods.keep_states import SHARE, Teacher, state_errors
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.reading import tokenize_text
 from debias_diffusion.tokens import CaptionTokenizer
@@ -46,7 +45,7 @@ def test_the_added_term_and_its_module_are_trained_and_the_module_is_not_exporte
     lines = [line for line in log(finished) if "loss" in line]
     assert all(line["predicted"] > 0 for line in lines) and lines[-1]["predicted"] < lines[0]["predicted"]
     one, all_steps = (checkpoint(finished, step)["modules"] for step in (4, 5))
-    assert all_steps.keys() == {"weight", "bias"}
+    assert all_steps.keys() == {"head.weight", "head.bias"}
     assert not any(torch.equal(one[name], all_steps[name]) for name in one)
     assert saved(finished, "last").keys() == saved(finished_run, "last").keys()
     assert "modules" not in checkpoint(finished_run, 7)
@@ -91,10 +90,11 @@ def test_a_methods_settings_are_given_on_the_command_line_and_in_yaml(world, pre
         ("predicting", {"alpha": -1}, "alpha must be above 0 .*got -1"),
         ("predicting", {"alpha": "much"}, "alpha is 'much', but must be a number"),
         ("debias-clip", {"alpha": 0.5}, "'debias-clip' has no setting 'alpha'"),
-        ("fix-clip", {"groups": 0, "first_group": 1}, "must be from 1 to --method.groups, which is 0"),
+        ("fix-clip", {"groups": 0, "first_group": 1}, "must be from 1 to --groups, which is 0"),
         ("fix-clip", {"mask_ratio": 1.0}, "mask_ratio is 1.0, but must be a number, at least 0 and below 1"),
-        ("fix-clip", {"padding": "random"}, "Give --padding none, or --method.short_positions shared"),
+        ("fix-clip", {"padding": "random"}, "Give --padding none, or --short-positions shared"),
         ("fix-clip", {"short_weight": 0.0}, "need both captions. Give one between 0 and 1"),
+        ("fix-clip", {"prompt_mask": "r2p"}, "prompt_mask is 'r2p', but must be bands or none"),
         ("fix-clip", {"patches": 3}, "has no setting 'patches'"),
         ("debias-clip", {"keep_states": float("nan")}, "keep_states is .*, but must be a number, at least 0"),
     ],
@@ -107,19 +107,24 @@ def test_unknown_methods_and_settings_are_refused(finished, name, changes, messa
 def test_options_that_are_in_the_wrong_place_are_explained(finished):
     with pytest.raises(UserError, match="There is no Python file '/.*absent.py' to import. Give the file that adds"):
         config(("m", "d", "i"), "o", import_file="absent.py")
-    with pytest.raises(UserError, match="short_weight is an option of its own: give --short-weight"):
-        config(("m", "d", "i"), "o", recipe="predicting", method={"short_weight": 0.5})
+    for name, option in (("short_weight", "--short-weight"), ("mask_ratio", "--mask-ratio")):
+        with pytest.raises(
+            UserError, match=f"{name} is an option of its own: give {option} instead of --method.{name}"
+        ):
+            config(("m", "d", "i"), "o", recipe="predicting", method={name: 0.5})
+    with pytest.raises(UserError, match="The recipe 'debias-clip' has no setting 'prompts'"):
+        config(("m", "d", "i"), "o", prompts=4)
     with pytest.raises(UserError, match="keep_states is 2, but no UNet of SDXL reads the text tower of a SigLIP"):
-        KeepStates(2.0).check_base(tiny_siglip(), 20, False)
+        find_method("debias-clip", {"keep_states": 2.0}).check_base(tiny_siglip(), 20, False)
 
 
 def test_every_recipe_takes_the_term_that_keeps_states_and_draws_the_same_captions(finished):
     sample = caption(3), TOKENIZER, 0, 1, "x"
     for name, method in METHODS.items():
         kept = find_method(name, {"keep_states": 3.0})
-        assert isinstance(method, Method) and kept == replace(method, terms=(KeepStates(3.0),))
-        assert kept.describe_all() == f"{method.describe()}; hidden states kept with weight 3"
-        assert not find_method(name, {"keep_states": 0.0}).terms
+        assert isinstance(method, Method) and kept == replace(method, keep_states=3.0)
+        assert "; hidden states kept with weight 3" in kept.describe()
+        assert "hidden states" not in find_method(name, {"keep_states": 0.0}).describe()
         assert kept.captions(*sample) == method.captions(*sample)
 
 
@@ -149,6 +154,7 @@ def stretched(**changes):
 
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(248), 248)
+KEEPING = find_method("debias-clip", {"keep_states": 1.0})
 
 
 @pytest.mark.parametrize("text", ["A red cat.", LONG])
@@ -185,7 +191,7 @@ def test_the_teacher_has_the_positions_of_before_the_stretching(keep, factor):
 
 def draw_states(text, sample, seed=0):
     """[2, 246] ids and cuts, -1 where there is nothing"""
-    (drawn,) = KeepStates(1.0).views(torch.zeros(3, 1, 1), text, TOKENIZER, seed, 0, str(sample)).values()
+    (drawn,) = KEEPING.views(torch.zeros(3, 1, 1), text, TOKENIZER, seed, 0, str(sample)).values()
     return drawn
 
 
@@ -227,20 +233,20 @@ def test_checkpoints_hold_what_a_method_trains_and_its_buffers_but_not_the_teach
         torch.manual_seed(seed)
         for tensor in method.state_dict().values():
             tensor.copy_(torch.randint(1, 9, tensor.shape))
-        modules = MethodAndTerms(method, [Teacher(backbone)])
+        modules = torch.nn.ModuleDict({"norm": method, "teacher": Teacher(backbone)})
         return backbone.model, Optimizer(backbone, 0.0, (0.9, 0.999), 1e-8, modules=modules), modules
 
     model, optimizer, modules = parts(0)
-    trained = [*model.parameters(), *modules.method.parameters()]
+    trained = [*model.parameters(), *modules["norm"].parameters()]
     sum(parameter.sum() for parameter in trained).backward()
     optimizer.step(1e-3)
     *again, others = parts(1)
-    others.terms[0].positional_embedding.data.fill_(7.0)
+    others["teacher"].positional_embedding.data.fill_(7.0)
     with Job.open(tmp_path, "train") as job:
         save_checkpoint(job, model, optimizer, TrainState(step=1), 1, modules)
         load_checkpoint(job, *again, others)
-    content, method = checkpoint(tmp_path, 1), modules.method.state_dict()
-    assert content["modules"].keys() == {f"method.{name}" for name in method}
+    content, method = checkpoint(tmp_path, 1), modules["norm"].state_dict()
+    assert content["modules"].keys() == {f"norm.{name}" for name in method}
     assert len(content["optimizer"]["adamw"]["state"]) == len(trained)  # none of the teacher
-    assert all(torch.equal(others.method.state_dict()[name], tensor) for name, tensor in method.items())
-    assert (others.terms[0].positional_embedding == 7.0).all()
+    assert all(torch.equal(others["norm"].state_dict()[name], tensor) for name, tensor in method.items())
+    assert (others["teacher"].positional_embedding == 7.0).all()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods import find_method
+from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, find_padding
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator, find_sampler, random_subset
 from debias_diffusion.sentences import split_sentences
@@ -119,12 +119,12 @@ def test_debias_clip_drops_the_summary_and_pads_in_front_which_long_clip_does_no
     assert not any("scene" in short for short in shorts)
     assert all(0 <= short.n_pre <= TOKENIZER.n_post(short.ids) for _, short in pairs)
     assert len({short.n_pre for _, short in pairs}) > 20
-    _, short = draw(RECIPES["long-clip"])
+    _, short = draw(METHODS["long-clip"])
     assert (text(short.ids), short.n_pre) == ("a scene .", 0)
 
 
 def test_the_recipes_are_the_papers():
-    debias, long, smart = (RECIPES[name] for name in ("debias-clip", "long-clip", "smart-clip-sampling"))
+    debias, long, smart = (METHODS[name] for name in ("debias-clip", "long-clip", "smart-clip-sampling"))
     assert (debias.short_weight, debias.components, debias.label_smoothing) == (0.1, 32, 0.1)
     assert (long.short_weight, long.components, long.label_smoothing) == (0.5, 32, 0.1)
     assert (smart.short_weight, smart.components, smart.sampling, smart.has_long) == (1.0, 0, "opening", False)

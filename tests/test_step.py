@@ -12,8 +12,8 @@ from helpers.steps import CPU, assert_same_gradients, assert_split_exactly, grad
 from helpers.tiny_clip import tiny_clip, tiny_siglip
 from torch import nn
 
-from debias_diffusion.methods.dual_caption import RECIPES, DualCaption
-from debias_diffusion.methods.keep_states import KeepStates
+from debias_diffusion.methods import METHODS as RECIPES
+from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.training.optimizer import Optimizer
 from debias_diffusion.training.step import backward
 
@@ -39,21 +39,22 @@ class Rich(DualCaption):
     """Everything a method may have: modules, a frozen one, views, features of several shapes, a global loss."""
 
     def modules(self, backbone):
-        modules = nn.ModuleDict({"head": nn.Linear(24, 6), "frozen": nn.Linear(24, 24).requires_grad_(False)})
-        modules.weight = nn.Parameter(torch.tensor(0.5))
-        return modules
+        weight = nn.ParameterList([torch.tensor(0.5)])
+        added = {"head": nn.Linear(24, 6), "frozen": nn.Linear(24, 24).requires_grad_(False), "weight": weight}
+        return super().modules(backbone) | added
 
     def views(self, image, caption, tokenizer, seed, epoch, sample_id):
         rng = random.Random(f"{seed}/{epoch}/{sample_id}")
-        return {"mask": torch.tensor([rng.random() for _ in range(3)], dtype=torch.float64)}
+        mask = torch.tensor([rng.random() for _ in range(3)], dtype=torch.float64)
+        return super().views(image, caption, tokenizer, seed, epoch, sample_id) | {"mask": mask}
 
     def encode(self, backbone, batch, modules=None):
-        features = super().encode(backbone, batch)
+        features = super().encode(backbone, batch, modules)
         short = features["short_text"]
         return features | {
             "masked": modules["head"](short).unflatten(1, (2, 3)) * batch.views["mask"][:, None],
             "distance": (modules["frozen"](short) - features["long_text"]).square().mean(dim=1),
-            "weight": modules.weight.expand(len(batch)),
+            "weight": modules["weight"][0].expand(len(batch)),
         }
 
     def losses(self, features, scale, bias=None):
@@ -64,7 +65,7 @@ class Rich(DualCaption):
 
 RICH = {
     "rich": Rich("random", "random", 0.1, COMPONENTS),
-    "kept": Rich("random", "random", 0.1, COMPONENTS, terms=(KeepStates(0.7),)),
+    "kept": Rich("random", "random", 0.1, COMPONENTS, keep_states=0.7),
 }
 
 
@@ -110,8 +111,8 @@ def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, of_p
 @pytest.mark.parametrize("case", RICH)
 def test_a_methods_own_modules_features_and_terms_are_split_exactly_too(case, of_processes):
     backbone, method, modules, batch = setup(case)
-    features = method.all_features(backbone, batch, modules)
-    losses, report = method.all_losses(features, backbone.logit_scale.exp())
+    features = method.encode(backbone, batch, modules)
+    losses, report = method.losses(features, backbone.logit_scale.exp())
     assert [features[name].ndim for name in ("long_text", "masked", "distance", "weight")] == [2, 3, 1, 1]
     if case == "kept":
         drawn = batch.views["state_tokens"][:, 0, 0] >= 0

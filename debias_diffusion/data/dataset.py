@@ -111,7 +111,7 @@ class CaptionDataset(RecordDataset):
         record, image, bad = self.read(key)
         drawn_from = record.caption, self.tokenizer, self.seed, key[0], record.sample_id
         given = {"short": record.short} if self.recipe.reads_short else {}
-        captions, views = self.recipe.captions(*drawn_from, **given), self.recipe.all_views(image, *drawn_from)
+        captions, views = self.recipe.captions(*drawn_from, **given), self.recipe.views(image, *drawn_from)
         return Sample(key, record.sample_id, image, captions, bad, views)
 
 

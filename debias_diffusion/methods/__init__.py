@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import UserError, near_matches
-from ..limits import NonNegativeFloat, check_value
-from .base import Batch, Caption, Method, Term, image_features
+from ..limits import check_value
+from .base import Batch, Caption, Method, image_features
 from .dual_caption import RECIPES as DUAL_CAPTION_RECIPES
 from .fix_clip import RECIPES as FIX_CLIP_RECIPES
 from .keep_states import KeepStates
 
-__all__ = ["METHODS", "Batch", "Caption", "Method", "Term", "find_method", "image_features", "import_methods"]
+__all__ = ["METHODS", "Batch", "Caption", "KeepStates", "Method", "find_method", "image_features", "import_methods"]
 
-_KEEP_STATES = "keep_states"  # a setting of every method: the weight of that term, 0 for none
 # What `--recipe` may name.
 METHODS: dict[str, Method] = {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES}
 
@@ -43,16 +42,16 @@ def import_methods(file: str) -> None:
 
 
 def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:
-    """The method of that name, with some of its settings changed, "keep_states" among them.
+    """The method of that name, with some of its settings changed.
 
     Raises:
         UserError: there is no such method or setting, or a value cannot be used.
     """
     if name not in METHODS:
         raise UserError(f"Unknown recipe {name!r}.{near_matches(name, METHODS)} Choose one of: {', '.join(METHODS)}.")
-    method, changes = METHODS[name], dict(settings or {})
-    hints = get_type_hints(type(method), include_extras=True) | {_KEEP_STATES: NonNegativeFloat}
-    known = [part.name for part in fields(method) if part.metadata.get("is_setting", True)] + [_KEEP_STATES]
+    method, changes = METHODS[name], settings or {}
+    hints = get_type_hints(type(method), include_extras=True)
+    known = [part.name for part in fields(method) if part.metadata.get("is_setting", True)]
     for setting, value in changes.items():
         if setting not in known:
             raise UserError(
@@ -60,7 +59,4 @@ def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:
                 f"{', '.join(known)}."
             )
         check_value(setting, value, hints[setting])
-    if _KEEP_STATES in changes:
-        weight = changes.pop(_KEEP_STATES)
-        changes["terms"] = (KeepStates(weight),) if weight else ()
     return replace(method, **changes)

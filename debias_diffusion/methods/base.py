@@ -91,10 +91,15 @@ def at_least_float(features: Tensor) -> Tensor:
     return features if features.dtype == torch.float64 else features.float()
 
 
-class Term(Checked, ABC):
-    """A loss, with what it needs: views of a sample, modules and features of its own. A frozen dataclass.
+@dataclass(frozen=True)
+class Method(Checked, ABC):
+    """What a model learns from, and which losses it minimises.
 
-    Beside a method (see `Method.terms`) its names of views and features must be others than the method's.
+    A method is a frozen dataclass: its fields are its settings, checked by their annotations, and `__post_init__`
+    raises UserError for values that cannot be used together. `METHODS` has them by the name that `--recipe` takes.
+
+    Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults. A
+    subclass adds a loss by adding to what `super()` gives, in `modules`, `views`, `encode` and `losses`.
     """
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
@@ -105,14 +110,14 @@ class Term(Checked, ABC):
             freeze_image_tower: the run's `--freeze-image-tower`.
         """
 
-    def modules(self, backbone: Backbone) -> nn.Module | None:
-        """Modules of its own, made from the prepared base model with the run's seed.
+    def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
+        """Modules of its own by name, made from the prepared base model with the run's seed.
 
         Parameters with `requires_grad` are trained and, like buffers, restored when a run resumes. Frozen ones, such as
         those of a reference model, are made anew by this function and take no room in a checkpoint. Nothing of them is
         in the saved model or exported: what belongs there, `prepare` adds to the towers.
         """
-        return None
+        return {}
 
     def views(
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
@@ -127,7 +132,7 @@ class Term(Checked, ABC):
         return {}
 
     @abstractmethod
-    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+    def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
         """Named features of the batch, each floating point and [batch, ...], with gradients.
 
         A sample's features depend on that sample alone, because the batch may be one chunk, on one of several
@@ -135,7 +140,7 @@ class Term(Checked, ABC):
         here to a loss per sample, [batch]. A parameter that `losses` needs is a feature too, expanded to [batch, ...].
 
         Args:
-            modules: what `modules` returned, on the device.
+            modules: what `modules` returned, as an nn.ModuleDict on the device; None if that is empty.
         """
 
     @abstractmethod
@@ -156,31 +161,6 @@ class Term(Checked, ABC):
     @abstractmethod
     def describe(self) -> str:
         """What the model learns from, in a line for the plan and the model card."""
-
-
-class MethodAndTerms(nn.Module):
-    """The modules of a method and of its terms, each of which may be None."""
-
-    def __init__(self, method: nn.Module | None, terms: Sequence[nn.Module | None]):
-        super().__init__()
-        self.method, self.terms = method, nn.ModuleList(terms)  # ty: ignore[invalid-argument-type] - it takes None
-
-
-@dataclass(frozen=True)
-class Method(Term):
-    """What a model learns from, and which losses it minimises.
-
-    A method is a frozen dataclass: its fields are its settings, checked by their annotations, and `__post_init__`
-    raises UserError for values that cannot be used together. `METHODS` has them by the name that `--recipe` takes.
-
-    Four functions have to be written: `captions`, `encode`, `losses` and `describe`. The others have defaults. Training
-    calls those with `all` in their name, which add the terms.
-
-    Attributes:
-        terms: further losses, for any method.
-    """
-
-    terms: tuple[Term, ...] = field(default=(), kw_only=True, metadata={"is_setting": False})
 
     @property
     def reads_short(self) -> bool:
@@ -225,31 +205,3 @@ class Method(Term):
         rows = [caption for kind in zip(*samples, strict=True) for caption in kind]
         is_short = [row.is_short for row in rows]
         return tokenizer.batch([row.ids for row in rows], [row.n_pre for row in rows], before_sot, is_short)
-
-    def all_modules(self, backbone: Backbone) -> nn.Module | None:
-        modules = self.modules(backbone)
-        return MethodAndTerms(modules, [term.modules(backbone) for term in self.terms]) if self.terms else modules
-
-    def all_views(self, *sample) -> dict[str, Tensor]:
-        return {name: view for part in (self, *self.terms) for name, view in part.views(*sample).items()}
-
-    def all_features(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        if not self.terms:
-            return self.encode(backbone, batch, modules)
-        encoded = (
-            part.encode(backbone, batch, part_modules)
-            for part, part_modules in zip((self, *self.terms), (modules.method, *modules.terms), strict=True)
-        )
-        return {name: feature for features in encoded for name, feature in features.items()}
-
-    def all_losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        losses, report = {}, {}
-        for part in (self, *self.terms):
-            part_losses, part_report = part.losses(features, scale, bias)
-            losses, report = losses | part_losses, report | part_report
-        return losses, report
-
-    def describe_all(self) -> str:
-        return "; ".join(part.describe() for part in (self, *self.terms))

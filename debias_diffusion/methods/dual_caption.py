@@ -1,8 +1,7 @@
-"""Training on a long and a short caption of each image, as in Long-CLIP and DeBias-CLIP.
+"""Training on a long and a short caption of each image, as in DeBias-CLIP; Long-CLIP's recipe is in `fix_clip`.
 
 debias-clip           drop the summary, draw a random subset of the rest, pad in front (Algorithm 1); w = 0.1
 debias-clip-sdxl      the same, and words keep the hidden states that SDXL's UNet reads (see `keep_states`)
-long-clip             the summary as the short caption, no padding in front; both losses weigh the same
 smart-clip-sampling   one caption, cut after a random number of sentences, and one loss: SmartCLIP's sampling (section
                       C.5), not its mask network. Table S6: sampling `ordered` is "Start at 2", `details` "Only drop 1"
 """
@@ -12,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import UserError
 from ..limits import BelowOne, NonNegativeInt, PositiveInt, Share
 from ..models.backbone import Backbone
 from ..sentences import split_sentences
 from ..tokens import CaptionTokenizer, TokenBatch
-from .base import Batch, Caption, Method, image_features
+from .base import Batch, Caption, image_features
 from .keep_states import KeepStates
 from .objectives import Features, check_components, dual_caption_objective
 from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
@@ -63,7 +62,7 @@ def find_padding(name: str) -> Padding:
 
 
 @dataclass(frozen=True)
-class DualCaption(Method):
+class DualCaption(KeepStates):
     """A long caption against the image, and a short one against the image's principal components.
 
     Attributes:
@@ -146,7 +145,11 @@ class DualCaption(Method):
     def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
         return super().collate(samples, tokenizer, find_padding(self.padding).before_sot)
 
-    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+    def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
+        """What `encode_pairs` gives, and the errors of the states that are kept."""
+        return self.encode_pairs(backbone, batch, modules) | super().encode(backbone, batch, modules)
+
+    def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
         """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""
         image = image_features(backbone, batch)
         texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
@@ -158,21 +161,22 @@ class DualCaption(Method):
         """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`."""
         views = (features.get(name) for name in ("long_text", "short_text", "short_image"))
         compared = Features(features["image"], *views)
-        return dual_caption_objective(
+        losses, report = dual_caption_objective(
             compared, scale, bias, self.short_weight, self.components, self.label_smoothing, self.component_parts
         )
+        state_losses, state_report = super().losses(features, scale, bias)
+        return losses | state_losses, report | state_report
 
     def describe(self) -> str:
         padding = f", {self.padding} padding, w = {self.short_weight:g}" if self.has_short else ""
         components = f", {self.components} components" if self.has_short and self.components else ""
         components += f" of each of {self.component_parts} parts" if components and self.component_parts > 1 else ""
         short = "given short captions" if self.reads_short else f"{self.sampling} sentences"
-        return f"{short}{padding}{components}, {self.pooling} pooling"
+        return f"{short}{padding}{components}, {self.pooling} pooling{super().describe()}"
 
 
 RECIPES = {
     "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
-    "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, terms=(KeepStates(3.0),)),
-    "long-clip": DualCaption(sampling="summary", padding="none", short_weight=0.5),
+    "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, keep_states=3.0),
     "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }

@@ -1,7 +1,7 @@
 """Fix-CLIP: masked images for short captions, regional prompts, and features of middle layers (arXiv 2507.10095).
 
 fix-clip    the paper's method (section 3)
-long-clip   Long-CLIP as everywhere, to which each part can be added: the paper's Table 4
+long-clip   the summary as the short caption, both losses weigh the same; each part can be added: the paper's Table 4
 
 Its text tower is an ordinary one. After training, the long table of positions reads every caption, and the regional
 prompts (`models.regional_prompts`) stay in the image tower; the mask vector and the heads of the hierarchy are left
@@ -24,7 +24,6 @@ from ..models.image_tower import ImageTower, MaskedPatches
 from ..models.regional_prompts import LAYERS, MASKS, PromptSettings
 from ..models.text_tower import set_short_positions
 from ..tokens import CaptionTokenizer
-from . import dual_caption
 from .base import Batch, Caption, at_least_float, image_features
 from .dual_caption import DualCaption
 from .objectives import contrastive_loss
@@ -130,15 +129,6 @@ class GroupHeads(nn.Module):
         return torch.stack([norm(linear(state)) for linear, norm, state in heads], dim=1)
 
 
-class FixClipModules(nn.Module):
-    """What is trained with the model and left behind: the mask vector [width], and the heads of both towers."""
-
-    def __init__(self, mask_vector: Tensor | None, image_heads: GroupHeads | None, text_heads: GroupHeads | None):
-        super().__init__()
-        self.mask_vector = None if mask_vector is None else nn.Parameter(mask_vector)
-        self.image_heads, self.text_heads = image_heads, text_heads
-
-
 @dataclass(frozen=True)
 class FixClip(DualCaption):
     """A long caption against the image, a short one against a masked view of it, and middle layers (Fix-CLIP).
@@ -148,20 +138,7 @@ class FixClip(DualCaption):
     L_g is the symmetric InfoNCE of the images' and the long captions' features of group g (E7), without label
     smoothing. With every part off it is `DualCaption`, bit for bit.
 
-    Attributes:
-        mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
-            masks none.
-        masked_patches: replace masked patches with one learned vector, zeros at first, put in before positions are
-            added; or discard them, which is faster and worse (Table 5, "Dis."). CLS is never masked.
-        short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
-            and not stretched; or shared, one table for all captions.
-        prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
-        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all; r2p:
-            prompts to all patches; p2r: patches to prompts too.
-        prompt_layers: own prompts for each block, or the same shared by all.
-        groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
-        first_group: The first group that is compared, from 1; null compares the last three.
-        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
+    Its settings are options of `train`, which `TrainConfig` explains.
     """
 
     mask_ratio: BelowOne = 0.0
@@ -181,7 +158,7 @@ class FixClip(DualCaption):
         super().__post_init__()
         if (self.first_group or 0) > self.groups:
             raise UserError(
-                f"first_group is {self.first_group}, but must be from 1 to --method.groups, which is {self.groups}."
+                f"first_group is {self.first_group}, but must be from 1 to --groups, which is {self.groups}."
             )
         if (self.masked_view or self.hierarchy or self.has_own_positions) and not (self.has_long and self.has_short):
             raise UserError(
@@ -191,7 +168,7 @@ class FixClip(DualCaption):
         if self.has_own_positions and self.padding != "none":
             raise UserError(
                 f"padding is {self.padding}, but pads in front of captions that have positions of their own are not "
-                "supported. Give --padding none, or --method.short_positions shared."
+                "supported. Give --padding none, or --short-positions shared."
             )
 
     @property
@@ -218,6 +195,7 @@ class FixClip(DualCaption):
         return not (self.masked_view or self.regional_prompts or self.hierarchy or self.has_own_positions)
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
+        super().check_base(base_model, keep_positions, freeze_image_tower)
         existing = base_model.prompt_settings
         if existing is not None and existing != self.regional_prompts:
             raise UserError(
@@ -236,7 +214,7 @@ class FixClip(DualCaption):
                 if depth % self.groups:
                     raise UserError(
                         f"groups is {self.groups}, which does not divide the {depth} blocks of the {name} tower. Give "
-                        f"--method.groups with one of {possible}, or 0 for none."
+                        f"--groups with one of {possible}, or 0 for none."
                     )
         if self.masked_view:
             self.masked_view.count(tower.patches)
@@ -247,7 +225,7 @@ class FixClip(DualCaption):
         if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not existing)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
-                "the image tower in every step. Leave it out, or give 0 for --method.mask_ratio, prompts and groups."
+                "the image tower in every step. Leave it out, or give 0 for --mask-ratio, prompts and groups."
             )
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
@@ -267,15 +245,17 @@ class FixClip(DualCaption):
         table = backbone.short_positions
         return replace(self, patches=backbone.image.patches, short_length=0 if table is None else len(table))
 
-    def modules(self, backbone: Backbone) -> nn.Module | None:
-        visual, heads, vector = backbone.model.visual, (None, None), None
+    def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
+        """Trained with the model and left behind: "mask" with the mask vector [width], and the heads of both
+        towers."""
+        modules, visual = super().modules(backbone), backbone.model.visual
+        if self.masked_view and self.masked_patches == "replace":
+            modules["mask"] = nn.ParameterDict({"vector": torch.zeros_like(visual.class_embedding)})
         if self.hierarchy:
             count, text = len(self.hierarchy.numbers), backbone.text.tower.text_projection
             text = text.weight.T if isinstance(text, nn.Linear) else text
-            heads = GroupHeads(visual.proj, count), GroupHeads(text, count)
-        if self.masked_view and self.masked_patches == "replace":
-            vector = torch.zeros_like(visual.class_embedding)
-        return FixClipModules(vector, *heads) if self.hierarchy or vector is not None else None
+            modules |= {"image_heads": GroupHeads(visual.proj, count), "text_heads": GroupHeads(text, count)}
+        return modules
 
     def rate(self, name: str) -> float:
         return self.new_rate if name.startswith(("method/", "visual.regional_prompts.")) else 1.0
@@ -292,23 +272,24 @@ class FixClip(DualCaption):
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
     ) -> dict[str, Tensor]:
         """{"is_masked": [patches] bool}, where there is a masked view."""
-        if not self.masked_view:
-            return {}
-        return {"is_masked": self.masked_view.draw(self.patches, seed, epoch, sample_id)}
+        views = super().views(image, caption, tokenizer, seed, epoch, sample_id)
+        if self.masked_view:
+            views["is_masked"] = self.masked_view.draw(self.patches, seed, epoch, sample_id)
+        return views
 
-    def encode(self, backbone: Backbone, batch: Batch, modules: nn.Module | None = None) -> dict[str, Tensor]:
+    def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
         """{"image", "long_text", "short_text"}, no text without weight; "short_image", the masked one, if there is one,
         each [batch, embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; at least float32."""
         if not (self.masked_view or self.regional_prompts or self.hierarchy):
-            return super().encode(backbone, batch, modules)
+            return super().encode_pairs(backbone, batch, modules)
         features, states = self._encode_images(backbone, batch, modules)
         blocks = self.hierarchy.blocks(_depth(backbone)) if self.hierarchy else ()
         texts, text_states = backbone.text.encode(batch.tokens, blocks)
         features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
         if self.hierarchy:
             long_states = text_states[: len(batch)]
-            features["image_groups"] = modules.image_heads(self.hierarchy.aggregate(at_least_float(states)))
-            features["text_groups"] = modules.text_heads(self.hierarchy.aggregate(at_least_float(long_states)))
+            features["image_groups"] = modules["image_heads"](self.hierarchy.aggregate(at_least_float(states)))
+            features["text_groups"] = modules["text_heads"](self.hierarchy.aggregate(at_least_float(long_states)))
         return {name: at_least_float(feature) for name, feature in features.items()}
 
     def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Any]:
@@ -317,7 +298,7 @@ class FixClip(DualCaption):
             return {"image": image_features(backbone, batch)}, None
         images, tower, masked = backbone.as_floats(batch.images), backbone.image, None
         if self.masked_view:
-            vector = modules.mask_vector if self.masked_patches == "replace" else None
+            vector = modules["mask"]["vector"] if self.masked_patches == "replace" else None
             masked = MaskedPatches(batch.views["is_masked"], vector)
         blocks = self.hierarchy.blocks(tower.depth) if self.hierarchy else ()
         image, masked_image, states = tower.encode_with_masked(images, blocks, masked)
@@ -359,11 +340,8 @@ def _depth(backbone: Backbone) -> int:
 def _spelled(settings: PromptSettings | None) -> str:
     """Prompts as the options that ask for them."""
     if settings is None:
-        return "--method.prompts 0"
-    return (
-        f"--method.prompts {settings.count} --method.prompt_mask {settings.mask} --method.prompt_layers "
-        f"{settings.layers}"
-    )
+        return "--prompts 0"
+    return f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-layers {settings.layers}"
 
 
 def _check_towers(base_model: Backbone) -> None:
@@ -393,19 +371,18 @@ def _check_positions(base_model: Backbone, keep_positions: int) -> None:
     if is_stretched and base_model.short_positions is None:
         raise UserError(
             "short_positions is own, but the base model's positions are already stretched and trained: its rows for "
-            "short captions are gone. Give the model that it was trained from, or --method.short_positions shared."
+            "short captions are gone. Give the model that it was trained from, or --short-positions shared."
         )
     kept = base_model.kept_positions if is_stretched else keep_positions
     if kept < 1:
         raise UserError(
             "short_positions is own, and both tables begin with the same SOT, but keep_positions is 0. Give at least "
-            "1, or --method.short_positions shared."
+            "1, or --short-positions shared."
         )
 
 
-_SHARED = ("sampling", "padding", "short_weight")
 RECIPES = {
-    "long-clip": FixClip(**{name: getattr(dual_caption.RECIPES["long-clip"], name) for name in _SHARED}),
+    "long-clip": FixClip(sampling="summary", padding="none", short_weight=0.5),
     "fix-clip": FixClip(
         sampling="summary",
         padding="none",

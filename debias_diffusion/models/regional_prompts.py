@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import UserError
 from .blocks import Attention, before_attention, full_attention
 
-MASKS = ("bands", "none", "r2p", "p2r")
+MASKS = ("bands", "none")
 LAYERS = ("own", "shared")
 _DEVIATION = 0.02  # of the prompts at the start
 
@@ -27,12 +27,11 @@ class PromptSettings:
 
     Attributes:
         count: M, the number of prompts in a block, from 1.
-        mask: who attends to whom. In every one CLS attends to all. Because prompts are replaced, "bands" and "r2p" give
-            the same features, and so do "none" and "p2r".
+        mask: who attends to whom, CLS always to all. Because prompts are replaced, what they attend to changes nothing:
+            Table 13's R2P, where prompts attend to all patches, is "bands"; its P2R, where patches attend to prompts
+            too, is "none".
             "bands": patches attend to CLS and patches; prompt j to itself and band j (E3 with j - 1, Fig. 4).
             "none": everything attends to everything.
-            "r2p": as bands, but prompts attend to all patches (Table 13).
-            "p2r": as bands, but patches also attend to prompts (Table 13).
         layers: "own" prompts for each block, or the same "shared" by all (Table 13).
 
     Raises:
@@ -94,7 +93,7 @@ class RegionalPrompts(nn.Module):
         _, *prompt_key_value = before_attention(module, prompts)
         behind = (part.to(key.dtype).expand(len(key), *part.shape) for part in prompt_key_value)
         everything = [torch.cat(parts, dim=1) for parts in zip((key, value), behind, strict=True)]
-        if self.settings.mask in ("none", "p2r"):
+        if self.settings.mask == "none":
             return full_attention(query, *everything)
         cls = full_attention(query[:, :1], *everything)
         if query.shape[1] == 1:

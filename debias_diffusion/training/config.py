@@ -1,10 +1,8 @@
 """The settings of a training run, and the checks that need no data."""
 
-import ast
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..encoders import EncoderSpec, Kind
@@ -17,6 +15,7 @@ from ..limits import (
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Precision,
     Rule,
@@ -32,13 +31,13 @@ _WITHOUT_EFFECT = (
     *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "max_bad", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
-# Options that are settings of the recipe; others are given in `method`.
-RECIPE_OPTIONS = ("sampling", "padding", "short_weight", "components", "label_smoothing", "pooling", "keep_states")
-# (recipes, file in methods/, class whose docstring explains their settings)
-_DOCUMENTED = (
-    ("all recipes", "dual_caption.py", "DualCaption"),
-    ("fix-clip, and of long-clip, where all are off", "fix_clip.py", "FixClip"),
+# Options that are settings of the recipe; those of a method of one's own are given in `method`.
+_OF_ALL = ("sampling", "padding", "short_weight", "components", "component_parts", "label_smoothing", "pooling")
+_OF_FIX_CLIP = (
+    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_layers", "groups"),
+    *("first_group", "new_rate"),
 )
+RECIPE_OPTIONS = (*_OF_ALL, "keep_states", *_OF_FIX_CLIP)
 Tracker = Literal["tensorboard", "wandb"]
 RunSeed = between(int, 0, 2**32 - 1)  # a step's draws are seeded with it and, in the lower half of 64 bits, its number
 _Scale = Annotated[float, Rule("above 0, at most 100", lambda scale: 0 < scale <= 100)]
@@ -132,7 +131,7 @@ class TrainConfig(RunConfig):
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
         recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip,
-            smart-clip-sampling or fix-clip. The options that follow, to method, override a part of it.
+            smart-clip-sampling or fix-clip. The options that follow, and those of Fix-CLIP, override a part of it.
         import_file: Python file that adds your method to the recipes (docs/extending.md). Its contents are a setting of
             the run.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
@@ -145,12 +144,25 @@ class TrainConfig(RunConfig):
         components: Principal components of the image features that short captions are compared with, fewer than the
             batch less one; 0 compares them with the features themselves. null is the recipe's, or of a small batch half
             of what fits.
+        component_parts: Equal parts of the batch that each have components of their own, as each process has in
+            Long-CLIP's code; 1 takes those of the whole batch.
         label_smoothing: From 0 to below 1; not for SigLIP's loss.
         pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
         keep_states: Weight of the term that keeps the hidden states which SDXL's UNet reads near the base model's, read
             in chunks; 0 leaves it out.
-        method: Further settings of a recipe, as --method.prompts 4, or method: {prompts: 4} in YAML. Those of the
-            package's recipes are listed at the end.
+        method: Settings of a method of your own, as --method.alpha 0.75, or method: {alpha: 0.75} in YAML.
+        mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
+            masks none.
+        masked_patches: replace masked patches with one learned vector, zeros at first, put in before positions are
+            added; or discard them, which is faster and worse (Table 5, "Dis."). CLS is never masked.
+        short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
+            and not stretched; or shared, one table for all captions.
+        prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
+        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all.
+        prompt_layers: own prompts for each block, or the same shared by all.
+        groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
+        first_group: The first group that is compared, from 1; null compares the last three.
+        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
         keep_positions: First positions that are kept when the context length is stretched, and not trained. 0 stretches
             all.
         stretch: How many positions each of the others becomes; 77 positions become 248 with the defaults. A model that
@@ -177,7 +189,8 @@ class TrainConfig(RunConfig):
             *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
             "freeze_image_tower",
         ),
-        "Recipe": ("recipe", "import_file", *RECIPE_OPTIONS, "method"),
+        "Recipe": ("recipe", "import_file", *_OF_ALL, "keep_states", "method"),
+        "Parts of Fix-CLIP, for the recipes fix-clip and long-clip": _OF_FIX_CLIP,
     } | RunConfig.GROUPS
 
     model: str
@@ -188,10 +201,20 @@ class TrainConfig(RunConfig):
     padding: str | None = None
     short_weight: Share | None = None
     components: NonNegativeInt | None = None
+    component_parts: PositiveInt | None = None
     label_smoothing: BelowOne | None = None
     pooling: Literal["eot", "average"] | None = None
     keep_states: NonNegativeFloat | None = None
     method: dict[str, Any] | None = None
+    mask_ratio: BelowOne | None = None
+    masked_patches: Literal["replace", "discard"] | None = None
+    short_positions: Literal["own", "shared"] | None = None
+    prompts: NonNegativeInt | None = None
+    prompt_mask: Literal["bands", "none"] | None = None
+    prompt_layers: Literal["own", "shared"] | None = None
+    groups: NonNegativeInt | None = None
+    first_group: PositiveInt | None = None
+    new_rate: PositiveFloat | None = None
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
     keep_best: NonNegativeInt = 0
@@ -234,21 +257,6 @@ class TrainConfig(RunConfig):
         if self.import_file:
             import_methods(os.path.realpath(self.import_file))
         return find_method(self.recipe, method_settings(vars(self)))
-
-    @staticmethod
-    def more_help() -> dict[str, dict[str, str]]:
-        """{title: {option: help}} of further settings of recipes, read without importing the methods' libraries."""
-        from docstring_parser import parse
-
-        pages = {}
-        for recipes, file, method in _DOCUMENTED:
-            source = ast.parse((Path(__file__).parents[1] / "methods" / file).read_text(encoding="utf-8"))
-            (cls,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == method)
-            settings = {param.arg_name: param.description for param in parse(ast.get_docstring(cls)).params}
-            pages[f"Further settings of {recipes}"] = {
-                f"--method.{name}": text for name, text in settings.items() if name not in RECIPE_OPTIONS
-            }
-        return pages
 
 
 def ablated(model: str, base: str) -> UserError:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, Collate
@@ -74,10 +75,9 @@ class _Training(Run):
             self.method, self.settings["components"] = fitted, fitted.components
         self.method.check(*sizes)
         torch.manual_seed(config.seed)  # the method's modules are the same on every process and in every run
-        self.model, self.modules = self.backbone.model, self.method.all_modules(self.backbone)
+        self.model, modules = self.backbone.model, self.method.modules(self.backbone)
+        self.modules = nn.ModuleDict(modules).to(accelerator.device) if modules else None
         self.backbone.to(accelerator.device).train()
-        if self.modules is not None:
-            self.modules.to(accelerator.device)
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
         self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)

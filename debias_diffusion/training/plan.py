@@ -34,7 +34,7 @@ def _measure(run, probe: Batch) -> tuple[float, int]:
         started = time.perf_counter()
         hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
         with autocast(run.precision, device), hooks:
-            features = pack(run.method.all_features(run.backbone, probe, run.modules))
+            features = pack(run.method.encode(run.backbone, probe, run.modules))
         features.float().square().sum().backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def print_plan(run, probe: Batch, start: int) -> None:
     lines = {
         "model": f"{config.model}, {origin} weights; context length {backbone.context_length}: the first "
         f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
-        "recipe": f"{config.recipe}: {run.method.describe_all()}{fitted}",
+        "recipe": f"{config.recipe}: {run.method.describe()}{fitted}",
         "trained": "text tower, with cached image features" if config.freeze_image_tower else "both towers",
         "pairs": f"{batches.records} to train on; {len(run.held_out)} held out{chosen}{choosing}",
         "steps": f"{total} of {run.pairs_a_step}{chunks} ({total * config.batch / batches.records:.2f} epochs)"

@@ -49,8 +49,7 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
         UserError: the method or an option cannot be used with this model.
     """
     method = config.make_method()
-    for part in (method, *method.terms):
-        part.check_base(backbone, config.keep_positions, config.freeze_image_tower)
+    method.check_base(backbone, config.keep_positions, config.freeze_image_tower)
     if "keep" not in backbone.config.get("debias_diffusion", {}):
         most = backbone.context_length - 2
         if config.keep_positions > most:

@@ -71,7 +71,7 @@ def backward(
         if not at_once:  # random draws, such as dropped patches, must be the same both times
             torch.manual_seed(hash((seed, number)) & (2**63 - 1))
         with autocast(precision, accelerator.device):
-            features = method.all_features(backbone, chunks[number].to(accelerator.device), modules)
+            features = method.encode(backbone, chunks[number].to(accelerator.device), modules)
             shapes.update({name: feature.shape[1:] for name, feature in features.items()})
             return pack(features)
 
@@ -79,7 +79,7 @@ def backward(
         encoded = [encode_chunk(number) for number in range(len(chunks))]
     local = torch.cat([part.detach() for part in encoded]).to(backbone.logit_scale.dtype)
     gathered = accelerator.gather(local).requires_grad_()
-    losses, report = method.all_losses(unpack(gathered, shapes), backbone.logit_scale.exp(), backbone.logit_bias)
+    losses, report = method.losses(unpack(gathered, shapes), backbone.logit_scale.exp(), backbone.logit_bias)
     total = torch.stack(list(losses.values())).sum()
     report = {"loss": total.detach(), **report}
     if not total.isfinite():

@@ -118,17 +118,14 @@ class Work:
     def _training_settings(self, model: Model) -> dict[str, Any]:
         """Settings of `train` for a model in this world, with epochs turned into steps where the world does so."""
         base, given = self.world.bases[model.base], model.training or {}
-        known = _check_names("train", given, TrainConfig)
+        _check_names("train", given, TrainConfig)
         names = {"model": fill(base.model, self.root, 0), "pretrained": base.pretrained}
         settings = self.world.training | given | names
         recipe = METHODS.get(settings.get("recipe", "debias-clip"))
-        further = dict(settings.get("method", {}))
         for name, values in self.world.substitute.items():
-            place = settings if name in known else further
-            value = place.get(name, getattr(recipe, name, None))
+            value = settings.get(name, getattr(recipe, name, None))
             if value in values:
-                place[name] = values[value]
-        settings |= {"method": further} if further else {}
+                settings[name] = values[value]
         if self.world.steps_per_epoch is not None:
             steps = self.world.steps_per_epoch * settings.get("epochs", TrainConfig.epochs)
             settings |= {"max_steps": steps, "epochs": steps, "warmup": steps // 10, "eval_every": steps}
@@ -204,8 +201,8 @@ class Work:
         return json_digest({"depends": [self.contents.of(settings), *more]})[:12]
 
 
-def _check_names(command: str, settings: Mapping, options: type) -> list[str]:
-    """The names of the settings of a command. Raises UserError where others are given."""
+def _check_names(command: str, settings: Mapping, options: type) -> None:
+    """Raises UserError for a setting that a command does not have."""
     known = [part.name for part in fields(options)]
     for name in settings:
         if name not in known:
@@ -213,7 +210,6 @@ def _check_names(command: str, settings: Mapping, options: type) -> list[str]:
                 f"{command} has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion {command} "
                 "--help`."
             )
-    return known
 
 
 def _named(name: str, known: Mapping[str, Any], kind: str) -> Any:

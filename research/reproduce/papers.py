@@ -232,8 +232,7 @@ def describe(model: Model) -> str:
     words = [model.base]
     for settings in (model.training, model.ablation, model.alignment):
         if settings is not None:
-            flat = settings | settings.get("method", {})
-            words.append(", ".join(f"{name} {flat[name]}" for name in flat if name != "method") or "defaults")
+            words.append(", ".join(f"{name} {value}" for name, value in settings.items()) or "defaults")
     return ", ".join(words)
 
 

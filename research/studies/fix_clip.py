@@ -75,7 +75,7 @@ def encode_images(backbone: Backbone, split: str, modules: dict[str, Tensor], di
     tower, view, parts = backbone.image, MaskedView(MASK_RATIO), []
     images = render_all([scene(split, index) for index in range(SCENES)], backbone)
     is_masked = torch.stack([view.draw(tower.patches, 0, 0, f"{split}/{at}") for at in range(SCENES)])
-    vector = modules.get("mask_vector", torch.zeros_like(backbone.model.visual.class_embedding))
+    vector = modules.get("mask.vector", torch.zeros_like(backbone.model.visual.class_embedding))
     for pixels, rows in zip(images.split(BATCH), is_masked.split(BATCH), strict=True):
         patches = MaskedPatches(rows, None if discard else vector)
         parts.append(tower.encode_with_masked(backbone.as_floats(pixels), HIERARCHY.blocks(tower.depth), patches))
@@ -85,13 +85,12 @@ def encode_images(backbone: Backbone, split: str, modules: dict[str, Tensor], di
 def method_modules(run: Path) -> dict[str, Tensor]:
     """What the method has trained beside the towers, from the newest checkpoint; none of the base model."""
     files = sorted(run.glob("checkpoint-*"))
-    state = torch.load(files[-1], weights_only=True).get("modules", {}) if files else {}
-    return {name.removeprefix("method."): tensor for name, tensor in state.items()}
+    return torch.load(files[-1], weights_only=True).get("modules", {}) if files else {}
 
 
 def discards(run: str) -> bool:
     """Whether a training left masked patches out."""
-    return (Job.read(run).settings.get("method") or {}).get("masked_patches") == "discard"
+    return Job.read(run).settings.get("masked_patches") == "discard"
 
 
 def _hits(images: Tensor, texts: Tensor) -> list[float]:

@@ -48,8 +48,7 @@ TRAININGS = {
     "long-clip": TRAIN + "long-clip",
     "debias-clip": TRAIN + "debias-clip",
     "debias-clip-sdxl": TRAIN + "debias-clip-sdxl --chunk 4",
-    "fix-clip": TRAIN.replace("--components 3", "--components 0")
-    + "fix-clip --method.prompts 3 --method.groups 3 --method.first_group 2",
+    "fix-clip": TRAIN.replace("--components 3", "--components 0") + "fix-clip --prompts 3 --groups 3 --first-group 2",
     "frozen": TRAIN + "debias-clip --freeze-image-tower",
 }
 GENERATE = "generate --prompts {work}/prompts.txt --base toy/sdxl --output {out} --steps 3 --guidance-scale 3 --batch 2"

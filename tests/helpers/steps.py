@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from helpers.ranks import ranks
 from helpers.tiny_clip import everyday
 from helpers.tiny_data import caption
+from torch import nn
 
 from debias_diffusion.data.dataset import Collate, Sample
 from debias_diffusion.training.step import backward
@@ -21,7 +22,7 @@ def make_batch(backbone, method, size, first):
     for index in range(first, first + size):
         image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
         sample = caption(index), backbone.tokenizer, 0, 0, str(index)
-        captions, views = method.captions(*sample), method.all_views(image, *sample)
+        captions, views = method.captions(*sample), method.views(image, *sample)
         samples.append(Sample((0, index, index), str(index), image, captions, views=views))
     return Collate(backbone.tokenizer, method)(samples)
 
@@ -34,7 +35,8 @@ def prepared(backbone, method, size=6, first=0):
     backbone.stretch()
     torch.manual_seed(1)
     method.prepare(backbone)
-    method, modules = method.bind(backbone), method.all_modules(backbone)
+    method, modules = method.bind(backbone), method.modules(backbone)
+    modules = nn.ModuleDict(modules) if modules else None
     backbone.double()
     everyday(backbone.model)
     if modules is not None:
