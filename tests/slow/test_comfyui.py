@@ -21,7 +21,8 @@ from PIL import Image
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.comfyui.long_prompt_node import LongPromptEncode
-from debias_diffusion.app.comfyui.write import WORKFLOW_248, WORKFLOWS
+from debias_diffusion.app.comfyui.write import WORKFLOWS
+from debias_diffusion.app.written_folder import MARK
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -54,6 +55,23 @@ def test_a_written_folder_works_without_the_package(tmp_path, capsys):
     assert "which `comfyui` did not write" in capsys.readouterr().err and (folder / "mine.txt").exists()
 
 
+def test_a_bare_interpreter_writes_the_same_pack_from_a_checkout(tmp_path):
+    bare, written = tmp_path / "bare", tmp_path / "written"
+    script = [sys.executable, "-S", "-E", ROOT / "app" / "comfyui" / "write.py", bare]  # the standard library alone
+    subprocess.run(script, check=True)
+    main(["comfyui", "--output", str(written)])
+    (written / MARK).unlink()
+    packs = [
+        {path.relative_to(pack): path.read_bytes() for path in pack.rglob("*") if path.is_file()}
+        for pack in (bare, written)
+    ]
+    assert packs[0] == packs[1] and len(packs[0]) == 10
+    loaded = subprocess.run([sys.executable, "-c", AS_COMFYUI_LOADS, bare], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "['CLIP Text Encode (long prompt)']\n"
+    refused = subprocess.run(script, capture_output=True, text=True)
+    assert refused.returncode == 2 and f"{bare} exists. Move it away" in refused.stderr
+
+
 @pytest.fixture(scope="module")
 def true_size(tmp_path_factory):
     """ComfyUI's folder with the node and random models of true size, 2 GB."""
@@ -81,7 +99,7 @@ def test_files_of_true_size(true_size):
 
 
 def test_the_workflow_in_comfyuis_server(true_size):
-    workflow = json.loads((true_size / "custom_nodes" / "long_prompt" / WORKFLOWS / WORKFLOW_248).read_text())
+    workflow = json.loads((true_size / "custom_nodes" / "long_prompt" / WORKFLOWS / "long_prompt_248.json").read_text())
     workflow["5"]["inputs"] |= {"width": 64, "height": 64}
     workflow["6"]["inputs"]["steps"] = 2
     with socket.socket() as free:

@@ -84,12 +84,12 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     names = [file.filename for file in files]
     assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
     kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert kinds == {".py", ".typed", ".gz", ".j2", ".json", ".jsonl", ".pyi", ".safetensors"}
+    assert kinds == {".py", ".typed", ".gz", ".j2", ".json", ".jsonl", ".md", ".pyi", ".safetensors"}
     large = [file.CRC for file in files if file.file_size > 2**20]
     assert len(large) == len(set(large)) > 5 and sum(name.endswith(("LICENSE", "NOTICE")) for name in names) == 2
     with tarfile.open(source) as archive:
         top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
-    rooms = {"debias_diffusion", "pipelines", "eval", "app", "debias_diffusion.egg-info"}
+    rooms = {"debias_diffusion", "pipelines", "eval", "app", "examples", "debias_diffusion.egg-info"}
     assert {name for name in top if "." not in name or name in rooms} == rooms | {"LICENSE", "NOTICE", "PKG-INFO"}
     templates = [path for room in ("app", "eval") for path in (ROOT / room).rglob("*.j2")]
     files = [ROOT / "app" / "cli.py", ROOT / "eval" / "retrieval.py", ROOT / "pipelines" / "long_prompt.py", *templates]
@@ -110,6 +110,9 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     toy = ("--base", "toy/sdxl", "--encoder", "toy/debias-clip", "--steps", "2", "--output", "toy.png")
     run(program, "generate", "The small object in the centre is a blue star.", *toy)
     assert (tmp_path / "toy.png").stat().st_size > 0
+    run(program, "comfyui", "--output", "node")
+    assert "Apache License" in (tmp_path / "node" / "LICENSE").read_text()
+    assert (tmp_path / "node" / "example_workflows" / "long_prompt.json").stat().st_size > 0
 
     # What a Space runs, with what it installs.
     with subprocess.Popen([python, SPACE / "app.py"], cwd=tmp_path) as space:
