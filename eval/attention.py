@@ -43,7 +43,7 @@ NOTES = (  # the second with the scale "hidden"
 
 
 @dataclass(frozen=True)
-class Reader:
+class CaptionReader:
     """A text encoder with its tokenizer.
 
     Attributes:
@@ -72,7 +72,7 @@ def _digest_of(content: list) -> str:
     return bytes_digest([json.dumps(content).encode()])
 
 
-def load_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") -> Reader:
+def load_caption_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") -> CaptionReader:
     """Loads a text encoder; two-towers of open_clip without conversion.
 
     Raises:
@@ -88,11 +88,11 @@ def load_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") ->
         with explain_failure(f"The tokenizer of {spec.name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
     check_reads_eot(encoder)
-    return Reader(encoder.to(device).eval(), captions, device, scale)
+    return CaptionReader(encoder.to(device).eval(), captions, device, scale)
 
 
 def look_at_captions(
-    reader: Reader, captions: Sequence[str], image_of: Sequence[int], batch_size: int, title: str
+    reader: CaptionReader, captions: Sequence[str], image_of: Sequence[int], batch_size: int, title: str
 ) -> dict:
     """The numbers of one encoder's attention in `captions`, cut at the context length. Shows a progress bar.
 
@@ -146,7 +146,7 @@ def split_words(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> list[tuple[str,
     return words
 
 
-def look_at_prompt(reader: Reader, prompt: str) -> dict:
+def look_at_prompt(reader: CaptionReader, prompt: str) -> dict:
     """The attention from EOT to each word of a prompt, cut at the context length; see `look_at_tokens`.
 
     Raises:
@@ -159,7 +159,7 @@ def look_at_prompt(reader: Reader, prompt: str) -> dict:
     return {"window": tokenizer.context_length, "tokens": tokenizer.count(prompt), **look_at_tokens(reader, ids)}
 
 
-def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
+def look_at_tokens(reader: CaptionReader, ids: list[int], first: int = 1) -> dict:
     """The attention from EOT to each word: the mean over the word's tokens before the softmax, their sum after it.
 
     Args:
@@ -186,7 +186,7 @@ def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
     return {**ends, "words": words}
 
 
-def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, Reader]) -> dict:
+def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, CaptionReader]) -> dict:
     """The numbers of one encoder, from the cache where they are finished."""
     (label, reader), config, result = encoder, session.config, {}
     if pairs:
@@ -222,7 +222,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),
-        lambda spec, label, device: (label, load_reader(spec, device, config.scale)),
+        lambda spec, label, device: (label, load_caption_reader(spec, device, config.scale)),
     )
     notes = NOTES if config.scale == "hidden" else NOTES[:1]
     report = session.report(tables, figures, results, notes=notes, captions=len(pairs.captions) if pairs else 0)

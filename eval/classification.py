@@ -35,7 +35,7 @@ from .image_features import ImageSession
 from .intervals import paired_difference
 from .options import AllConfig, ClassificationConfig
 from .report import Table, cell, compared_tables
-from .session import TwoTower, compare
+from .session import TwoTower, compare_encoders
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
@@ -340,7 +340,7 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
         tables,
         figures,
         {label: top1(*result, data.classes) for label, result in results.items()},
-        compare(hits, lambda a, b, _: paired_difference(a, b)),
+        compare_encoders(hits, lambda a, b, _: paired_difference(a, b)),
         [benchmark.note],
         images=len(next(iter(results.values()))[0]),
         classes=len(data.classes),

@@ -19,7 +19,7 @@ from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_diffe
 from .options import RetrievalConfig, RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
-from .session import TwoTower, compare, read_source
+from .session import TwoTower, compare_encoders, read_source
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -158,7 +158,7 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
         for label, result in results.items()
     }
     groups = {name: _groups(next(iter(results.values())), direction) for name, direction in names.items()}
-    return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
+    return compare_encoders(values, lambda a, b, name: paired_difference(a, b, groups[name]))
 
 
 def in_words(direction: str) -> str:

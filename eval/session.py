@@ -303,7 +303,7 @@ class Session:
         Args:
             tables, figures: of the report.
             encoders: numbers by label.
-            compared: see `compare`.
+            compared: see `compare_encoders`.
             saved: figures that cannot be drawn again from the report, by file name.
             seconds: by default those of the results in the cache.
         """
@@ -331,7 +331,7 @@ class Session:
         return report
 
 
-def compare(values: Mapping[str, Mapping], difference: Callable[..., dict]) -> list[dict]:
+def compare_encoders(values: Mapping[str, Mapping], difference: Callable[..., dict]) -> list[dict]:
     """Every two encoders compared, the later with the earlier, by every score.
 
     Args:
