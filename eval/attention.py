@@ -1,6 +1,5 @@
 """The attention from EOT to every position of long captions (Figures 1b and S6 to S8 of the paper)."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from debias_diffusion.attention import PositionMeans, check_reads_eot, eot_atten
 from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import bytes_digest
+from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.model_files import explain_failure
@@ -65,11 +64,7 @@ class CaptionReader:
 
     def depends(self, captions: Sequence[str]) -> dict:
         """Everything that affects the attention in these captions, for the cache."""
-        return {"encoder": self.digest, "captions": _digest_of(list(captions)), "scale": self.scale}
-
-
-def _digest_of(content: list) -> str:
-    return bytes_digest([json.dumps(content).encode()])
+        return {"encoder": self.digest, "captions": json_digest({"all": list(captions)}), "scale": self.scale}
 
 
 def load_caption_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") -> CaptionReader:
@@ -190,7 +185,7 @@ def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, Caption
     """The numbers of one encoder, from the cache where they are finished."""
     (label, reader), config, result = encoder, session.config, {}
     if pairs:
-        images = {"image_of": _digest_of(pairs.image_of)}
+        images = {"image_of": json_digest({"all": pairs.image_of})}
         look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
         result["attention"] = {}
         for edit in EDITS:
@@ -218,7 +213,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     """
     pairs = None
     if config.has_captions:
-        pairs = read_source(config, config.prompt_encoders, config.held_out, only_captions=True)
+        pairs = read_source(config, config.labelled, config.held_out, only_captions=True)
     session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),

@@ -1,6 +1,5 @@
 """Recall of image-caption retrieval, in both directions."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from debias_diffusion.data.retrieval_sets import find_root
-from debias_diffusion.files import bytes_digest
+from debias_diffusion.files import json_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .image_features import ImageSession
@@ -53,7 +52,7 @@ class PairSession(ImageSession):
     """
 
     def __init__(self, name: str, config: RobustnessConfig):
-        self.pairs = read_source(config, config.prompt_encoders, config.held_out)
+        self.pairs = read_source(config, config.labelled, config.held_out)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
         super().__init__(name, config, self.pairs, self.pairs.bad if config.dataset else ())
 
@@ -71,9 +70,8 @@ class PairSession(ImageSession):
 
     def depends(self, encoder: TwoTower, readable: Readable) -> dict:
         """Everything that affects a result of this encoder on this data, for the cache."""
-        texts = [readable.good, readable.captions, readable.image_of]
-        digest = bytes_digest([json.dumps(texts).encode()])
-        return {"encoder": encoder.digest, "pixels": self.image_digest, "texts": digest}
+        texts = json_digest({"all": [readable.good, readable.captions, readable.image_of]})
+        return {"encoder": encoder.digest, "pixels": self.image_digest, "texts": texts}
 
 
 def hits(ranks: Sequence[int], k: int) -> np.ndarray:

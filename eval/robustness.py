@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING, opening
+from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import join_sentences, split_sentences
@@ -76,7 +76,7 @@ def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tu
         {"text_to_image": readable.image_of, "image_to_text": None},
         sum(len(sentences) < 2 for sentences in captions),
         by_edit(lambda results: np.mean([result["similarities"] for result in results], axis=0)),
-        np.array([tokenizer.count(join_sentences(opening(2, part))) - tokenizer.n_special for part in captions]),
+        np.array([tokenizer.count(join_sentences(part[:2])) - tokenizer.n_special for part in captions]),
     )
 
 

@@ -20,11 +20,6 @@ def swap_first(number: int, sentences: list[str]) -> list[str]:
     return edited
 
 
-def opening(count: int, sentences: list[str]) -> list[str]:
-    """Only the first `count` sentences."""
-    return sentences[:count]
-
-
 def padded(count: int, sentences: list[str]) -> list[str]:
     """The first two sentences behind `count` times "This is a photo." """
     return [PADDING] * count + sentences[:2]
@@ -58,9 +53,9 @@ EDITS = {
     "move4": Edit("Move 4", "keep", (partial(swap_first, 4),)),
     "remove": Edit("Remove", "keep", (lambda sentences: sentences[1:] or sentences,)),
     "shuffle": Edit("Shuffle all", "keep", tuple(partial(shuffled, seed) for seed in range(SHUFFLES))),
-    "first2": Edit("First 2", "first2", (partial(opening, 2),)),
+    "first2": Edit("First 2", "first2", (lambda sentences: sentences[:2],)),
     "swap2": Edit("Swap 2", "first2", (lambda sentences: sentences[:2][::-1],)),
-    "first": Edit("First only", "first2", (partial(opening, 1),)),
+    "first": Edit("First only", "first2", (lambda sentences: sentences[:1],)),
     **{f"padding{n}": Edit(f"Padding {n}", "first2", (partial(padded, n),)) for n in range(1, MOST_PADDING + 1)},
 }
 LOSING = {name: edit for name, edit in EDITS.items() if edit.base != name}

@@ -187,7 +187,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used, or an encoder's states cannot be compared with the base's.
     """
-    pairs = read_source(config, config.prompt_encoders, config.held_out, only_captions=True)
+    pairs = read_source(config, config.labelled, config.held_out, only_captions=True)
     session = Session("drift", config, pairs)
     base = PromptReader.load(EncoderSpec.parse(config.base), session.device)
     with_text = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]

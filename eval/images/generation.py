@@ -94,7 +94,7 @@ class _Generation:
         """The images to generate."""
         config = self.config
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
-        self.pairs = read_source(config, config.prompt_encoders, config.held_out)
+        self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
         good, unreadable = _with_readable_reference(records, images)
         print_left_out(unreadable)
