@@ -6,7 +6,6 @@ from typing import Any
 
 from debias_diffusion.errors import UserError
 
-from . import options
 from .options import AllConfig, ReportConfig
 from .page import evaluate_report
 from .registry import EVALUATIONS
@@ -42,7 +41,7 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
     settings = {}
     for name, entry in EVALUATIONS.items():
         choose = getattr(entry.load(), "settings_for", None)
-        chosen = choose(config) if choose else config.settings(getattr(options, entry.options))
+        chosen = choose(config) if choose else config.settings(entry.settings())
         if chosen is not None:
             settings[name] = chosen
     return settings

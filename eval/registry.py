@@ -40,6 +40,10 @@ class Evaluation:
         """Its module, which imports large libraries."""
         return import_module(f".{self.module}", __package__)
 
+    def settings(self) -> type:
+        """Its dataclass of options."""
+        return getattr(import_module(".options", __package__), self.options)
+
 
 # In the order of the page, by the name of the results, NAME.json; commands have - for _.
 EVALUATIONS = {

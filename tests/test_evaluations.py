@@ -16,7 +16,7 @@ from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import all as everything
-from debias_diffusion.eval import image_features, options, session
+from debias_diffusion.eval import image_features, session
 from debias_diffusion.eval.all import AllConfig, evaluate_all
 from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results
 from debias_diffusion.eval.registry import EVALUATIONS
@@ -97,7 +97,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
     # Batches are each evaluation's own unless one number is given.
     assert {name: config.batch_size for name, config in bench.items()} == {
-        name: getattr(options, EVALUATIONS[name].options).batch_size for name in bench
+        name: EVALUATIONS[name].settings().batch_size for name in bench
     }
     assert {config.batch_size for config in chosen(**toy, batch_size=5).values()} == {5}
     for given, limit in ((toy, 200), (toy | {"images_per_encoder": 3}, 3), (real, 1000)):  # 1000 as in Table S7
