@@ -1,6 +1,7 @@
 """The processes of a run, one for each GPU as `accelerate launch` starts them, or a single one."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -78,8 +79,5 @@ class Processes:
     @contextmanager
     def only_main_prints(self) -> Iterator[None]:
         """Discards what the other processes print inside the context."""
-        if self.is_main:
-            yield
-            return
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        with open(os.devnull, "w", encoding="utf-8") as null, redirect_stdout(sys.stdout if self.is_main else null):
             yield

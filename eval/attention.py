@@ -1,6 +1,5 @@
 """The attention from EOT to every position of long captions (Figures 1b and S6 to S8 of the paper)."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from debias_diffusion.attention import PositionMeans, check_reads_eot, eot_atten
 from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import bytes_digest
+from debias_diffusion.files import json_digest
 from debias_diffusion.interchange.text_encoders import TextEncoder
 from debias_diffusion.models.backbone import Backbone
 from debias_diffusion.models.model_files import explain_failure
@@ -43,7 +42,7 @@ NOTES = (  # the second with the scale "hidden"
 
 
 @dataclass(frozen=True)
-class Reader:
+class CaptionReader:
     """A text encoder with its tokenizer.
 
     Attributes:
@@ -65,14 +64,10 @@ class Reader:
 
     def depends(self, captions: Sequence[str]) -> dict:
         """Everything that affects the attention in these captions, for the cache."""
-        return {"encoder": self.digest, "captions": _digest_of(list(captions)), "scale": self.scale}
+        return {"encoder": self.digest, "captions": json_digest({"all": list(captions)}), "scale": self.scale}
 
 
-def _digest_of(content: list) -> str:
-    return bytes_digest([json.dumps(content).encode()])
-
-
-def load_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") -> Reader:
+def load_caption_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") -> CaptionReader:
     """Loads a text encoder; two-towers of open_clip without conversion.
 
     Raises:
@@ -88,11 +83,11 @@ def load_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") ->
         with explain_failure(f"The tokenizer of {spec.name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
     check_reads_eot(encoder)
-    return Reader(encoder.to(device).eval(), captions, device, scale)
+    return CaptionReader(encoder.to(device).eval(), captions, device, scale)
 
 
 def look_at_captions(
-    reader: Reader, captions: Sequence[str], image_of: Sequence[int], batch_size: int, title: str
+    reader: CaptionReader, captions: Sequence[str], image_of: Sequence[int], batch_size: int, title: str
 ) -> dict:
     """The numbers of one encoder's attention in `captions`, cut at the context length. Shows a progress bar.
 
@@ -146,7 +141,7 @@ def split_words(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> list[tuple[str,
     return words
 
 
-def look_at_prompt(reader: Reader, prompt: str) -> dict:
+def look_at_prompt(reader: CaptionReader, prompt: str) -> dict:
     """The attention from EOT to each word of a prompt, cut at the context length; see `look_at_tokens`.
 
     Raises:
@@ -159,7 +154,7 @@ def look_at_prompt(reader: Reader, prompt: str) -> dict:
     return {"window": tokenizer.context_length, "tokens": tokenizer.count(prompt), **look_at_tokens(reader, ids)}
 
 
-def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
+def look_at_tokens(reader: CaptionReader, ids: list[int], first: int = 1) -> dict:
     """The attention from EOT to each word: the mean over the word's tokens before the softmax, their sum after it.
 
     Args:
@@ -186,11 +181,11 @@ def look_at_tokens(reader: Reader, ids: list[int], first: int = 1) -> dict:
     return {**ends, "words": words}
 
 
-def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, Reader]) -> dict:
+def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, CaptionReader]) -> dict:
     """The numbers of one encoder, from the cache where they are finished."""
     (label, reader), config, result = encoder, session.config, {}
     if pairs:
-        images = {"image_of": _digest_of(pairs.image_of)}
+        images = {"image_of": json_digest({"all": pairs.image_of})}
         look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
         result["attention"] = {}
         for edit in EDITS:
@@ -218,11 +213,11 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     """
     pairs = None
     if config.has_captions:
-        pairs = read_source(config, config.prompt_encoders, config.held_out, only_captions=True)
+        pairs = read_source(config, config.labelled, config.held_out, only_captions=True)
     session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),
-        lambda spec, label, device: (label, load_reader(spec, device, config.scale)),
+        lambda spec, label, device: (label, load_caption_reader(spec, device, config.scale)),
     )
     notes = NOTES if config.scale == "hidden" else NOTES[:1]
     report = session.report(tables, figures, results, notes=notes, captions=len(pairs.captions) if pairs else 0)

@@ -35,7 +35,7 @@ from .image_features import ImageSession
 from .intervals import paired_difference
 from .options import AllConfig, ClassificationConfig
 from .report import Table, cell, compared_tables
-from .session import TwoTower, compare
+from .session import TwoTower, compare_encoders
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
@@ -273,14 +273,8 @@ def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) 
     return torch.cat(guesses)
 
 
-def wilson_interval(right: int, total: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share, in percent."""
-    interval = binomtest(right, total).proportion_ci(method="wilson")
-    return 100 * float(interval.low), 100 * float(interval.high)
-
-
 def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> dict:
-    """Top-1 in percent, its 95% interval, the mean over classes, and the number of each class, by label.
+    """Top-1 in percent, its 95% interval (Wilson's), the mean over classes, and the number of each class, by label.
 
     Top-1 weighs all images equally, as published numbers do.
     """
@@ -288,13 +282,14 @@ def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]
     for label, guess in zip(labels, predicted, strict=True):
         rows.setdefault(label, []).append(guess == label)
     right = sum(map(sum, rows.values()))
+    interval = binomtest(right, len(labels)).proportion_ci(method="wilson")
     per_class = [
         {"class": classes[label], "label": label, "images": len(row), "top1_percent": 100 * sum(row) / len(row)}
         for label, row in sorted(rows.items())
     ]
     return {
         "top1_percent": 100 * right / len(labels),
-        "top1_interval_percent": list(wilson_interval(right, len(labels))),
+        "top1_interval_percent": [100 * float(interval.low), 100 * float(interval.high)],
         "mean_per_class_percent": sum(row["top1_percent"] for row in per_class) / len(per_class),
         "per_class": per_class,
     }
@@ -340,7 +335,7 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
         tables,
         figures,
         {label: top1(*result, data.classes) for label, result in results.items()},
-        compare(hits, lambda a, b, _: paired_difference(a, b)),
+        compare_encoders(hits, lambda a, b, _: paired_difference(a, b)),
         [benchmark.note],
         images=len(next(iter(results.values()))[0]),
         classes=len(data.classes),

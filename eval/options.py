@@ -50,11 +50,7 @@ def check_output(output: str) -> None:
 
 
 def check_source(config: Any, otherwise: str = "") -> None:
-    """Raises UserError unless the settings name either data or a benchmark (`dataset` and `root`), whole.
-
-    Args:
-        otherwise: what else may be given, for the message.
-    """
+    """Raises UserError unless the settings name data, or a benchmark (`dataset` and `root`), whole, or `otherwise`."""
     data, root = config.data or None, config.root or None
     dataset = (" ".join(config.dataset) if isinstance(config.dataset, list) else config.dataset) or None
     if data is None and dataset is None and root is None:
@@ -114,11 +110,6 @@ class Encoders(Checked):
     def labelled(self) -> dict[str, EncoderSpec]:
         """The encoders by their labels in the report."""
         return dict(zip(labels(self.specs, self.WITH_READINGS), self.specs, strict=True))
-
-    @property
-    def prompt_encoders(self) -> dict[str, list[EncoderSpec]]:
-        """By label, all text encoders that read a prompt."""
-        return {label: [spec] for label, spec in self.labelled.items()}
 
 
 @dataclass
@@ -220,11 +211,11 @@ class Drawing(Encoders):
             rendering_settings(self)
 
     @property
-    def prompt_encoders(self) -> dict[str, list[EncoderSpec]]:
+    def second_encoders(self) -> list[EncoderSpec]:
+        """What `encoder_2` names besides the checkpoint's own."""
         from debias_diffusion.pipelines.checkpoints import STRETCH
 
-        second = [] if self.encoder_2 in (None, STRETCH) else [EncoderSpec.parse(self.encoder_2)]
-        return {label: [spec, *second] for label, spec in self.labelled.items()}
+        return [] if self.encoder_2 in (None, STRETCH) else [EncoderSpec.parse(self.encoder_2)]
 
 
 @dataclass(kw_only=True)

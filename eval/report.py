@@ -72,7 +72,7 @@ def escaped(text: str) -> str:
 def compared_tables(
     compared: Sequence[dict], titles: Mapping[str, str] | None = None, form: str = ".2f"
 ) -> list[Table]:
-    """A table of the differences of `session.compare`, in points if the scores are percentages; none without any.
+    """A table of what `session.compare_encoders` gives, in points if the scores are percentages; none without any.
 
     Args:
         titles: of scores, by name; others are shown by their name.

@@ -1,6 +1,5 @@
 """Recall of image-caption retrieval, in both directions."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from debias_diffusion.data.retrieval_sets import find_root
-from debias_diffusion.files import bytes_digest
+from debias_diffusion.files import json_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .image_features import ImageSession
@@ -19,7 +18,7 @@ from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_diffe
 from .options import RetrievalConfig, RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import disagreements, nearest_strangers, write_examples
-from .session import TwoTower, compare, read_source
+from .session import TwoTower, compare_encoders, read_source
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -53,7 +52,7 @@ class PairSession(ImageSession):
     """
 
     def __init__(self, name: str, config: RobustnessConfig):
-        self.pairs = read_source(config, config.prompt_encoders, config.held_out)
+        self.pairs = read_source(config, config.labelled, config.held_out)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
         super().__init__(name, config, self.pairs, self.pairs.bad if config.dataset else ())
 
@@ -71,9 +70,8 @@ class PairSession(ImageSession):
 
     def depends(self, encoder: TwoTower, readable: Readable) -> dict:
         """Everything that affects a result of this encoder on this data, for the cache."""
-        texts = [readable.good, readable.captions, readable.image_of]
-        digest = bytes_digest([json.dumps(texts).encode()])
-        return {"encoder": encoder.digest, "pixels": self.image_digest, "texts": digest}
+        texts = json_digest({"all": [readable.good, readable.captions, readable.image_of]})
+        return {"encoder": encoder.digest, "pixels": self.image_digest, "texts": texts}
 
 
 def hits(ranks: Sequence[int], k: int) -> np.ndarray:
@@ -158,7 +156,7 @@ def compare_at_1(results: dict[str, dict]) -> list[dict]:
         for label, result in results.items()
     }
     groups = {name: _groups(next(iter(results.values())), direction) for name, direction in names.items()}
-    return compare(values, lambda a, b, name: paired_difference(a, b, groups[name]))
+    return compare_encoders(values, lambda a, b, name: paired_difference(a, b, groups[name]))
 
 
 def in_words(direction: str) -> str:

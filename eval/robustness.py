@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING, first2
+from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 from debias_diffusion.sentences import join_sentences, split_sentences
@@ -20,7 +20,7 @@ from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_diffe
 from .options import RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars, error_lengths
 from .retrieval import DIRECTIONS, PairSession, Readable, hits, in_words
-from .session import TwoTower, compare
+from .session import TwoTower, compare_encoders
 
 _MOST_WIDTH = 100  # points of a share's interval; a wider one is of too few hits
 # Encoders are compared by these drops; fewer padding sentences add nothing to the largest number.
@@ -76,7 +76,7 @@ def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tu
         {"text_to_image": readable.image_of, "image_to_text": None},
         sum(len(sentences) < 2 for sentences in captions),
         by_edit(lambda results: np.mean([result["similarities"] for result in results], axis=0)),
-        np.array([tokenizer.count(join_sentences(first2(part))) - tokenizer.n_special for part in captions]),
+        np.array([tokenizer.count(join_sentences(part[:2])) - tokenizer.n_special for part in captions]),
     )
 
 
@@ -101,7 +101,7 @@ def _rank(session: PairSession, encoder: TwoTower, readable: Readable, texts: li
 
 
 @dataclass(frozen=True)
-class Share:
+class ShareKept:
     """A ratio of two sums over the same queries.
 
     Attributes:
@@ -120,13 +120,13 @@ class Share:
         low, high = ends(self.samples)
         return {"share": self.percent, "low": low, "high": high}
 
-    def minus(self, other: "Share") -> dict[str, float | None]:
+    def minus(self, other: "ShareKept") -> dict[str, float | None]:
         """ "difference" in points, its "low" and "high"; "p" is None, as there is no test."""
         low, high = ends(self.samples - other.samples)
         return {"difference": self.percent - other.percent, "low": low, "high": high, "p": None}
 
 
-def share(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> Share:
+def share_kept(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> ShareKept:
     """Hits `after` as a share of the hits `before`.
 
     Args:
@@ -135,7 +135,7 @@ def share(after: Sequence[float], before: Sequence[float], groups: Sequence[int]
     """
     above, below = (by_group(values, groups)[0] for values in (after, before))
     percent = 100 * above.sum() / below.sum() if below.any() else np.nan
-    return Share(float(percent), drawn_ratios(100 * above, below))
+    return ShareKept(float(percent), drawn_ratios(100 * above, below))
 
 
 def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str, dict[str, Any]]:
@@ -143,7 +143,7 @@ def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str
     return {edit: {direction: value(edit, direction) for direction in DIRECTIONS} for edit in edits}
 
 
-def _numbers(label: str, result: EditedHits, shares: dict[str, Share]) -> dict:
+def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> dict:
     groups, kept = result.groups, {direction: share.numbers() for direction, share in shares.items()}
     orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
     return {
@@ -187,18 +187,18 @@ def _is_too_low(kept: dict) -> bool:
     return kept["low"] is not None and kept["high"] - kept["low"] > _MOST_WIDTH
 
 
-def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[str, Share]]) -> list[dict]:
+def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[str, ShareKept]]) -> list[dict]:
     """Every two encoders' drops, in points, paired by query; then their shares kept when the summary is removed."""
     groups = next(iter(results.values())).groups
     drops = {f"drop of {EDITS[name].title}, {in_words(way)}": (name, way) for way in DIRECTIONS for name in COMPARED}
     lost = {label: {score: result.drop(*drops[score]) for score in drops} for label, result in results.items()}
-    lines = compare(lost, lambda a, b, score: paired_difference(a, b, groups[drops[score][1]]))
+    lines = compare_encoders(lost, lambda a, b, score: paired_difference(a, b, groups[drops[score][1]]))
     kept = {
         label: {f"share kept without summary, {in_words(way)}": by_way[way] for way in DIRECTIONS}
         for label, by_way in shares.items()
         if not any(np.isnan(by_way[way].percent) for way in DIRECTIONS)
     }
-    return lines + compare(kept, lambda a, b, _: a.minus(b))
+    return lines + compare_encoders(kept, lambda a, b, _: a.minus(b))
 
 
 def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, EditedHits]:
@@ -233,10 +233,10 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
     """
     session = PairSession("robustness", config)
     results = session.by_encoder(partial(_evaluate, session))
-    shares = {  # of R@1, kept when the first sentence is removed
-        label: {way: share(result.of("remove", way), result.of("keep", way), result.groups[way]) for way in DIRECTIONS}
-        for label, result in results.items()
-    }
+    shares = {}  # of R@1, kept when the first sentence is removed
+    for label, result in results.items():
+        removed, kept = (partial(result.of, edit) for edit in ("remove", "keep"))
+        shares[label] = {way: share_kept(removed(way), kept(way), result.groups[way]) for way in DIRECTIONS}
     encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
     first = next(iter(results.values()))
     captions, notes = len(first.first_two_tokens), []

@@ -77,8 +77,9 @@ class Pairs:
 
 def read_source(
     config: Any,
-    encoders: Mapping[str, Sequence[EncoderSpec]] | None = None,
+    encoders: Mapping[str, EncoderSpec] | None = None,
     held_out: bool = False,
+    beside: Sequence[EncoderSpec] = (),
     only_captions: bool = False,
 ) -> Pairs:
     """The first `limit` images, with their captions, of the data or the benchmark that settings name.
@@ -87,14 +88,16 @@ def read_source(
 
     Args:
         config: has `data`, `limit`, `max_bad`, `dataset` (and `root`, if that is given) and `images`.
-        encoders: by label, all that read a text; see `Pairs.trained_on`.
-        held_out: only pairs that none of these encoders has seen.
+        encoders: by label, see `Pairs.trained_on`.
+        held_out: only pairs that none of the encoders has seen.
+        beside: encoders that read with each of these.
         only_captions: images of data need not be there.
 
     Raises:
         UserError: the data cannot be used, or more of it than the share `max_bad`.
     """
-    limit, choose = config.limit, partial(_choose, encoders or {}, held_out)
+    specs = {label: [spec, *beside] for label, spec in (encoders or {}).items()}
+    limit, choose = config.limit, partial(_choose, specs, held_out)
     if dataset := config.dataset:
         [name] = [dataset] if isinstance(dataset, str) else dataset
         return _read_benchmark(name, config, choose, None if limit == "auto" else limit)
@@ -303,7 +306,7 @@ class Session:
         Args:
             tables, figures: of the report.
             encoders: numbers by label.
-            compared: see `compare`.
+            compared: see `compare_encoders`.
             saved: figures that cannot be drawn again from the report, by file name.
             seconds: by default those of the results in the cache.
         """
@@ -331,7 +334,7 @@ class Session:
         return report
 
 
-def compare(values: Mapping[str, Mapping], difference: Callable[..., dict]) -> list[dict]:
+def compare_encoders(values: Mapping[str, Mapping], difference: Callable[..., dict]) -> list[dict]:
     """Every two encoders compared, the later with the earlier, by every score.
 
     Args:

@@ -24,7 +24,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
-from debias_diffusion.eval.session import Pairs, TwoTower, compare
+from debias_diffusion.eval.session import Pairs, TwoTower, compare_encoders
 from debias_diffusion.files import read_json, sha256
 from debias_diffusion.retrieval import encode_texts, recall_ranks
 
@@ -196,7 +196,7 @@ def evaluate_cola(config: ColaConfig) -> dict:
         tables,
         figures,
         {label: _numbers(data, scores) for label, scores in results.items()},
-        compare(values, lambda a, b, _: paired_difference(a, b)),
+        compare_encoders(values, lambda a, b, _: paired_difference(a, b)),
         [_NOTES[data.part]],
         part=data.part,
         measure=measure,

@@ -21,7 +21,7 @@ from debias_diffusion.app.export import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.attention import load_reader
+from debias_diffusion.eval.attention import load_caption_reader
 from debias_diffusion.head_search.population import Population, TextPopulation
 from debias_diffusion.interchange.clip_model import export_clip_model
 from debias_diffusion.interchange.text_encoders import to_transformers
@@ -141,7 +141,7 @@ def test_a_soft_text_head_is_refused_where_only_weights_leave(folders, tmp_path)
     assert not list(tmp_path.iterdir())
     ablated = load_two_tower(folders.soft)
     ablated.save(tmp_path / "noted")
-    for load in (load_text_encoder, lambda model: load_reader(EncoderSpec.parse(model), torch.device("cpu"))):
+    for load in (load_text_encoder, lambda model: load_caption_reader(EncoderSpec.parse(model), torch.device("cpu"))):
         with pytest.raises(UserError, match="Head 1-2 of the text tower"):
             load(str(tmp_path / "noted"))
     before = ablated.tokenizer.batch(ablated.tokenizer.text_ids(CAPTIONS), [3, 0, 2], pads_before_sot=True)

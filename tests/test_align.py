@@ -194,7 +194,9 @@ def test_both_encoders_have_seen_what_they_were_fitted_on_and_what_the_first_had
         assert read_seen(spec) == {digest: [(config.validation, pairs)], "other data": [(3, 9)]}
     values = dict(base=config.base, output=str(tmp_path), data=config.data, images=config.images, dino="x")
     beside = GenerationConfig(["original"], encoder_2=str(finished / "encoder_2"), held_out=True, **values)
-    assert len(read_source(beside, beside.prompt_encoders, beside.held_out).records) == config.validation
+    assert (
+        len(read_source(beside, beside.labelled, beside.held_out, beside.second_encoders).records) == config.validation
+    )
 
 
 def test_a_killed_run_resumes_bit_identically(finished, settings, tmp_path):

@@ -19,7 +19,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import (
     AttentionConfig,
     evaluate_attention,
-    load_reader,
+    load_caption_reader,
     look_at_captions,
     split_words,
 )
@@ -185,7 +185,7 @@ def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
 
 
 def test_bands_are_of_all_text_in_them_and_draw_whole_images(long_backbone, encoders):
-    reader, captions = load_reader(EncoderSpec.parse(encoders[1]), torch.device("cpu")), CAPTIONS[1:4]
+    reader, captions = load_caption_reader(EncoderSpec.parse(encoders[1]), torch.device("cpu")), CAPTIONS[1:4]
     rows = [eot_attention(long_backbone, long_backbone.tokenize([caption])).before_softmax[0] for caption in captions]
     for image_of in ([0, 0, 1], [0, 1, 2]):
         # each token of positions 1 to 25 with its caption's image
@@ -201,7 +201,7 @@ def test_bands_are_of_all_text_in_them_and_draw_whole_images(long_backbone, enco
 
 def test_the_encoder_and_how_it_reads_decide_what_is_found_again(encoders):
     def reader(number):
-        return load_reader(EncoderSpec.parse(encoders[number]), torch.device("cpu"))
+        return load_caption_reader(EncoderSpec.parse(encoders[number]), torch.device("cpu"))
 
     short, long = reader(0), reader(1)
     assert short.depends(["a cat"]) == reader(0).depends(["a cat"])

@@ -27,7 +27,7 @@ from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.encoders import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.attention import load_reader, look_at_prompt
+from debias_diffusion.eval.attention import load_caption_reader, look_at_prompt
 from debias_diffusion.pipelines import LongPromptOptions
 from debias_diffusion.pipelines.png import read_settings
 from debias_diffusion.pipelines.rendering import cleaned
@@ -363,7 +363,7 @@ def test_readings_are_those_of_the_images(toy, reading, prompt, emphasis):
 
 
 def test_attention_is_that_of_the_evaluation(toy):
-    reader = load_reader(EncoderSpec.parse("toy/clip"), CPU)
+    reader = load_caption_reader(EncoderSpec.parse("toy/clip"), CPU)
     for reading, chunks in (("cut", 1), ("overlap", 2), ("separate", 2)):
         share = attention(toy, ask(toy, encoders=["toy/clip"], reading=reading))["toy/clip"]
         assert len(share["chunks"]) == chunks

@@ -14,7 +14,13 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_bench, dpg_questions
-from debias_diffusion.eval.images.dpg_bench import DpgBenchConfig, VqaModel, evaluate_dpg_bench, find_images, load_image
+from debias_diffusion.eval.images.dpg_bench import (
+    DpgBenchConfig,
+    VqaModel,
+    evaluate_dpg_bench,
+    find_images,
+    load_prompt_image,
+)
 from debias_diffusion.eval.images.dpg_questions import COLUMNS, Proposition, band, read_dpg_bench, token_position
 from debias_diffusion.eval.images.dpg_scores import compare_outcomes, holds, outcomes, score
 from debias_diffusion.eval.images.rendered import folder_names
@@ -125,9 +131,9 @@ def test_images_in_folders_and_in_grids(tmp_path):
     root = write_images(tmp_path)
     files, grid = find_images(root, PROMPTS, 4), np.asarray(noise(0, 64))
     for index, (top, left) in enumerate([(0, 0), (0, 32), (32, 0), (32, 32)]):
-        assert np.array_equal(load_image(files["0"], index, 4), grid[top : top + 32, left : left + 32])
-        assert np.array_equal(load_image(files["drawtext1"], index, 4), noise(1 + index))
-    assert load_image(find_images(root, ["0"], 1)["0"], 0, 1).size == (64, 64)  # one image is no grid
+        assert np.array_equal(load_prompt_image(files["0"], index, 4), grid[top : top + 32, left : left + 32])
+        assert np.array_equal(load_prompt_image(files["drawtext1"], index, 4), noise(1 + index))
+    assert load_prompt_image(find_images(root, ["0"], 1)["0"], 0, 1).size == (64, 64)  # one image is no grid
     (tmp_path / "drawtext1" / "3.png").unlink()
     with pytest.raises(UserError, match="images of 2 prompts: the folder drawtext1 holds 3 files.*grid of 2 x 2"):
         find_images(root, [*PROMPTS, "7"], 4)
@@ -215,7 +221,7 @@ def test_a_run_equals_one_made_by_hand_and_says_whose_answers_they_are(vilt, fol
     files, means = find_images(str(folder / "images"), PROMPTS, 4), []
     for item, propositions in bench.propositions.items():
         for index in range(4):
-            image = load_image(files[item], index, 4)
+            image = load_prompt_image(files[item], index, 4)
             yes = {proposition.number: ask(image, [proposition.question]) == ["yes"] for proposition in propositions}
             means.append(sum(holds(propositions, yes).values()) / len(propositions))
     assert 0 < np.mean(means) < 1  # neither all nor none, or nothing is shown

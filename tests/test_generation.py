@@ -96,7 +96,7 @@ def test_an_interrupted_evaluation_continues_and_does_nothing_again(finished, tm
     resumed = evaluate_generation(config)
     for label, numbers in resumed["encoders"].items():
         expected = whole["encoders"][label]
-        assert (numbers["scores"], numbers["pictures"]) == (expected["scores"], expected["pictures"])
+        assert (numbers["scores"], numbers["images_digest"]) == (expected["scores"], expected["images_digest"])
     assert resumed["compared"] == whole["compared"]
     assert {path: path.stat().st_mtime_ns for path in written} == written
     # An image that somebody has changed is made again, and nothing is scored again.

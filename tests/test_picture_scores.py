@@ -22,7 +22,7 @@ from debias_diffusion.eval.images.scores import (
     ImageNumbers,
     ImageScores,
     clip_scores,
-    compare,
+    compare_scores,
     cosines,
     fast_fid,
     fid,
@@ -151,14 +151,14 @@ def test_the_error_of_fid_is_its_spread():
 
 def test_a_comparison_is_over_the_same_halves_both_ways():
     a, b, c = (numbers_of(0, shift) for shift in (0.5, 0.6, -0.5))
-    assert compare(a, a)["fid_own"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
-    there, back = compare(a, b)["fid_own"], compare(b, a)["fid_own"]
+    assert compare_scores(a, a)["fid_own"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
+    there, back = compare_scores(a, b)["fid_own"], compare_scores(b, a)["fid_own"]
     assert there["difference"] == -back["difference"] < 0 and there["p"] == back["p"] < 1
     assert (there["low"], there["high"]) == pytest.approx((-back["high"], -back["low"]))
     # so that what is common to a and b does not blur it
     alone = [standard_error(one.halves["fid_own"], 60) for one in (a, b)]
     assert (there["high"] - there["low"]) / 2 / 1.96 < 0.5 * min(alone)
-    line = compare(a, c)["fid_own"]
+    line = compare_scores(a, c)["fid_own"]
     error = (line["high"] - line["difference"]) / scipy.stats.norm.ppf(0.975)
     assert line["p"] == pytest.approx(2 * scipy.stats.norm.sf(abs(line["difference"]) / error), rel=1e-4)
     assert 0.01 < line["p"] < 0.99
@@ -202,7 +202,7 @@ def test_all_scores_of_images(networks, images, result):
     a, b = dino(generated, 9), dino(references, 9)
     expected = [fid(a, b), kid(a, b), *precision_and_recall(a, b), np.mean(cosines(a, b))]
     assert [values[name] for name in names[:5]] == pytest.approx(expected, rel=1e-4) and values["dino_score"] != 1
-    shown, by_image = clip.of_images(generated, 9), result.pictures
+    shown, by_image = clip.of_images(generated, 9), result.by_image
     assert by_image["clip_score"] == pytest.approx(clip_scores(shown, clip.of_texts(CAPTIONS, 9)), abs=1e-3)
     second = clip_scores(shown[[2]], clip.of_texts(["They are white."], 1))
     assert by_image["clip_score_2"][1:3] == [None, pytest.approx(second[0], abs=1e-3)]
@@ -226,10 +226,10 @@ def test_results_depend_on_how_the_weights_are_used(networks, scores, tmp_path):
 def test_numbers_go_through_json_and_are_compared(scores, result, images):
     again = ImageNumbers(**json.loads(json.dumps(asdict(result))))
     best = scores(images[1], scores.of_references(images[1], CAPTIONS))  # the references in place of generated images
-    compared = compare(again, best)
+    compared = compare_scores(again, best)
     assert again == result and list(compared) == list(result.numbers)
     assert compared["fid_own"]["difference"] > 0 > compared["dino_score"]["high"]
-    thirds = ([value for value in one.pictures["clip_score_3"] if value is not None] for one in (result, best))
+    thirds = ([value for value in one.by_image["clip_score_3"] if value is not None] for one in (result, best))
     assert compared["clip_score_3"]["difference"] == pytest.approx(np.subtract(*thirds).mean())
 
 
@@ -243,6 +243,6 @@ def test_few_images_have_fewer_scores_and_no_intervals(networks, images):
     assert list(four.numbers) == ["fid_own", "kid_own", "precision_own", "recall_own"]
     assert list(of(3).numbers) == ["fid_own", "kid_own"]
     assert four.numbers["fid_own"]["low"] is None and "at least 8 images" in four.notes[0]
-    assert compare(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
+    assert compare_scores(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
     with pytest.raises(UserError, match="at least 2 images on each side, got 1 generated.*own_features to null"):
         of(1)

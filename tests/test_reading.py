@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion.chunks import split_text
-from debias_diffusion.eval.images.references import (
+from debias_diffusion.eval.images.mentions import (
     ACROSS,
     ALL,
     ALONE,

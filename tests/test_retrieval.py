@@ -311,7 +311,7 @@ def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, finished_run
     last, both = (evaluated(other, *names, held_out=True) for names in (["run/last"], ["run/last", "run/best"]))
     assert (last["images"], both["images"]) == (11, 6)
     config = RetrievalConfig([encoders["searched"]], str(tmp_path), first, images)
-    drawn = read_source(config, config.prompt_encoders, held_out=True)
+    drawn = read_source(config, config.labelled, held_out=True)
     assert [record.image for record in drawn.records] == [f"{number}.png" for number in range(21, 24)]
     # Evaluations that read captions alone, too.
     captions = AttentionConfig([encoders["searched"]], str(tmp_path), first, held_out=True)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from debias_diffusion.eval.images.mentions import ALONE, WITHIN
 from debias_diffusion.eval.images.objects import LATE, compare_images, compare_objects, objects_numbers
-from debias_diffusion.eval.images.references import ALONE, WITHIN
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.render import render

@@ -8,9 +8,9 @@ import torch
 from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Chunk
-from debias_diffusion.data.caption_edits import move4
+from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.attention import Reader, look_at_tokens
+from debias_diffusion.eval.attention import CaptionReader, look_at_tokens
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines import SDXLLongPromptMixin
 from debias_diffusion.pipelines.rendering import cleaned
@@ -121,7 +121,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
         captions = CaptionTokenizer(pipe.tokenizer, models.context_length(label))
-        reader = Reader(pipe.text_encoder, captions, models.device)
+        reader = CaptionReader(pipe.text_encoder, captions, models.device)
         chunks = [
             {"first": chunk.read.start, "end": chunk.read.stop}
             | look_at_tokens(reader, [reading.ids[at] for at in chunk.read], 1 + chunk.read.start)
@@ -154,7 +154,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
     sentences = _sentences(models, request)
     if len(sentences) < 2:
         return []
-    edits = [(f"sentences 1 and {min(4, len(sentences))} swapped", "", move4(sentences))]
+    edits = [(f"sentences 1 and {min(4, len(sentences))} swapped", "", swap_first(4, sentences))]
     for place, sentence in enumerate(sentences[:MOST_SENTENCES]):
         rest = [*sentences[:place], *sentences[place + 1 :]]
         edits.append((f"sentence {place + 1} removed", sentence, rest))

@@ -12,39 +12,12 @@ MOST_PADDING = 5
 SHUFFLES = 3  # random orders of every caption
 
 
-def keep(sentences: list[str]) -> list[str]:
-    """The caption as it is."""
-    return list(sentences)
-
-
-def move2(sentences: list[str]) -> list[str]:
-    """The first and second sentences swapped; a caption of one sentence keeps it."""
-    return _swap_first(sentences, 1)
-
-
-def move4(sentences: list[str]) -> list[str]:
-    """The first and fourth sentences swapped, or the first and last of fewer than four (supplement, E.1)."""
-    return _swap_first(sentences, 3)
-
-
-def remove(sentences: list[str]) -> list[str]:
-    """The first sentence dropped; a caption of one sentence keeps it."""
-    return sentences[1:] or list(sentences)
-
-
-def first2(sentences: list[str]) -> list[str]:
-    """Only the first two sentences."""
-    return sentences[:2]
-
-
-def swap2(sentences: list[str]) -> list[str]:
-    """Only the first two sentences, the second before the first."""
-    return sentences[:2][::-1]
-
-
-def first(sentences: list[str]) -> list[str]:
-    """Only the first sentence."""
-    return sentences[:1]
+def swap_first(number: int, sentences: list[str]) -> list[str]:
+    """Sentence 1 swapped with sentence `number`, or with the last of fewer (supplement, E.1)."""
+    other, edited = min(number, len(sentences)) - 1, list(sentences)
+    if other > 0:
+        edited[0], edited[other] = edited[other], edited[0]
+    return edited
 
 
 def padded(count: int, sentences: list[str]) -> list[str]:
@@ -56,15 +29,6 @@ def shuffled(seed: int, sentences: list[str]) -> list[str]:
     """All sentences in a random order, a function of the seed and the caption alone."""
     rng = draw_generator(seed, 0, join_sentences(sentences))
     return rng.sample(sentences, len(sentences))
-
-
-def _swap_first(sentences: list[str], other: int) -> list[str]:
-    """Sentence 0 swapped with sentence `other`, or with the last where there is no such sentence."""
-    edited = list(sentences)
-    other = min(other, len(edited) - 1)
-    if other > 0:
-        edited[0], edited[other] = edited[other], edited[0]
-    return edited
 
 
 @dataclass(frozen=True)
@@ -82,19 +46,17 @@ class Edit:
     variants: tuple[Callable[[list[str]], list[str]], ...]
 
 
+# A caption of one sentence keeps it.
 EDITS = {
-    "keep": Edit("Keep", "keep", (keep,)),
-    "move2": Edit("Move 2", "keep", (move2,)),
-    "move4": Edit("Move 4", "keep", (move4,)),
-    "remove": Edit("Remove", "keep", (remove,)),
+    "keep": Edit("Keep", "keep", (list,)),
+    "move2": Edit("Move 2", "keep", (partial(swap_first, 2),)),
+    "move4": Edit("Move 4", "keep", (partial(swap_first, 4),)),
+    "remove": Edit("Remove", "keep", (lambda sentences: sentences[1:] or sentences,)),
     "shuffle": Edit("Shuffle all", "keep", tuple(partial(shuffled, seed) for seed in range(SHUFFLES))),
-    "first2": Edit("First 2", "first2", (first2,)),
-    "swap2": Edit("Swap 2", "first2", (swap2,)),
-    "first": Edit("First only", "first2", (first,)),
-    **{
-        f"padding{count}": Edit(f"Padding {count}", "first2", (partial(padded, count),))
-        for count in range(1, MOST_PADDING + 1)
-    },
+    "first2": Edit("First 2", "first2", (lambda sentences: sentences[:2],)),
+    "swap2": Edit("Swap 2", "first2", (lambda sentences: sentences[:2][::-1],)),
+    "first": Edit("First only", "first2", (lambda sentences: sentences[:1],)),
+    **{f"padding{n}": Edit(f"Padding {n}", "first2", (partial(padded, n),)) for n in range(1, MOST_PADDING + 1)},
 }
 LOSING = {name: edit for name, edit in EDITS.items() if edit.base != name}
 

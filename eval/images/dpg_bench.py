@@ -95,7 +95,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         """From an earlier run, or else by the VQA model, which is loaded for the first of these."""
 
         def ask() -> dict:
-            image, texts = load_image(files, index, per_prompt), []
+            image, texts = load_prompt_image(files, index, per_prompt), []
             for start in range(0, len(questions), config.batch_size):
                 texts += model()(image, questions[start : start + config.batch_size])
             return {"answers": texts}
@@ -121,9 +121,9 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         results[label], groups = outcomes(bench.propositions, yes, per_prompt, bands)
         reading = rendered[label].reading if rendered else {}
         encoders[label] = score(results[label], groups, per_prompt) | reading
-        encoders[label]["pictures"] = _digest_by_prompt(files)
+        encoders[label]["images_digest"] = _digest_by_prompt(files)
     session = Session(NAME, config, bench, processes.device)
-    of_images = {label: numbers["pictures"] for label, numbers in encoders.items()}
+    of_images = {label: numbers["images_digest"] for label, numbers in encoders.items()}
     session.digests |= {"vqa": vqa, "encoders": of_images} | digests
     return session.report(
         tables,
@@ -175,7 +175,7 @@ def find_images(folder: str, items: Iterable[str], images_per_prompt: int) -> di
     return by_item
 
 
-def load_image(files: Sequence[Path], index: int, images_per_prompt: int) -> Image.Image:
+def load_prompt_image(files: Sequence[Path], index: int, images_per_prompt: int) -> Image.Image:
     """One image as RGB: a file, or a quarter of a grid, in the published script's order, row by row.
 
     Raises:

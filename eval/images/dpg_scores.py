@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from ..intervals import mean_interval, paired_difference
-from ..session import compare
+from ..session import compare_encoders
 from .dpg_questions import BAND_NAMES, Proposition
 
 Key = tuple[str, int, int]  # prompt's id, image from 0, proposition's number
@@ -108,7 +108,7 @@ def _members(group: str, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def compare_outcomes(results: Mapping[str, Outcomes], groups: Mapping[str, Sequence[str]]) -> list[dict]:
-    """Every two encoders compared by score and by position, in points, paired by prompt; see `encoders.compare`."""
+    """Every two encoders compared by score and by position, in points, paired by prompt; see `compare_encoders`."""
     bands = {f"holds, {name}": chosen for name, chosen in _members("by_position", groups["by_position"]).items()}
 
     def difference(a: Outcomes, b: Outcomes, name: str) -> dict:
@@ -120,4 +120,4 @@ def compare_outcomes(results: Mapping[str, Outcomes], groups: Mapping[str, Seque
         label: {"score": result, **{name: result[chosen] for name, chosen in bands.items()}}
         for label, result in results.items()
     }
-    return compare(values, difference)
+    return compare_encoders(values, difference)

@@ -28,7 +28,7 @@ from debias_diffusion.tokens import clean
 from ..intervals import mean_interval, paired_difference
 from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig
 from ..report import Table, cell, compared_tables, draw_by_position
-from ..session import Session, compare, read_source
+from ..session import Session, compare_encoders, read_source
 
 PADS = 24  # after EOT, whose states are compared
 PARTS = {"text": "text", "sot": "SOT", "eot": "EOT", "pads": f"{PADS} pads"}
@@ -36,7 +36,7 @@ _RIDGE = 1e-3  # of the mean variance of the encoder's channels
 
 
 @dataclass(frozen=True)
-class Reader:
+class PromptReader:
     """A text encoder as the pipelines read it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Reader:
     tokenizer: CLIPTokenizer
 
     @classmethod
-    def load(cls, spec: EncoderSpec, device: torch.device) -> "Reader":
+    def load(cls, spec: EncoderSpec, device: torch.device) -> "PromptReader":
         encoder, tokenizer = spec.load_text_encoder()
         return cls(spec.name, encoder.float().to(device), tokenizer)
 
@@ -117,7 +117,7 @@ class Moments:
 
 
 def measure_drift(
-    reader: Reader, base: Reader, captions: Sequence[str], batch_size: int, title: str
+    reader: PromptReader, base: PromptReader, captions: Sequence[str], batch_size: int, title: str
 ) -> dict[str, object]:
     """The state errors of one encoder in `captions`. Shows a progress bar.
 
@@ -187,16 +187,16 @@ def evaluate_drift(config: DriftConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used, or an encoder's states cannot be compared with the base's.
     """
-    pairs = read_source(config, config.prompt_encoders, config.held_out, only_captions=True)
+    pairs = read_source(config, config.labelled, config.held_out, only_captions=True)
     session = Session("drift", config, pairs)
-    base = Reader.load(EncoderSpec.parse(config.base), session.device)
+    base = PromptReader.load(EncoderSpec.parse(config.base), session.device)
     with_text = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
     if not with_text:
         raise UserError("No caption holds any text. Give other data.")
     captions = [pairs.captions[number] for number in with_text]
     groups = np.unique([pairs.image_of[number] for number in with_text], return_inverse=True)[1]
 
-    def evaluate(encoder: tuple[str, Reader]) -> dict:
+    def evaluate(encoder: tuple[str, PromptReader]) -> dict:
         label, reader = encoder
         width, base_width = (part.encoder.config.hidden_size for part in (reader, base))
         if width != base_width:
@@ -208,7 +208,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 
-    results = session.by_encoder(evaluate, lambda spec, label, device: (label, Reader.load(spec, device)))
+    results = session.by_encoder(evaluate, lambda spec, label, device: (label, PromptReader.load(spec, device)))
     session.digests["base"] = base.digest
     encoders = {}
     for label, result in results.items():
@@ -221,7 +221,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
     notes = ["0 is the base's own state, and 1 as far from it as the mean of all its tokens' states is."]
     if without := len(pairs.captions) - len(captions):
         notes.append(f"{without} captions hold no text, and were left out.")
-    compared = compare(
+    compared = compare_encoders(
         {label: {"state error of text": result["errors"]["text"]} for label, result in results.items()},
         lambda a, b, score: paired_difference(a, b, groups),
     )

@@ -30,12 +30,12 @@ from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
+from .mentions import ALL, READERS, Mention, ceilings, read_caption, refers_back
 from .networks import ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
-from .references import ALL, READERS, Mention, ceilings, read_caption, refers_back
 from .rendered import Rendered, image_task, render_all, rendering_settings
-from .scores import ImageNumbers, ImageScores, References, compare, score_titles
+from .scores import ImageNumbers, ImageScores, References, compare_scores, score_titles
 
 NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
 NAME = "generation"
@@ -56,7 +56,7 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     Returns:
         The content of `generation.json`: settings, versions, digests; by encoder its scores with 95% intervals, how
         many prompts were cut, the digest of its images, seconds of generating; the encoders compared; of toy captions
-        that refer back, "ceilings", see `references.ceilings`; notes, the resizes, the bad records, seconds. In
+        that refer back, "ceilings", see `mentions.ceilings`; notes, the resizes, the bad records, seconds. In
         processes other than the main one, {}.
 
     Raises:
@@ -94,7 +94,7 @@ class _Generation:
         """The images to generate."""
         config = self.config
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
-        self.pairs = read_source(config, config.prompt_encoders, config.held_out)
+        self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
         good, unreadable = _with_readable_reference(records, images)
         print_left_out(unreadable)
@@ -126,10 +126,10 @@ class _Generation:
             if self.is_toy:
                 objects[label] = self._objects(images.files, digest)
                 numbers |= objects_numbers(objects[label], mentions, kinds)
-            encoders[label] = {"scores": numbers, **images.reading, "pictures": digest}
+            encoders[label] = {"scores": numbers, **images.reading, "images_digest": digest}
         compared = []
         for b, a in combinations(rendered, 2):
-            differences = compare(scores[a], scores[b])
+            differences = compare_scores(scores[a], scores[b])
             if self.is_toy:
                 differences |= compare_objects(objects[a], objects[b], mentions, kinds)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
@@ -188,7 +188,7 @@ class _Generation:
 
     def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
         """The scores of one encoder's images."""
-        depends = {"pictures": digest, "originals": self._depends, **self.networks.depends}
+        depends = {"images": digest, "originals": self._depends, **self.networks.depends}
         result = self.session.cache.result("scores", depends, lambda: asdict(self.networks(files, self._references)))
         return ImageNumbers(**result)
 
@@ -197,7 +197,7 @@ class _Generation:
         scenes = [toy_scene(record)[0] for record in self.records]
         result = self.session.cache.result(
             "objects",
-            {"pictures": digest, "originals": self._depends},
+            {"images": digest, "originals": self._depends},
             lambda: {"images": [*map(asdict, compare_images(files, scenes))]},
         )
         return [Comparison(**image) for image in result["images"]]

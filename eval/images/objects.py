@@ -13,13 +13,13 @@ from debias_diffusion.toyworld.checker import Comparison, compare
 from debias_diffusion.toyworld.scenes import PLACES, Scene
 
 from ..intervals import drawn_ratios, ends, paired_ratio_difference
+from .mentions import ACROSS, ALONE, WITHIN
 from .networks import ImageLike, load_image
-from .references import ACROSS, ALONE, WITHIN
 
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
 # Of each image: the sentence, from 0, that first mentions the object in a place.
 Mentions = Sequence[Mapping[str, int]]
-# Of each image: how the prompt mentions the object in a place, see `references.mention_kinds`. None of prompts that
+# Of each image: how the prompt mentions the object in a place, see `mentions.mention_kinds`. None of prompts that
 # mention each object in one sentence.
 MentionKinds = Sequence[Mapping[str, str]] | None
 Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]

@@ -190,19 +190,19 @@ class ImageNumbers:
             captions), clip_score_1, clip_score_2, ... (first sentences, second ones; with "pictures", how many captions
             have one).
         halves: {score: its values over `halves(count)`}, of distances between two sets of images.
-        pictures: {score: its value for each image}, of means over images; None if a caption has no such sentence.
+        by_image: {score: its value for each image}, of means over images; None if a caption has no such sentence.
         count: number of images.
         notes: on the numbers.
     """
 
     numbers: dict[str, dict[str, float | None]]
     halves: dict[str, list[float]]
-    pictures: dict[str, list[float | None]]
+    by_image: dict[str, list[float | None]]
     count: int
     notes: list[str] = field(default_factory=list)
 
 
-def compare(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, float | None]]:
+def compare_scores(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, float | None]]:
     """The paired comparison of two encoders on the same captions, by score.
 
     Returns:
@@ -216,8 +216,8 @@ def compare(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, float | Non
         raise ValueError("both must be of the same captions and scores")
     compared = {}
     for score in a.numbers:
-        if score in a.pictures:
-            pairs = [pair for pair in zip(a.pictures[score], b.pictures[score], strict=True) if None not in pair]
+        if score in a.by_image:
+            pairs = [pair for pair in zip(a.by_image[score], b.by_image[score], strict=True) if None not in pair]
             compared[score] = paired_difference(*zip(*pairs, strict=True))
         else:
             compared[score] = _difference_of_distances(a, b, score)
@@ -400,7 +400,7 @@ def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, 
 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:
     present = [value for value in values if value is not None]
-    result.pictures[score] = values
+    result.by_image[score] = values
     result.numbers[score] = {"value": float(np.mean(present))} | dict(
         zip(("low", "high"), mean_interval(present), strict=True)
     )

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.eval.images.references import sentences_needed, truncated
+from debias_diffusion.eval.images.mentions import sentences_needed, truncated
 from debias_diffusion.eval.report import Table
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.tokens import clean
