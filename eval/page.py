@@ -77,11 +77,8 @@ def evaluate_report(config: ReportConfig) -> Path:
 def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
     """All results in a folder, the oldest first, and the JSON files that are named like results and are none.
 
-    Raises:
-        UserError: there is no such folder, or no result in it.
+    Raises UserError where there is none.
     """
-    if not folder.is_dir():
-        raise UserError(f"There is no folder {str(folder)!r}. Give the --output of earlier evaluations.")
     files = [file for name in EVALUATIONS for file in folder.rglob(f"{name}.json")]
     results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):

@@ -243,8 +243,7 @@ def test_what_is_no_result_is_named_and_left_out(runs, report, tmp_path, capsys,
         with pytest.raises(UserError, match=message):
             evaluate_report(ReportConfig(str(folder)))
 
-    refused("There is no folder", tmp_path / "nowhere")
-    refused("holds no results.*retrieval.json")
+    refused("nowhere' holds no results.*retrieval.json", tmp_path / "nowhere")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "retrieval.json").write_text("{")
     refused("first that cannot be used: bad/retrieval.json")
