@@ -112,7 +112,7 @@ def generate(config: GenerateConfig) -> Path:
 
 
 def _check_output(path: Path, several: bool) -> None:
-    """Raises UserError unless images can be written there."""
+    """Raises UserError or OSError unless images can be written there."""
     output, is_png = str(path), path.suffix.lower() == ".png"
     if several and (is_png or path.is_file()):
         raise UserError(f"The output {output!r} is a file, and several images need a folder. Give a folder.")
@@ -122,13 +122,8 @@ def _check_output(path: Path, several: bool) -> None:
         raise UserError(f"The output {output!r} must end in .png, because PNG is the format.")
     if several:  # a job, which checks it
         return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise UserError(
-            f"The output folder {str(path.parent)!r} is not writable ({error.strerror}). Give another one."
-        ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=path.parent).close()  # an OSError now, not after the image is made
 
 
 def _tasks(config: GenerateConfig, prompts: Sequence[Prompt], job: Job | None = None) -> list[ImageTask]:

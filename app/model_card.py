@@ -159,6 +159,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
     """The results of `evaluate`, of the exported model alone, each with its command."""
     from debias_diffusion.eval.registry import EVALUATIONS
     from debias_diffusion.eval.report import escaped
+    from debias_diffusion.models.model_files import explain_failure
 
     sections = []
     for name, evaluation in EVALUATIONS.items():
@@ -175,7 +176,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
         else:
             digest_there = digest
         report, words = read_json_object(file), name.replace("_", "-")
-        try:
+        with explain_failure(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`"):
             digests = report["digests"]["encoders"]
             encoders = {label: one for label, one in report["encoders"].items() if digests.get(label) == digest_there}
             section = {
@@ -184,8 +185,6 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
                 "notes": list(map(escaped, report["notes"])),
                 "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.settings()),
             }
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise UserError(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`: {error!r}.") from error
         if not encoders:
             raise UserError(
                 f"{str(file)!r} was measured with another model than --model, by weights, configuration and tokenizer. "

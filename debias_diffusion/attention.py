@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .tokens import TokenBatch
 # What the attention before the softmax is divided by. The paper writes equations 1 and 2 for one head of the whole
 # hidden dimension D. Divided by its root, the product of whole query and key, which is the sum over heads, is the mean
 # over heads on their own scale times the root of their number: the same curve, higher.
-SCALES = ("head", "hidden")
+Scale = Literal["head", "hidden"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class EotAttention:
     """The attention from each caption's EOT to the positions of its row, averaged over the heads of the last layer.
 
     Attributes:
-        before_softmax: [batch, slots] m_EOT of equation 2, on one of `SCALES`; -inf after EOT.
+        before_softmax: [batch, slots] m_EOT of equation 2, on one `Scale`; -inf after EOT.
         after_softmax: [batch, slots] the weights; a row sums to 1, and they are 0 after EOT.
         is_text: [batch, slots] True for SOT, text and EOT; False for pads.
         ends: [batch] number of slots up to and including EOT.
@@ -36,7 +37,7 @@ class EotAttention:
 
 
 @torch.inference_mode()
-def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch, scale: str = "head") -> EotAttention:
+def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch, scale: Scale = "head") -> EotAttention:
     """The last layer's attention from EOT, for a batch of captions. All tensors are on the CPU.
 
     Args:
@@ -47,10 +48,8 @@ def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch, scale: st
             are the same with both.
 
     Raises:
-        UserError: EOT is not the encoder's output token, or there is no such scale.
+        UserError: EOT is not the encoder's output token.
     """
-    if scale not in SCALES:
-        raise UserError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}.")
     check_reads_eot(encoder)
     ends = tokens.n_prefix + tokens.lengths
     slots = torch.arange(int(ends.max()))

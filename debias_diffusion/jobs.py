@@ -86,15 +86,12 @@ class Job:
             process: of one job; others than 0 only read.
 
         Raises:
-            UserError: the folder cannot be made; it holds something else; another process works there (not `shared`);
+            UserError: the folder holds something else; another process works there (not `shared`);
                 a setting or an input differs. Names it, both values, and what to do. Where nothing was finished, a job
                 begins anew, with any settings.
         """
         folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"The output folder {str(folder)!r} cannot be made: {error.strerror}.") from error
+        folder.mkdir(parents=True, exist_ok=True)
         job = cls(folder, f"items-{MACHINE}-{os.getpid()}.jsonl" if shared else "items.jsonl")
         taken = f"Another process works in {str(folder)!r}. Wait for it, or give another folder."
         with nullcontext() if shared or process else folder_lock(folder, taken):

@@ -94,20 +94,16 @@ def read_imagenet(data: str, dataset: str) -> LabelledImages:
     """
     by_number, count = dataset == "imagenet-v2", 1000 if dataset in ("imagenet-1k", "imagenet-v2") else 200
     names = [str(index) for index in range(1000)] if by_number else imagenet_wnids()  # in the order of the labels
-    layout = "1000 folders, 0 to 999" if by_number else f"{count} folders named by WordNet id, such as {names[0]}"
+    layout = "0 to 999" if by_number else f"named by WordNet id, such as {names[0]}"
     root = Path(data)
     folders = {entry.name for entry in root.iterdir() if entry.is_dir()} if root.is_dir() else set()
     folders = {name for name in folders if name[0] != "."}
-    if not folders or (strange := sorted(folders - set(names))):
-        fault = (
-            f"holds the folder {strange[0]!r}" if folders else "holds no folders" if root.is_dir() else "is no folder"
-        )
-        raise UserError(f"{data!r} {fault}. {dataset} is a folder of {layout}, with the images in them.")
-    if len(folders) != count:
-        lacks = f", and lacks {min(set(names) - folders, key=int)}" if by_number else ""
+    known = folders & set(names)
+    if len(known) != count or folders != known:
+        strange = f", and {min(folders - known)!r}" if folders != known else ""
         raise UserError(
-            f"{data!r} holds {len(folders)} class folders, and {dataset} has {count}{lacks}. A number of some of its "
-            "classes compares with nothing published: give the whole folder, as its authors publish it."
+            f"{data!r} holds {len(known)} class folders of {dataset}{strange}. Give the whole folder, as its authors "
+            f"publish it: {count} class folders, {layout}. A number of some classes compares with nothing published."
         )
     classes = [
         (name, title) for name, title in zip(names, open_clip.IMAGENET_CLASSNAMES, strict=True) if name in folders

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import read_file, write_text
+from debias_diffusion.files import read_file, read_json, write_text
+from debias_diffusion.models.model_files import explain_failure
 
 from .options import ReportConfig, check_output
 from .registry import EVALUATIONS
@@ -76,19 +77,17 @@ def evaluate_report(config: ReportConfig) -> Path:
 def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
     """All results in a folder, the oldest first, and the JSON files that are named like results and are none.
 
-    Raises:
-        UserError: there is no such folder, or no result in it.
+    Raises UserError where there is none.
     """
-    if not folder.is_dir():
-        raise UserError(f"There is no folder {str(folder)!r}. Give the --output of earlier evaluations.")
     files = [file for name in EVALUATIONS for file in folder.rglob(f"{name}.json")]
     results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
         try:
-            result = Result(file, json.loads(read_file(file)))
-            EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
+            with explain_failure("its tables cannot be made"):
+                result = Result(file, read_json(file))
+                EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
             results.append(result)
-        except Exception as error:  # of another program
+        except UserError as error:  # of another program
             bad.append(BadRecord(str(file.relative_to(folder)), "no result of this version", reason(error)))
     if not results:
         raise UserError(

@@ -104,7 +104,7 @@ def test_layouts_of_imagenet(tmp_path):
     data = read_imagenet(str(root), "imagenet-v2")  # folders are numbers, not text
     assert data.labels == [int(record.image.split("/")[0]) for record in data.records] == list(range(12))
     (root / "517").rmdir()
-    with pytest.raises(UserError, match="holds 999 class folders, and imagenet-v2 has 1000, and lacks 517"):
+    with pytest.raises(UserError, match="holds 999 class folders of imagenet-v2. Give .*: 1000 class"):
         read_imagenet(str(root), "imagenet-v2")
     root = image_folders(tmp_path / "a", wnids[3::5], drawn=12)
     data = read_imagenet(str(root), "imagenet-a")
@@ -154,8 +154,8 @@ def test_a_wrong_folder_is_told(tmp_path):
 
     refused("class folders of .* are empty")
     (root / "n00000000").mkdir()
-    refused("'n00000000'.*200 folders named by WordNet id")
-    refused("is no folder", folder=tmp_path / "none")
+    refused("'n00000000'.*200 class folders, named by WordNet id")
+    refused("holds 0 class folders", folder=tmp_path / "none")
     refused("no test_batch.bin.*cifar-10-binary.tar.gz.*pickle can run code", read_cifar, tmp_path, "cifar-10")
     cifar = make_cifar(tmp_path / "cifar", [(1,), (2,)])
     (cifar / "test_batch.bin").write_bytes((cifar / "test_batch.bin").read_bytes()[:-1])

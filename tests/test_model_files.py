@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import types
 from functools import cache, partial, reduce
 from itertools import cycle
 from pathlib import Path
@@ -24,7 +25,7 @@ from debias_diffusion.interchange.single_file import write_file
 from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.models.model_files import check_sizes
+from debias_diffusion.models.model_files import check_sizes, explain_failure
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.tokens import clip_tokenizer
@@ -244,3 +245,35 @@ def test_a_path_that_is_missing_is_no_name_of_the_hub(path, tmp_path, monkeypatc
     for load in (load_text_encoder, load_two_tower, load_backbone, load_sdxl, *in_pictures):
         with pytest.raises(UserError, match=r"not there|Unknown model|could not be|cannot be"):
             load(path)
+
+
+def absent_name():
+    return there  # noqa: F821
+
+
+def absent_attribute():
+    return CPU.there
+
+
+def assertion():
+    assert CPU.index
+
+
+BUGS = [absent_name, absent_attribute, assertion, lambda: assertion(1), lambda: assertion(a=1)]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_of_this_package_is_no_fault_of_a_file(bug):
+    in_package = types.FunctionType(bug.__code__, {**globals(), "__name__": "debias_diffusion.encoders"})
+    with pytest.raises((AttributeError, AssertionError, NameError, TypeError)), explain_failure("The model"):
+        in_package()
+    with pytest.raises(UserError, match="^The model: "), explain_failure("The model"):
+        bug()  # of a library
+
+
+@pytest.mark.parametrize("use", [lambda value: value["a"], lambda value: value.a, lambda value: value + 1])
+def test_values_that_this_package_cannot_use_are_a_fault_of_the_file(use):
+    in_package = types.FunctionType(use.__code__, {"__name__": "debias_diffusion.encoders"})
+    for value in ({}, [], "", None):
+        with pytest.raises(UserError, match="^The model: "), explain_failure("The model"):
+            in_package(value)

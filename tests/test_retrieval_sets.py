@@ -245,7 +245,7 @@ def test_benchmarks_are_found_below_a_folder_and_misspelt_ones_named(tmp_path):
     for name, folder in folders.items():
         lay(name, tmp_path / folder)
         assert find_root(name, tmp_path).resolve() == (tmp_path / folder).resolve()
-    for name, root, message in (("urban", ".", "Did you mean urban1k"), ("coco", "nowhere", "nowhere' is not there")):
+    for name, root, message in (("urban", ".", "Did you mean urban1k"), ("coco", "nowhere", "nowhere' has no")):
         with pytest.raises(UserError, match=message):
             read_retrieval_set(name, root)
 

@@ -70,12 +70,7 @@ class FrozenVAE(FrozenEncoder):
 
     def check_room(self, images: int, folder: Path) -> None:
         """Makes the cache's folder. Raises UserError if its disk has no room for the latents of so many images."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"The cache of latents {str(folder)!r} cannot be made ({error.strerror}). Give another --latent-cache."
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
         needed = 4 * math.prod(self.shape) * images
         free, used = shutil.disk_usage(folder).free, sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
         if needed > free + used:

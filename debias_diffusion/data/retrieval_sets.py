@@ -60,8 +60,6 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
             entry is without its image or without a caption, by the file's name.
     """
     benchmark, root = _find_benchmark(name), Path(root)
-    if not root.is_dir():
-        raise UserError(f"The folder {str(root)!r} is not there. Give the folder that {name} lies in.")
     missing = [part for part in benchmark.needs if not (root / part).exists()]
     if missing:
         raise UserError(

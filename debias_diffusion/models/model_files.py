@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 import psutil
@@ -33,7 +34,7 @@ _ROWS = ("vocab_size", "context_length", "max_position_embeddings", "embed_dim",
 
 @contextmanager
 def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
-    """Turns every error that a wrong or hostile file causes in a library into a UserError.
+    """Turns every error that a wrong or hostile file causes into a UserError, and no bug of this package.
 
     Args:
         failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
@@ -45,9 +46,24 @@ def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         # Libraries in Rust panic on some files, and a PanicException is not an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if _is_bug(error) or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         raise UserError(f"{failure}: {loading_reason(error)}.{advice and f' {advice}'}") from error
+
+
+def _is_bug(error: BaseException) -> bool:
+    """Whether this package's code is wrong: a name, an attribute or an argument that is not there, or an assertion.
+
+    Values of files cause the same types of errors, but not of these kinds, and also missing keys.
+    """
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    if frame.f_globals["__name__"].partition(".")[0] != "debias_diffusion":
+        return False
+    if isinstance(error, AttributeError):
+        return not isinstance(error.obj, dict | list | str | float | int | None)
+    if isinstance(error, TypeError):
+        return re.search(r"\(\) (got|missing|takes) ", str(error)) is not None
+    return isinstance(error, NameError | AssertionError)
 
 
 def loading_reason(error: Exception) -> str:
