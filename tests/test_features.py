@@ -167,3 +167,18 @@ def test_features_that_are_not_finite_are_refused(world):
     world[0].model.visual.proj.data.fill_(torch.inf)
     with pytest.raises(UserError, match="not finite in fp32"):
         fill(world)
+
+
+def test_an_image_that_is_replaced_while_it_is_read_is_never_served_the_old_features(world, monkeypatch):
+    file, read = world[2].root / world[1][3].image, type(world[2]).open
+
+    def replaced_after(source, name):
+        image = read(source, name)
+        if name == world[1][3].image:
+            Image.new("RGB", (40, 40), (1, 2, 3)).save(file)
+        return image
+
+    with monkeypatch.context() as during:
+        during.setattr(type(world[2]), "open", replaced_after)
+        fill(world)
+    torch.testing.assert_close(features(world), plain_features(world), rtol=0, atol=1e-5)
