@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from helpers.ranks import ranks
 from helpers.steps import CPU
 from helpers.tiny_clip import byte_tokenizer, tiny_clip
 from helpers.tiny_data import make_tiny_data
@@ -167,3 +168,43 @@ def test_features_that_are_not_finite_are_refused(world):
     world[0].model.visual.proj.data.fill_(torch.inf)
     with pytest.raises(UserError, match="not finite in fp32"):
         fill(world)
+
+
+def test_an_image_that_is_replaced_while_it_is_read_is_never_served_the_old_features(world, monkeypatch):
+    file, read = world[2].root / world[1][3].image, type(world[2]).open
+
+    def replaced_after(source, name):
+        image = read(source, name)
+        if name == world[1][3].image:
+            Image.new("RGB", (40, 40), (1, 2, 3)).save(file)
+        return image
+
+    with monkeypatch.context() as during:
+        during.setattr(type(world[2]), "open", replaced_after)
+        fill(world)
+    torch.testing.assert_close(features(world), plain_features(world), rtol=0, atol=1e-5)
+
+
+def test_processes_share_the_work_and_each_serves_all_images(world, encoded):
+    def work(accelerator):
+        images, bad = cached_images(FrozenTower(world[0], accelerator, "fp32"), *world[1:], batch=2)
+        return (
+            torch.stack([images.open(record.image) for record in world[1] if record.image != gone]),
+            encoded,
+            len(bad),
+        )
+
+    gone = world[1][0].image
+    (world[2].root / gone).unlink()
+    served = ranks(2, work)
+    damaged = sorted(world[3].rglob("*.safetensors"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    again = ranks(2, work)
+    assert [sizes for _, sizes, _ in served] == [[1, 2, 1], [2, 2]] and {bad for *_, bad in served + again} == {1}
+    assert sum(sum(sizes) for _, sizes, _ in again) == 4  # those of the damaged item
+    with torch.no_grad():
+        expected = [
+            world[0].encode_image(world[0].preprocess(world[2].open(record.image))[None]) for record in world[1][1:]
+        ]
+    for features_of_rank, *_ in served + again:
+        torch.testing.assert_close(features_of_rank, torch.cat(expected), rtol=0, atol=1e-5)

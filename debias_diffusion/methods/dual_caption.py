@@ -145,27 +145,21 @@ class DualCaption(KeepStates):
     def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
         return super().collate(samples, tokenizer, find_padding(self.padding).before_sot)
 
-    def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        """What `encode_pairs` gives, and the errors of the states that are kept."""
-        return self.encode_pairs(backbone, batch, modules) | super().encode(backbone, batch, modules)
-
     def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
         """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""
         image = image_features(backbone, batch)
         texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
         return {"image": image.to(texts.dtype), **dict(zip(self.text_names, texts, strict=True))}
 
-    def losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    def pair_losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`."""
         views = (features.get(name) for name in ("long_text", "short_text", "short_image"))
         compared = Features(features["image"], *views)
-        losses, report = dual_caption_objective(
+        return dual_caption_objective(
             compared, scale, bias, self.short_weight, self.components, self.label_smoothing, self.component_parts
         )
-        state_losses, state_report = super().losses(features, scale, bias)
-        return losses | state_losses, report | state_report
 
     def describe(self) -> str:
         padding = f", {self.padding} padding, w = {self.short_weight:g}" if self.has_short else ""

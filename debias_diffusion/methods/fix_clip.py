@@ -304,11 +304,11 @@ class FixClip(DualCaption):
         image, masked_image, states = tower.encode_with_masked(images, blocks, masked)
         return {"image": image} | ({} if masked_image is None else {"short_image": masked_image}), states
 
-    def losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
+    def pair_losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """E7 and E8; "group_4" and so on in the report are L_g without their weights."""
-        losses, report = super().losses(features, scale, bias)
+        losses, report = super().pair_losses(features, scale, bias)
         if not self.hierarchy:
             return losses, report
         image, text = (F.normalize(features[f"{tower}_groups"], dim=-1) for tower in ("image", "text"))

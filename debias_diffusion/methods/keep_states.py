@@ -12,6 +12,7 @@ is. The states of EOT and of the pads after it are left free: contrastive traini
 
 import copy
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -107,7 +108,7 @@ def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> Token
 
 @dataclass(frozen=True)
 class KeepStates(Method):
-    """A method that also keeps states. Its subclasses add the captions and the other losses.
+    """A method that also keeps states. Its subclasses add captions and other losses.
 
     Attributes:
         keep_states: Weight of the mean of `state_errors` over the texts that are drawn; 0 draws none.
@@ -141,9 +142,10 @@ class KeepStates(Method):
         return {"state_tokens": rows}
 
     def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        """{"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}: [batch] each."""
+        """`encode_pairs` and {"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}, [batch] each."""
+        features = self.encode_pairs(backbone, batch, modules)
         if not self.keep_states:
-            return {}
+            return features
         rows = batch.views["state_tokens"]
         is_drawn = rows[:, 0, 0] != _NOTHING
         counts = is_drawn.to(backbone.logit_scale.dtype)
@@ -152,15 +154,26 @@ class KeepStates(Method):
         if texts:
             drawn_errors = state_errors(backbone.text, modules["teacher"], texts, backbone.tokenizer)
             errors = errors.index_put((is_drawn.nonzero().flatten(),), drawn_errors.to(errors))
-        return {"state_error": errors, "state_drawn": counts}
+        return features | {"state_error": errors, "state_drawn": counts}
+
+    @abstractmethod
+    def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
+        """The other features, as `encode`."""
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        losses, report = self.pair_losses(features, scale, bias)
         if not self.keep_states:
-            return {}, {}
+            return losses, report
         error = features["state_error"].sum() / features["state_drawn"].sum().clamp(min=1)
-        return {"state_loss": self.keep_states * error}, {"state_error": error.detach()}
+        return losses | {"state_loss": self.keep_states * error}, report | {"state_error": error.detach()}
+
+    @abstractmethod
+    def pair_losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The other losses, as `losses`."""
 
     def describe(self) -> str:
         return f"; hidden states kept with weight {self.keep_states:g}" if self.keep_states else ""

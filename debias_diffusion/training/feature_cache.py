@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
 from ..data.bad_records import BadRecord, read_or_bad
@@ -32,96 +32,8 @@ from ..models.backbone import Backbone
 
 ITEM = 512  # images of an item, about
 _KEY = np.dtype("S16")  # a stamp or a digest
-_OPENED = 128  # items kept open at once
-
-
-class FeatureCache:
-    """Image features by the stamp of their image, and by a digest of its pixels.
-
-    An item, of safetensors, has stamps and digests [n, 16] and features [n, dim].
-
-    Args:
-        job: the shared job of the caches of all keys.
-        key: everything the features depend on besides the image, as `FrozenEncoder.key`.
-    """
-
-    def __init__(self, job: Job, key: dict):
-        self.job, self.prefix = job, f"{job.key('features', key)}/"
-
-    def read(self, names: Sequence[str]) -> None:
-        """Reads which images the items of these names are of."""
-        self._files = [str(self.job.folder / name) for name in names]
-        rows = {name: [np.empty(0, _KEY)] for name in ("stamps", "digests")}
-        for file in self._files:
-            with safe_open(file, "numpy") as item:
-                for name, parts in rows.items():
-                    parts.append(item.get_tensor(name).reshape(-1).view(_KEY))
-        self._ends = np.cumsum([len(part) for part in rows["stamps"][1:]])
-        self._stamps, self._digests = (_Index(np.concatenate(parts)) for parts in rows.values())
-
-    def find(self, stamps: Sequence[bytes]) -> np.ndarray:
-        """The row of each stamp's features, -1 where there are none."""
-        return self._stamps.find(stamps)
-
-    def find_pixels(self, digest: bytes) -> int:
-        """The row of the features of an image with these pixels, -1 where there is none."""
-        return int(self._digests.find([digest])[0])
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        """[dim]."""
-        part = int(np.searchsorted(self._ends, row, side="right"))
-        start = self._ends[part - 1] if part else 0
-        return _opened(self._files[part]).get_slice("features")[int(row - start)]
-
-    def add(self, rows: Sequence[tuple[bytes, bytes, torch.Tensor]]) -> None:
-        """Writes an item: stamp, digest and features [dim] of each image."""
-        stamps, digests, features = zip(*rows, strict=True)
-        keys = {name: b"".join(column) for name, column in (("stamps", stamps), ("digests", digests))}
-        name = f"{self.prefix}{bytes_digest(keys.values())[:32]}.safetensors"
-        tensors = {
-            name: torch.frombuffer(bytearray(part), dtype=torch.uint8).view(-1, 16) for name, part in keys.items()
-        }
-        with self.job.write(name) as temporary:
-            save_file(tensors | {"features": torch.stack(features).float()}, temporary)
-
-
-class _Index:
-    """Rows of stamps or digests, sorted for binary search."""
-
-    def __init__(self, keys: np.ndarray):
-        self._order = np.argsort(keys, kind="stable")
-        self._keys = keys[self._order]
-
-    def find(self, keys: Sequence[bytes]) -> np.ndarray:
-        """The row of each, -1 where there is none."""
-        if not len(self._keys):
-            return np.full(len(keys), -1)
-        keys = np.array(keys, _KEY)
-        at = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
-        return np.where(self._keys[at] == keys, self._order[at], -1)
-
-
-@lru_cache(maxsize=_OPENED)
-def _opened(file: str) -> safe_open:
-    return safe_open(file, "pt")
-
-
-class CachedImages:
-    """An image source whose images are their features, [embed_dim], from a cache.
-
-    An image that has changed since its features were computed has another stamp, and so none.
-    """
-
-    def __init__(self, images: ImageSource, cache: FeatureCache):
-        self.images, self.cache, self.root = images, cache, images.root
-
-    def open(self, image: str) -> torch.Tensor:
-        """Raises OSError, or the source's error, if the image is missing, changed or unreadable."""
-        row = int(self.cache.find([self.images.stamp(image)])[0])
-        if row < 0:
-            self.images.open(image)  # raises for a missing or unreadable image
-            raise OSError("has changed since its features were computed")
-        return self.cache[row]
+_AFTER_ALL = b"\xff" * 16  # sorts behind every key, so that a search always ends at one
+_open = lru_cache(maxsize=128)(safe_open)  # features of as many items at once
 
 
 class FrozenEncoder(ABC):
@@ -172,25 +84,82 @@ def check_features(features: torch.Tensor, model: str, precision: str) -> torch.
     return features
 
 
-class _Images(Dataset):
-    """(stamp, digest, pixels, None) of each image, (stamp, digest, None, features) if its pixels have some, or its
-    BadRecord."""
+class CachedImages:
+    """An image source whose images are their features, [dim].
 
-    def __init__(self, records: Sequence[Record], images: ImageSource, cache: FeatureCache, read_pixels: Callable):
-        self.records, self.images, self.cache, self.read_pixels = records, images, cache, read_pixels
+    An item of the job, a safetensors file, has keys [n, 2, 16], stamp and digest of each image, and features [n, dim].
+    """
 
-    def __len__(self) -> int:
-        return len(self.records)
+    def __init__(self, images: ImageSource, job: Job, encoder: FrozenEncoder):
+        self.images, self.root, self.job = images, images.root, job
+        self.prefix = f"{job.key('image-features', encoder.key)}/"
 
-    def __getitem__(self, index: int) -> tuple | BadRecord:
-        return read_or_bad(self.records[index], self._read)
+    def read(self, items: Sequence[str]) -> None:
+        """Reads which images these items are of."""
+        self._files = [str(self.job.folder / name) for name in items]
+        keys = [safe_open(file, "numpy").get_tensor("keys").reshape(-1).view(_KEY) for file in self._files]
+        self._ends = np.cumsum([len(part) // 2 for part in keys])
+        keys = np.concatenate([*keys, np.array([_AFTER_ALL], _KEY)])
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
 
-    def _read(self, name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor | None]:
+    def find(self, keys: Sequence[bytes]) -> np.ndarray:
+        """The row of the features of each stamp or digest, -1 where there are none."""
+        keys = np.array(keys, _KEY)
+        at = np.searchsorted(self._keys, keys)
+        return np.where(self._keys[at] == keys, self._order[at] // 2, -1)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        item = int(np.searchsorted(self._ends, row, side="right"))
+        first = self._ends[item - 1] if item else 0
+        return _open(self._files[item], "pt").get_slice("features")[int(row - first)]
+
+    def open(self, image: str) -> torch.Tensor:
+        """Raises OSError, or the source's error, if the image is missing, changed or unreadable."""
+        row = self.find([self.images.stamp(image)])[0]
+        if row < 0:
+            self.images.open(image)  # raises for a missing or unreadable image
+            raise OSError("has changed since its features were computed")
+        return self[row]
+
+    def read_batch(self, read_pixels: Callable, records: Sequence[Record]) -> list[tuple | BadRecord]:
+        """Stamp and digest of each image, and its pixels or, where those of the digest are there, its features."""
+        return [read_or_bad(record, partial(self._read_image, read_pixels)) for record in records]
+
+    def _read_image(self, read_pixels: Callable, name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor]:
         # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
         stamp, image = self.images.stamp(name), self.images.open(name)
         digest = pixels_digest(image)
-        row = self.cache.find_pixels(digest)
-        return (stamp, digest, self.read_pixels(image), None) if row < 0 else (stamp, digest, None, self.cache[row])
+        row = self.find([digest])[0]
+        return (stamp, digest, read_pixels(image), None) if row < 0 else (stamp, digest, None, self[row])
+
+    @torch.inference_mode()
+    def fill(self, encoder: FrozenEncoder, loader: DataLoader, stop: Callable[[], bool]) -> list[BadRecord]:
+        """Writes items of the loader's images, until `stop` says so. Returns the images that could not be read."""
+        bad, rows, disable = [], [], not encoder.accelerator.is_main_process
+        bar = tqdm(total=len(loader.dataset), desc="image features", unit=" images", disable=disable)
+        with bar, load_batches(loader) as batches:
+            for batch in batches:
+                bad += [image for image in batch if isinstance(image, BadRecord)]
+                good = [image for image in batch if not isinstance(image, BadRecord)]
+                unknown = [pixels for _, _, pixels, _ in good if pixels is not None]
+                encoded = iter(encoder.encode(torch.stack(unknown)).cpu() if unknown else ())
+                rows += [(*keys, next(encoded) if known is None else known) for *keys, _, known in good]
+                bar.update(len(batch))
+                if len(rows) >= ITEM:
+                    self._write(rows)
+                    rows = []
+                if stop():
+                    break
+        if rows:
+            self._write(rows)
+        return bad
+
+    def _write(self, rows: Sequence[tuple[bytes, bytes, torch.Tensor]]) -> None:
+        keys, features = b"".join(key for row in rows for key in row[:2]), torch.stack([row[2] for row in rows]).float()
+        with self.job.write(f"{self.prefix}{bytes_digest([keys])[:32]}.safetensors") as temporary:
+            keys = torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, 2, 16)
+            save_file({"keys": keys, "features": features}, temporary)
 
 
 def cached_images(
@@ -215,53 +184,23 @@ def cached_images(
     """
     accelerator = encoder.accelerator
     with Job.open(folder, "cache", shared=True) as job:
-        cache = FeatureCache(job, encoder.key)
-        names = _undamaged(cache) if accelerator.is_main_process else []
-        cache.read(*broadcast_object_list([names]))
+        cache = CachedImages(images, job, encoder)
+        for name in job.names(cache.prefix) if accelerator.is_main_process else ():
+            if job.path(name, damaged="absent") is None:
+                job.remove(name)
+        cache.read(*broadcast_object_list([job.names(cache.prefix)]))  # of the main process
         stamps = []
         for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
             stamp = read_or_bad(record, images.stamp)
             stamps.append(b"" if isinstance(stamp, BadRecord) else stamp)
         missing = np.flatnonzero(cache.find(stamps) < 0)[accelerator.process_index :: accelerator.num_processes]
-        dataset = Subset(_Images(records, images, cache, encoder.read_pixels), missing.tolist())
-        loader = DataLoader(dataset, batch_size=batch, num_workers=workers, collate_fn=list)
-        bad = _fill(encoder, loader, cache, stop)
+        loader = DataLoader(
+            Subset(records, missing.tolist()),
+            batch_size=batch,
+            num_workers=workers,
+            collate_fn=partial(cache.read_batch, encoder.read_pixels),
+        )
+        bad = cache.fill(encoder, loader, stop)
         accelerator.wait_for_everyone()
         cache.read(job.names(cache.prefix))
-    return CachedImages(images, cache), gather_object(bad)
-
-
-def _undamaged(cache: FeatureCache) -> list[str]:
-    """Names of the items. Damaged ones are removed."""
-    names = cache.job.names(cache.prefix)
-    damaged = [name for name in names if cache.job.path(name, damaged="absent") is None]
-    for name in damaged:
-        cache.job.remove(name)
-    return [name for name in names if name not in damaged]
-
-
-@torch.inference_mode()
-def _fill(encoder: FrozenEncoder, loader: DataLoader, cache: FeatureCache, stop: Callable[[], bool]) -> list[BadRecord]:
-    bad, rows = [], []
-    bar = tqdm(
-        total=len(loader.dataset),
-        desc="image features",
-        unit=" images",
-        disable=not encoder.accelerator.is_main_process,
-    )
-    with bar, load_batches(loader) as batches:
-        for batch in batches:
-            bad += [image for image in batch if isinstance(image, BadRecord)]
-            good = [image for image in batch if not isinstance(image, BadRecord)]
-            unknown = [pixels for _, _, pixels, _ in good if pixels is not None]
-            encoded = iter(encoder.encode(torch.stack(unknown)).cpu() if unknown else ())
-            rows += [(*keys, next(encoded) if known is None else known) for *keys, _, known in good]
-            bar.update(len(batch))
-            if len(rows) >= ITEM:
-                cache.add(rows)
-                rows = []
-            if stop():
-                break
-    if rows:
-        cache.add(rows)
-    return bad
+    return cache, gather_object(bad)
