@@ -121,7 +121,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
         captions = CaptionTokenizer(pipe.tokenizer, models.context_length(label))
-        reader = Reader(pipe.text_encoder, captions, models.device)
+        reader = Reader(pipe.text_encoder, captions, models.renderer.device)
         chunks = [
             {"first": chunk.read.start, "end": chunk.read.stop}
             | look_at_tokens(reader, [reading.ids[at] for at in chunk.read], 1 + chunk.read.start)
@@ -166,7 +166,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
         rows, features = [[reading.ids[at] for at in chunk.read] for chunk in reading.chunks], []
         for ids in rows:
             row = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
-            output = encoder(torch.tensor([row], device=models.device))
+            output = encoder(torch.tensor([row], device=models.renderer.device))
             features.append(getattr(output, "text_embeds", getattr(output, "pooler_output", None))[0].cpu().double())
         return rows, torch.stack([feature / feature.norm() for feature in features]).mean(dim=0)
 
