@@ -111,18 +111,14 @@ def judge(reading: Reading, scene: Scene) -> dict[str, Verdict]:
 
 
 def describe(verdicts: dict[str, Verdict], scene: Scene) -> str:
-    """What `judge` found, in a sentence: "3 of 4 objects right. Top: missing. Left: nobody asked for a red star." """
+    """What `judge` found, in words: "3 of 4 objects right. Top: missing. Left: red star, for which nobody asked." """
     right = sum(verdicts[thing.place].verdict == RIGHT for thing in scene.things)
-    noted = {place: text for place, (_, text) in verdicts.items() if text not in ("right", "empty")}
-    noted |= {
-        place: f"{text}, for which nobody asked" for place, (verdict, text) in verdicts.items() if verdict == EXTRA
-    }
-    return " ".join(
-        [
-            f"{right} of {len(scene.things)} objects right.",
-            *(f"{place.capitalize()}: {text}." for place, text in noted.items()),
-        ]
-    )
+    notes = [
+        f"{place.capitalize()}: {text}{', for which nobody asked' * (verdict == EXTRA)}."
+        for place, (verdict, text) in verdicts.items()
+        if text not in ("right", "empty")
+    ]
+    return " ".join([f"{right} of {len(scene.things)} objects right.", *notes])
 
 
 def _is(seen: Thing | str | None, thing: Thing) -> bool:
