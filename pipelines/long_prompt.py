@@ -166,9 +166,9 @@ class PromptReader:
         layout = self.layout_of(tokens, self.shared_length(self.cut(tokens), negatives))
         return layout._replace(taken_out=tuple(take_out(first, self.options.reading)[1]))
 
-    def chunks(self, prompt: str, encoder: int = 0) -> tuple[list[int], list[Chunk]]:
-        """The token ids of a prompt for one of the encoders, and what it reads of them at once, in order."""
-        tokenizer, context = self.encoders[encoder]
+    def chunks(self, prompt: str) -> tuple[list[int], list[Chunk]]:
+        """The token ids of a prompt for the first encoder, and what it reads of them at once, in order."""
+        tokenizer, context = self.encoders[0]
         [tokens] = self.tokens([prompt], tokenizer)
         [[read]] = self.cut([[tokens]])
         return tokens.ids, self.split(read, context)

@@ -39,7 +39,7 @@ def test_the_page_tells_the_story_before_the_tables(finished):
     page = Page((finished / "report.html").read_text())
     page.check_is_self_contained()
     assert caption("development", 0).sentences[3].text in page.text
-    sections = ("More examples", "All results", "How shortsighted?: toy/development", "toy/short-development")
+    sections = ("What to do next", "All results", "How shortsighted?: toy/development", "toy/short-development")
     places = [page.text.index(title) for title in sections]
     assert places == sorted(places)
 
