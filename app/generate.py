@@ -18,7 +18,6 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.checkpoints import PIPELINES, SDXL
-from debias_diffusion.pipelines.long_prompt import LongPromptOptions
 from debias_diffusion.pipelines.png import first_difference, read_settings, write_png
 from debias_diffusion.pipelines.rendering import (
     USUAL,
@@ -85,11 +84,10 @@ def generate(config: GenerateConfig) -> Path:
     _check_output(output, config.several)
     renderer = Renderer(
         config.base,
-        Sampling(config.steps, config.guidance_scale, config.height, config.width),
+        Sampling.of(vars(config)),
         pick_device(config.device),
         DTYPES.get(config.precision),
         encoder_2=config.encoder_2,
-        long_prompt=LongPromptOptions(emphasis=config.emphasis, breaks=config.breaks, sharpen=config.sharpen),
         batch=config.batch,
         low_memory=config.low_memory,
         show_steps=not config.several,

@@ -4,16 +4,16 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
-from types import SimpleNamespace
 from typing import get_args
+
+from transformers import CLIPTokenizer
 
 from debias_diffusion.chunks import Reading
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.encoders import READINGS, EncoderSpec, Kind
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.pipelines import LongPromptOptions, PromptLayout, SDLongPromptMixin, SDXLLongPromptMixin
 from debias_diffusion.pipelines.checkpoints import PIPELINES, SDXL, Checkpoint
+from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptLayout, PromptReader
 from debias_diffusion.pipelines.rendering import cleaned
 
 from .options import TokensConfig
@@ -29,14 +29,13 @@ def show_tokens(config: TokensConfig) -> None:
         UserError: the checkpoint's tokenizers cannot be loaded, or the prompt cannot be read.
     """
     check_prompt(config.prompt)
-    pipe = load_reader(Checkpoint.parse(config.base), config.spec)
+    encoders = load_tokenizers(Checkpoint.parse(config.base), config.spec)
     readings = [config.spec.reading] if config.spec.reading else get_args(Reading)
     layouts = {}
     for reading in readings:
         options = LongPromptOptions(reading=reading, emphasis=config.emphasis)
-        pipe.set_long_prompt(**asdict(options))
         try:
-            layouts[reading] = pipe.prompt_layout(cleaned(config.prompt, options), do_classifier_free_guidance=False)
+            layouts[reading] = PromptReader(encoders, options).layout(cleaned(config.prompt, options))
         except ValueError as error:
             raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
     if config.json:
@@ -49,8 +48,8 @@ def show_tokens(config: TokensConfig) -> None:
     print("\n\n".join(f"{', '.join(readings)}: {lines}" for lines, readings in alike.items()))
 
 
-def load_reader(checkpoint: Checkpoint, first: EncoderSpec) -> SDXLLongPromptMixin | SDLongPromptMixin:
-    """A pipeline that has no models and knows how prompts are read: `prompt_layout` without guidance.
+def load_tokenizers(checkpoint: Checkpoint, first: EncoderSpec) -> list[tuple[CLIPTokenizer, int]]:
+    """The tokenizer and the context length of each text encoder, without its weights.
 
     Args:
         first: the text encoder in the place of the checkpoint's first one, with the second that was fitted with it.
@@ -60,16 +59,15 @@ def load_reader(checkpoint: Checkpoint, first: EncoderSpec) -> SDXLLongPromptMix
     """
     if first.kind is Kind.CHINESE_CLIP:
         raise first.refusal()
-    is_sdxl = checkpoint.check_kind(PIPELINES) == SDXL
-    pipe = SDXLLongPromptMixin() if is_sdxl else SDLongPromptMixin()
-    second = EncoderSpec.parse(first.fitted_second) if first.fitted_second else None
-    given = {"text_encoder": None if first.kind is Kind.ORIGINAL else first, "text_encoder_2": second}
-    for slot, tokenizer in list(zip(given, ("tokenizer", "tokenizer_2"), strict=True))[: 1 + is_sdxl]:
+    given = {"text_encoder": None if first.kind is Kind.ORIGINAL else first}
+    if checkpoint.check_kind(PIPELINES) == SDXL:
+        given["text_encoder_2"] = EncoderSpec.parse(first.fitted_second) if first.fitted_second else None
+    encoders = []
+    for slot, spec in given.items():
         with checkpoint.explain(f"max_position_embeddings in {slot}/config.json"):
-            length = given[slot].context_length if given[slot] else checkpoint.config(slot)["max_position_embeddings"]
-        setattr(pipe, slot, SimpleNamespace(config=SimpleNamespace(max_position_embeddings=length)))
-        setattr(pipe, tokenizer, checkpoint.tokenizer(slot))
-    return pipe
+            length = spec.context_length if spec else checkpoint.config(slot)["max_position_embeddings"]
+        encoders.append((checkpoint.tokenizer(slot), length))
+    return encoders
 
 
 def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:

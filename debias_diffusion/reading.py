@@ -105,7 +105,7 @@ def encode_texts(
     texts = [tokenize_text(text, tokenizer)[0] if isinstance(text, str) else text for text in texts]
     if (longest := max(len(text.ids) for text in texts)) + 2 > length:
         raise ValueError(f"a text of {longest} tokens, BOS and EOS do not fit {length} positions: shorten it.")
-    context = chunk_length(encoder, reading, length)
+    context = chunk_length(min(encoder.config.max_position_embeddings, length), reading)
     split = [split_text(text, context - 2, reading) for text in texts]  # [texts][chunks]
     places = [positions_of(chunks, context, length, reading) for chunks in split]
     rows = [(text, chunk) for text, chunks in zip(texts, split, strict=True) for chunk in chunks]
@@ -138,16 +138,9 @@ def encode_texts(
     return torch.stack(joined), None if pooled is None else pooled[first_chunks]
 
 
-def chunk_length(encoder: PreTrainedModel, reading: Reading, positions: int | None = None) -> int:
-    """Positions that a text encoder reads at once, at most `positions`; 77 as the programs do that are imitated."""
-    lengths = [context_length(encoder, positions), *[TRAINED_POSITIONS] * (reading in PROGRAMS)]
-    return min(lengths)
-
-
-def context_length(encoder: PreTrainedModel, positions: int | None = None) -> int:
-    """The encoder's context length, at most `positions`."""
-    length = encoder.config.max_position_embeddings
-    return length if positions is None else min(length, positions)
+def chunk_length(context: int, reading: Reading) -> int:
+    """Positions that an encoder of this context length reads at once; 77 as the programs do that are imitated."""
+    return min(context, TRAINED_POSITIONS) if reading in PROGRAMS else context
 
 
 def tokenize_text(

@@ -1,8 +1,7 @@
-"""The top of the toy world's report: what each encoder drew, what to do next, examples, and what the method claims."""
+"""The top of the toy world's report: what each encoder drew, what to do next, and examples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from debias_diffusion.encoders import ORIGINAL_LABEL, READINGS
 
@@ -35,14 +34,12 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
     labels, data, count = list(generated["encoders"]), generated["settings"]["data"], generated["images"]
     names, scores = names_of(labels), _scores_by_name(generated)
     images = {names[label]: folder / FOLDER / name for label, name in folder_names(labels).items()}
-    of_folder = (reports.get((folder, name)) for name in ("retrieval", "robustness", "generation"))
     return {
         "sentences": _sentences(scores, count),
         "scores": _table(scores, _scores_by_name(short) if short else {}, count),
         "shipped": [names[label] for label in labels if label.startswith(SCENES)],
         "examples": examples(data.removeprefix(SCENES), count, images),
         "most_examples": EXAMPLES,
-        "claims": claims([report for report in of_folder if report and report["settings"]["data"] == data]),
     }
 
 
@@ -112,70 +109,3 @@ def _table(by_encoder: dict[str, dict], short: dict[str, dict], prompts: int) ->
         values.append(short.get(name, {}).get("objects_right", {}).get("value"))
         rows.append([name, cell(**scores["objects_right"]), *map(cell, values)])
     return Table(header, rows)
-
-
-# ---- claims
-
-
-class Claim(NamedTuple):
-    """What is expected of the difference of two encoders, a minus b.
-
-    Attributes:
-        text: the expectation.
-        score: its name where a report compares encoders.
-        sign: 1 if more is better, -1 if less is.
-        surely: better is expected, not only as good.
-    """
-
-    text: str
-    score: str
-    a: str
-    b: str
-    sign: int = 1
-    surely: bool = True
-
-
-_R1 = "With whole captions, R@1 of {a} ({score}) is no lower than {b}'s."
-_LOSES = "When {}, {{a}} loses fewer points of R@1 (text to image) than {{b}}."
-_MORE = "With {a}, more objects are drawn right than with {b}."
-_NO_FEWER = "With {a}, no fewer objects are drawn right than with {b}."
-_EMPTY = "With {a}, no more of the places that should be empty are filled than with {b}."
-CLAIMS = [
-    Claim(_R1, "R@1 text to image", DEBIAS, LONG, surely=False),
-    Claim(_R1, "R@1 image to text", DEBIAS, LONG, surely=False),
-    Claim(_LOSES.format("sentences 1 and 4 are swapped"), "drop of Move 4, text to image", DEBIAS, LONG, sign=-1),
-    Claim(_LOSES.format("sentence 1 is removed"), "drop of Remove, text to image", DEBIAS, LONG, sign=-1),
-    *(Claim(_MORE, "objects_right", a, b) for a, b in ((DEBIAS, OWN_CUT), (DEBIAS, LONG), (SDXL, LONG))),
-    *(Claim(_NO_FEWER, "objects_right", encoder, OWN_WHOLE, surely=False) for encoder in (DEBIAS, SDXL)),
-    Claim(_EMPTY, "empty_filled", DEBIAS, OWN_CUT, sign=-1, surely=False),
-    Claim(_EMPTY, "empty_filled", SDXL, OWN_WHOLE, sign=-1, surely=False),
-]
-
-
-def claims(reports: Sequence[dict]) -> list[dict]:
-    """The claims whose encoders the reports compare.
-
-    Returns:
-        {"claim", "result": the difference and its interval, "holds": True, False, or None where they do not decide}
-    """
-    lines = {}
-    for report in reports:
-        names = names_of(list(report["encoders"]))
-        lines |= {(names[line["a"]], names[line["b"]], line["score"]): line for line in report["compared"]}
-    compared = {claim: lines.get((claim.a, claim.b, claim.score)) for claim in CLAIMS}
-    return [_decided(claim, line) for claim, line in compared.items() if line is not None]
-
-
-def _decided(claim: Claim, line: dict) -> dict:
-    difference, low, high = (line[name] for name in ("difference", "low", "high"))
-    interval, holds = "no interval: too few prompts", None
-    if low is not None:
-        least, most = sorted((claim.sign * low, claim.sign * high))
-        ahead = least > 0 if claim.surely else claim.sign * difference >= 0
-        interval, holds = f"95% interval {low:+.1f} to {high:+.1f}", True if ahead else False if most < 0 else None
-    score = claim.score.removeprefix("R@1 ")
-    return {
-        "claim": claim.text.format(a=claim.a, b=claim.b, score=score),
-        "result": f"{difference:+.1f} points ({interval})",
-        "holds": holds,
-    }

@@ -340,18 +340,26 @@ def _text_encoders(
     Those that nothing replaces are left out where the checkpoint is a single file or on the hub. Of a folder they are
     not left to diffusers, which fills missing weights with random numbers.
     """
-    parts = {}
+    parts = load_text_encoders(checkpoint, encoders, torch.device("cpu"), dtype)
+    if checkpoint.file is None and Path(checkpoint.configs).is_dir():
+        kept = [slot for slot in slots if slot not in parts]
+        parts |= {slot: read_encoder(Path(checkpoint.configs), slot).to(dtype) for slot in kept}
+    return parts
+
+
+def load_text_encoders(
+    checkpoint: Checkpoint, encoders: dict[Slot, str], device: torch.device, dtype: torch.dtype
+) -> dict:
+    """Text encoders that replace a checkpoint's, and their tokenizers, by component. Raises UserError for a misfit."""
+    components = {}
     for slot, name in encoders.items():
         encoder, tokenizer = load_text_encoder(name)
         checkpoint.check_fits(slot, encoder, name)
         if slot == "text_encoder_2":
             # The UNet was trained with this pad token after a text; another file's tokenizer may have another one.
             tokenizer.pad_token = checkpoint.tokenizer(slot).pad_token
-        parts |= {slot: encoder.to(dtype), _TOKENIZERS[slot]: tokenizer}
-    if checkpoint.file is None and Path(checkpoint.configs).is_dir():
-        kept = [slot for slot in slots if slot not in parts]
-        parts |= {slot: read_encoder(Path(checkpoint.configs), slot).to(dtype) for slot in kept}
-    return parts
+        components |= {slot: encoder.to(device, dtype), _TOKENIZERS[slot]: tokenizer}
+    return components
 
 
 def _load_model(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> nn.Module:

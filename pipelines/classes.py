@@ -152,7 +152,7 @@ def _calls(cls: type, method: str, wanted: str) -> bool:
     """Whether a method of a class, or one that it calls, names the method `wanted`."""
     names, found = [method], {method}
     for name in names:
-        function = inspect.unwrap(getattr(cls, name, None))
+        function: Any = inspect.unwrap(getattr(cls, name))
         blocks = [getattr(function, "__code__", None)]
         for code in filter(None, blocks):  # with functions and comprehensions in it
             blocks += [constant for constant in code.co_consts if inspect.iscode(constant)]

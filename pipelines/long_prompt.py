@@ -30,7 +30,6 @@ from debias_diffusion.chunks import (
 )
 from debias_diffusion.reading import (
     chunk_length,
-    context_length,
     encode_texts,
     fast_tokenizer,
     last_states,
@@ -147,6 +146,186 @@ def _with_options_of(
     return lambda method: method
 
 
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads prompts and cuts them for text encoders, of which it needs tokenizers and context lengths alone.
+
+    Attributes:
+        encoders: the tokenizer of each text encoder and its context length, BOS and EOS included.
+        options: how prompts are read.
+        convert: writes out textual inversions of several vectors: diffusers' `maybe_convert_prompt`.
+    """
+
+    encoders: Sequence[tuple[PreTrainedTokenizerBase, int]]
+    options: LongPromptOptions = LongPromptOptions()
+    convert: Callable | None = None
+
+    def layout(self, *prompts: str | list[str] | None, negatives: list[list[Tokens]] | None = None) -> PromptLayout:
+        """How the prompts of the encoders are read, which share their length with the tokens of negative ones."""
+        tokens, first = self.tokenize(*prompts), prompts[0] if isinstance(prompts[0], str) else prompts[0][0]
+        layout = self.layout_of(tokens, self.shared_length(self.cut(tokens), negatives))
+        return layout._replace(taken_out=tuple(take_out(first, self.options.reading)[1]))
+
+    def chunks(self, prompt: str) -> tuple[list[int], list[Chunk]]:
+        """The token ids of a prompt for the first encoder, and what it reads of them at once, in order."""
+        tokenizer, context = self.encoders[0]
+        [tokens] = self.tokens([prompt], tokenizer)
+        [[read]] = self.cut([[tokens]])
+        return tokens.ids, self.split(read, context)
+
+    def layout_of(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
+        """`layout`, of tokens [encoders][batch] that are not cut yet, without what is taken out."""
+        read = [[self.alone(tokens) for tokens in batch] for batch in self.cut(texts)]  # [encoders][batch][texts]
+        counts, shown, cut_off = [], [], []
+        for (tokenizer, context), batch, whole in zip(self.encoders, read, texts, strict=True):
+            split = [[self.split(text, min(context, positions)) for text in alone] for alone in batch]
+            counts.append(max(len(chunks) for alone in split for chunks in alone))
+            first = [(text.ids, chunk.kept) for text, own in zip(batch[0], split[0], strict=True) for chunk in own]
+            shown.append(tuple((tokenizer.decode(ids[kept.start : kept.stop]), len(kept)) for ids, kept in first))
+            rest = whole[0].ids[sum(len(text.ids) for text in batch[0]) :]
+            cut_off.append((tokenizer.decode(rest), len(rest)))
+        return PromptLayout(_longest(texts), positions, tuple(counts), self.cut_at, tuple(cut_off), tuple(shown))
+
+    def alone(self, tokens: Tokens) -> list[Tokens]:
+        """The texts that are encoded apart: a prompt, or its parts between BREAKs."""
+        return tokens.alone if self.options.breaks == "average" else [tokens]
+
+    def split(self, tokens: Tokens, context: int) -> list[Chunk]:
+        """What an encoder of this context length reads at once."""
+        return split_text(tokens, chunk_length(context, self.options.reading) - 2, self.options.reading)
+
+    @property
+    def cut_at(self) -> int | None:
+        """See `PromptLayout`."""
+        if self.options.reading == "kohya":
+            return self.options.positions or KOHYA_POSITIONS
+        if self.options.reading != "cut":
+            return None
+        return min(TRAINED_POSITIONS, *(context for _, context in self.encoders))
+
+    def cut(self, texts: list[list[Tokens]]) -> list[list[Tokens]]:
+        """What is read of the tokens."""
+        if not self.cut_at:
+            return texts
+        end, average = self.cut_at - 2, self.options.breaks == "average"
+
+        def cut(tokens: Tokens) -> Tokens:
+            if not average:
+                return tokens.first(end)
+            return Tokens.joined([part.first(end) for part in tokens.alone], tokens.strengths)
+
+        return [[cut(tokens) for tokens in batch] for batch in texts]
+
+    def tokenize(
+        self,
+        first: str | list[str],
+        *others: str | list[str] | None,
+        batch_size: int | None = None,
+        negative: bool = False,
+    ) -> list[list[Tokens]]:
+        """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
+
+        A single text is used for the whole batch. Warns of other programs' syntax that is read as text.
+        """
+        if batch_size is None:
+            batch_size = 1 if isinstance(first, str) else len(first)
+        if not batch_size:
+            raise ValueError("the batch of prompts is empty: give a prompt, or a list of at least one")
+        tokens, texts = [], {}
+        given = (first, *others, *[None] * len(self.encoders))
+        for (tokenizer, _), prompts in zip(self.encoders, given, strict=False):
+            prompts = prompts or first
+            prompts = [prompts] * batch_size if isinstance(prompts, str) else list(prompts)
+            if len(prompts) != batch_size:
+                raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(prompts)}: {prompts}")
+            tokens.append(self.tokens(prompts, tokenizer, negative))
+            texts |= dict.fromkeys(prompts)
+        for text in texts:
+            self._warn_of_syntax(take_out(text, self.options.reading, negative)[0])
+        return tokens
+
+    def _warn_of_syntax(self, text: str) -> None:
+        if unread := unread_syntax(text):
+            warnings.warn(f"In the prompt {text[:80]!r}, {unread}.", stacklevel=2)
+        if self.options.emphasis is None and self.options.weights == "none" and has_weights(text):
+            warnings.warn(
+                "Weights such as (red:1.3), backslashes before brackets and BREAK are read as text."
+                ' set_long_prompt(emphasis="comfyui"), or --emphasis comfyui, reads them; "none" keeps them as text.',
+                stacklevel=2,
+            )
+
+    def tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase, negative: bool = False) -> list[Tokens]:
+        added = tokenizer.added_tokens_encoder
+        # Only inversions of several vectors need converting.
+        convert = self.convert if any(name.endswith("_1") for name in added) else None
+        # verbose=False: transformers' warning about texts beyond the context length does not apply
+        quiet: Any = SimpleNamespace(
+            tokenize=partial(fast_tokenizer(tokenizer).tokenize, verbose=False), added_tokens_encoder=added
+        )
+        options, tokens = self.options, []
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a prompt must be text, got {text!r}")
+            text.encode()  # raises ValueError for half of a surrogate pair, which is no character
+            parts = parse_prompt(text, options.reading, options.weights, negative)
+            if convert:
+                parts = [
+                    part._replace(runs=[(convert(run, quiet), weight) for run, weight in part.runs]) for part in parts
+                ]
+            read = tokenize_parts(parts, tokenizer, options.reading, options.split_special_tokens)
+            average = options.breaks == "average"
+            if not (total := sum(read.strengths) if average else 1.0):
+                raise ValueError(f"the strengths of the parts of {text[:80]!r} add up to 0, so they have no mean")
+            shares = [strength / total for strength in read.strengths]
+            weights = [
+                weight * share for part, share in zip(read.alone, shares, strict=True) for weight in part.weights
+            ]
+            check_weight(text, max([*weights, *shares], key=abs))  # of the parts that are kept
+            tokens.append(read if average else read._replace(weights=weights))
+        return tokens
+
+    def shared_length(
+        self, prompts: list[list[Tokens]] | None, negatives: list[list[Tokens]] | None, *given: torch.Tensor | None
+    ) -> int:
+        """Positions for both prompts: of embeddings passed in, else as set, else as many as the longest text needs."""
+        reading = self.options.reading
+        fixed: Any = next((embeds.shape[1] for embeds in given if embeds is not None), self.options.positions)
+        if fixed is None and reading == "kohya":
+            fixed = KOHYA_POSITIONS
+        columns = [
+            [self.alone(tokens) for tokens in column]
+            for texts in (prompts, negatives)
+            if texts
+            for column in zip(*texts, strict=True)
+        ]
+        contexts = [context for _, context in self.encoders]
+        if reading in WHOLE_ROWS:
+            size = chunk_length(contexts[0], reading)
+            rows = {
+                max(
+                    len(self.split(text, context))
+                    for texts, context in zip(column, contexts, strict=True)
+                    for text in texts
+                )
+                for column in columns
+            }
+            if fixed is None:  # a text that is repeated leaves attention as it is
+                return size * math.lcm(*rows)
+            needed, multiple = size * max(rows), fixed % size == 0
+        else:
+            n_tokens = max(len(text.ids) for column in columns for texts in column for text in texts)
+            if fixed is None:
+                return positions_for(n_tokens, contexts)
+            needed, multiple = n_tokens + 2, reading != "kohya" or (fixed - 2) % (TRAINED_POSITIONS - 2) == 0
+        if needed > fixed or not multiple:
+            raise ValueError(
+                f"a text that takes {needed} positions, read as {reading!r}, does not fit the {fixed} positions: encode"
+                " prompt and negative prompt together, so that they share a length, or call set_long_prompt with other"
+                " positions."
+            )
+        return fixed
+
+
 class LongPromptMixin(SharpenedMixin):
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
@@ -195,88 +374,16 @@ class LongPromptMixin(SharpenedMixin):
                 )
         super().__setattr__(name, value)
 
-    def _layout(self, texts: list[list[Tokens]], positions: int) -> PromptLayout:
-        read = [[self._alone(tokens) for tokens in batch] for batch in self._cut(texts)]  # [encoders][batch][texts]
-        counts, shown, cut_off = [], [], []
-        for (tokenizer, encoder), batch, whole in zip(self._text_encoders(), read, texts, strict=True):
-            split = [[self._split(text, encoder, positions) for text in alone] for alone in batch]
-            counts.append(max(len(chunks) for alone in split for chunks in alone))
-            first = [(text.ids, chunk.kept) for text, own in zip(batch[0], split[0], strict=True) for chunk in own]
-            shown.append(tuple((tokenizer.decode(ids[kept.start : kept.stop]), len(kept)) for ids, kept in first))
-            rest = whole[0].ids[sum(len(text.ids) for text in batch[0]) :]
-            cut_off.append((tokenizer.decode(rest), len(rest)))
-        return PromptLayout(_longest(texts), positions, tuple(counts), self._cut_at, tuple(cut_off), tuple(shown))
-
-    def _alone(self, tokens: Tokens) -> list[Tokens]:
-        """The texts that are encoded apart: a prompt, or its parts between BREAKs."""
-        return tokens.alone if self._long_prompt.breaks == "average" else [tokens]
-
-    def _split(self, tokens: Tokens, encoder: PreTrainedModel, positions: int | None = None) -> list[Chunk]:
-        reading = self._long_prompt.reading
-        return split_text(tokens, chunk_length(encoder, reading, positions) - 2, reading)
-
     @property
-    def _cut_at(self) -> int | None:
-        if self._long_prompt.reading == "kohya":
-            return self._long_prompt.positions or KOHYA_POSITIONS
-        if self._long_prompt.reading != "cut":
-            return None
-        return min(TRAINED_POSITIONS, *(context_length(encoder) for _, encoder in self._text_encoders()))
-
-    def _cut(self, texts: list[list[Tokens]]) -> list[list[Tokens]]:
-        """What is read of the tokens."""
-        if not self._cut_at:
-            return texts
-        end, average = self._cut_at - 2, self._long_prompt.breaks == "average"
-
-        def cut(tokens: Tokens) -> Tokens:
-            if not average:
-                return tokens.first(end)
-            return Tokens.joined([part.first(end) for part in tokens.alone], tokens.strengths)
-
-        return [[cut(tokens) for tokens in batch] for batch in texts]
-
-    def _tokenize(
-        self,
-        first: str | list[str],
-        *others: str | list[str] | None,
-        batch_size: int | None = None,
-        negative: bool = False,
-    ) -> list[list[Tokens]]:
-        """[encoders][batch] tokens. An encoder without a text of its own reads the first one.
-
-        A single text is used for the whole batch. Warns of other programs' syntax that is read as text.
-        """
-        if batch_size is None:
-            batch_size = 1 if isinstance(first, str) else len(first)
-        if not batch_size:
-            raise ValueError("the batch of prompts is empty: give a prompt, or a list of at least one")
-        tokens, texts = [], {}
-        for (tokenizer, _), prompts in zip(self._text_encoders(), (first, *others), strict=False):
-            prompts = prompts or first
-            prompts = [prompts] * batch_size if isinstance(prompts, str) else list(prompts)
-            if len(prompts) != batch_size:
-                raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(prompts)}: {prompts}")
-            tokens.append(self._tokens(prompts, tokenizer, negative))
-            texts |= dict.fromkeys(prompts)
-        for text in texts:
-            self._warn_of_syntax(take_out(text, self._long_prompt.reading, negative)[0])
-        return tokens
-
-    def _warn_of_syntax(self, text: str) -> None:
-        if unread := unread_syntax(text):
-            warnings.warn(f"In the prompt {text[:80]!r}, {unread}.", stacklevel=2)
-        if self._long_prompt.emphasis is None and self._long_prompt.weights == "none" and has_weights(text):
-            warnings.warn(
-                "Weights such as (red:1.3), backslashes before brackets and BREAK are read as text."
-                ' set_long_prompt(emphasis="comfyui"), or --emphasis comfyui, reads them; "none" keeps them as text.',
-                stacklevel=2,
-            )
+    def _reader(self) -> PromptReader:
+        encoders = [(tokenizer, encoder.config.max_position_embeddings) for tokenizer, encoder in self._text_encoders()]
+        convert = self.maybe_convert_prompt if isinstance(self, TextualInversionLoaderMixin) else None
+        return PromptReader(encoders, self._long_prompt, convert)
 
     def _tokenize_negative(
         self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
     ) -> list[list[Tokens]] | None:
-        """What is read of the negative prompt, as `_tokenize` gives it; None if it is encoded as zeros."""
+        """What is read of the negative prompt, as `PromptReader.tokenize` gives it; None if it is encoded as zeros."""
         zeros = self._long_prompt.zero_empty_negative
         if zeros is None and self._long_prompt.reading not in PROGRAMS:
             zeros = negative is None and self.config.get("force_zeros_for_empty_prompt")
@@ -287,91 +394,18 @@ class LongPromptMixin(SharpenedMixin):
             zeros = zeros and not any(any([text] if isinstance(text, str) else text or ()) for text in texts)
         if zeros:
             return None
-        return self._cut(self._tokenize(negative or "", *negative_2, batch_size=batch_size, negative=True))
-
-    def _tokens(self, texts: list[str], tokenizer: PreTrainedTokenizerBase, negative: bool = False) -> list[Tokens]:
-        added = tokenizer.added_tokens_encoder
-        # Only inversions of several vectors need converting.
-        converts = isinstance(self, TextualInversionLoaderMixin) and any(name.endswith("_1") for name in added)
-        # verbose=False: transformers' warning about texts beyond the context length does not apply
-        quiet: Any = SimpleNamespace(
-            tokenize=partial(fast_tokenizer(tokenizer).tokenize, verbose=False), added_tokens_encoder=added
-        )
-        options, tokens = self._long_prompt, []
-        for text in texts:
-            if not isinstance(text, str):
-                raise ValueError(f"a prompt must be text, got {text!r}")
-            text.encode()  # raises ValueError for half of a surrogate pair, which is no character
-            parts = parse_prompt(text, options.reading, options.weights, negative)
-            if converts:
-                parts = [
-                    part._replace(runs=[(self.maybe_convert_prompt(run, quiet), weight) for run, weight in part.runs])
-                    for part in parts
-                ]
-            read = tokenize_parts(parts, tokenizer, options.reading, options.split_special_tokens)
-            average = options.breaks == "average"
-            if not (total := sum(read.strengths) if average else 1.0):
-                raise ValueError(f"the strengths of the parts of {text[:80]!r} add up to 0, so they have no mean")
-            shares = [strength / total for strength in read.strengths]
-            weights = [
-                weight * share for part, share in zip(read.alone, shares, strict=True) for weight in part.weights
-            ]
-            check_weight(text, max([*weights, *shares], key=abs))  # of the parts that are kept
-            tokens.append(read if average else read._replace(weights=weights))
-        return tokens
-
-    def _shared_length(
-        self, prompts: list[list[Tokens]] | None, negatives: list[list[Tokens]] | None, *given: torch.Tensor | None
-    ) -> int:
-        """Positions for both prompts: of embeddings passed in, else as set, else as many as the longest text needs."""
-        reading = self._long_prompt.reading
-        fixed: Any = next((embeds.shape[1] for embeds in given if embeds is not None), self._long_prompt.positions)
-        if fixed is None and reading == "kohya":
-            fixed = KOHYA_POSITIONS
-        columns = [
-            [self._alone(tokens) for tokens in column]
-            for texts in (prompts, negatives)
-            if texts
-            for column in zip(*texts, strict=True)
-        ]
-        if not columns:
-            return fixed
-        encoders = [encoder for _, encoder in self._text_encoders()]
-        if reading in WHOLE_ROWS:
-            size = chunk_length(encoders[0], reading)
-            rows = {
-                max(
-                    len(self._split(text, encoder))
-                    for texts, encoder in zip(column, encoders, strict=True)
-                    for text in texts
-                )
-                for column in columns
-            }
-            if fixed is None:  # a text that is repeated leaves attention as it is
-                return size * math.lcm(*rows)
-            needed, multiple = size * max(rows), fixed % size == 0
-        else:
-            n_tokens = max(len(text.ids) for column in columns for texts in column for text in texts)
-            if fixed is None:
-                return positions_for(n_tokens, [context_length(encoder) for encoder in encoders])
-            needed, multiple = n_tokens + 2, reading != "kohya" or (fixed - 2) % (TRAINED_POSITIONS - 2) == 0
-        if needed > fixed or not multiple:
-            raise ValueError(
-                f"a text that takes {needed} positions, read as {reading!r}, does not fit the {fixed} positions: encode"
-                " prompt and negative prompt together, so that they share a length, or call set_long_prompt with other"
-                " positions."
-            )
-        return fixed
+        reader = self._reader
+        return reader.cut(reader.tokenize(negative or "", *negative_2, batch_size=batch_size, negative=True))
 
     def _encode(
         self, texts: list[list[Tokens]], length: int, clip_skip: int | None, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Embeddings [batch, length, width of all encoders] and the last encoder's pooled [batch, pooled width]."""
         encoders = [encoder for _, encoder in self._text_encoders()]
-        if self._long_prompt.strict and max((layout := self._layout(texts, length)).chunks) > 1:
+        if self._long_prompt.strict and max((layout := self._reader.layout_of(texts, length)).chunks) > 1:
             raise ValueError(
                 f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.chunks))} chunks of the text"
-                f" encoders, which have {' and '.join(str(context_length(encoder)) for encoder in encoders)} positions,"
+                f" encoders, which have {' and '.join(str(context) for _, context in self._reader.encoders)} positions,"
                 " and `strict` allows one: shorten it, use an encoder with more positions, or call"
                 " set_long_prompt(strict=False)."
             )
@@ -387,7 +421,7 @@ class LongPromptMixin(SharpenedMixin):
 
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
             eos_token_id = pooling_eos(tokenizer, length, options.reading)
-            alone = [self._alone(tokens) for tokens in batch]
+            alone = [self._reader.alone(tokens) for tokens in batch]
             embedded, pooled = encode_texts(
                 encoder,
                 tokenizer,
@@ -420,12 +454,13 @@ class LongPromptMixin(SharpenedMixin):
     ) -> tuple[torch.Tensor | None, ...]:
         """Embeddings, negative, pooled and negative pooled ones, of texts for each encoder; what is given stays."""
         device = device or self._execution_device
-        tokens = None if embeds is not None else self._cut(self._tokenize(*prompts))
+        tokens = None if embeds is not None else self._reader.cut(self._reader.tokenize(*prompts))
         batch_size = embeds.shape[0] if tokens is None else len(tokens[0])
-        negative_tokens = None
+        negative_tokens, length = None, 0
         if guided and negative_embeds is None:
             negative_tokens = self._tokenize_negative(*negatives, batch_size=batch_size)
-        length = self._shared_length(tokens, negative_tokens, embeds, negative_embeds if guided else None)
+        if tokens is not None or negative_tokens is not None:
+            length = self._reader.shared_length(tokens, negative_tokens, embeds, negative_embeds if guided else None)
 
         with _ENCODING, self._scaled_lora(lora_scale):
             if tokens is not None:
@@ -450,11 +485,9 @@ class LongPromptMixin(SharpenedMixin):
         return embeds, negative_embeds, pooled, negative_pooled
 
     def _pair_layout(self, prompts: tuple, negatives: tuple, guided: bool) -> PromptLayout:
-        tokens = self._tokenize(*prompts)
-        negative_tokens = self._tokenize_negative(*negatives, batch_size=len(tokens[0])) if guided else None
-        layout = self._layout(tokens, self._shared_length(self._cut(tokens), negative_tokens))
-        first = prompts[0] if isinstance(prompts[0], str) else prompts[0][0]
-        return layout._replace(taken_out=tuple(take_out(first, self._long_prompt.reading)[1]))
+        batch_size = 1 if isinstance(prompts[0], str) else len(prompts[0])
+        tokens = self._tokenize_negative(*negatives, batch_size=batch_size) if guided else None
+        return self._reader.layout(*prompts, negatives=tokens)
 
     @contextmanager
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:

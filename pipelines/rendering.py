@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -25,15 +25,14 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.chunks import PROGRAMS
-from debias_diffusion.encoders import EncoderSpec, Kind, load_text_encoder
+from debias_diffusion.encoders import EncoderSpec, Kind
 from debias_diffusion.errors import FailedError, UserError, near_matches, reason
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
 from debias_diffusion.processes import Processes
 from debias_diffusion.tokens import clean
 
-from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline
-from .classes import StableDiffusionXLLongPromptPipeline
+from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, load_text_encoders
 from .long_prompt import LongPromptOptions, PromptLayout
 from .png import first_difference, sampler, settings_text, write_png
 from .weighting import BREAK
@@ -99,6 +98,8 @@ class Sampling:
         guidance_scale: up to 1 there is no guidance.
         height, width: in pixels.
         layer: of SDXL's text encoders, see `reading_layer`.
+        scheduler: one of SCHEDULERS; None keeps the checkpoint's.
+        long_prompt: how prompts are read; the encoder says in which reading.
     """
 
     steps: int | None = 30
@@ -106,6 +107,17 @@ class Sampling:
     height: int | None = None
     width: int | None = None
     layer: Layer = "penultimate"
+    scheduler: str | None = None
+    long_prompt: LongPromptOptions = LongPromptOptions()  # noqa: RUF009 - frozen
+
+    @classmethod
+    def of(cls, settings: Mapping) -> "Sampling":
+        """From all settings of a command, by the names of these fields and of those of `LongPromptOptions`."""
+        own, long_prompt = (
+            {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
+            for kind in (cls, LongPromptOptions)
+        )
+        return cls(**own, long_prompt=LongPromptOptions(**long_prompt))
 
 
 USUAL = {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
@@ -149,9 +161,10 @@ def check_scheduler(name: str) -> None:
         raise UserError(f"Unknown scheduler {name!r}.{hint} Choose from: {', '.join(SCHEDULERS)}.")
 
 
-def make_scheduler(pipe: DiffusionPipeline, name: str) -> SchedulerMixin:
-    """A new scheduler of a class in SCHEDULERS, with the configuration of the pipeline's."""
-    return getattr(diffusers, name).from_config(pipe.scheduler.config, **SCHEDULERS[name])
+def make_scheduler(pipe: DiffusionPipeline, name: str | None) -> SchedulerMixin:
+    """A new scheduler with the configuration of the pipeline's, of a class in SCHEDULERS or, if None, of the same."""
+    cls = getattr(diffusers, name) if name else type(pipe.scheduler)
+    return cls.from_config(pipe.scheduler.config, **SCHEDULERS.get(name, {}))
 
 
 @contextmanager
@@ -182,16 +195,10 @@ def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]
     return {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def replace_encoder(
-    pipe: StableDiffusionXLLongPromptPipeline, text_encoder: torch.nn.Module, tokenizer, **components
-) -> StableDiffusionXLLongPromptPipeline:
-    """A pipeline with another first text encoder, which shares the other models with `pipe`.
-
-    `pipe` stays as it is. The encoder must be on its device and in its dtype. `components` replace others, by name.
-    """
+def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeline:
+    """A pipeline with other components, by name, which shares the rest with `pipe`; that one stays as it is."""
     replaced = copy.copy(pipe)
-    replaced.register_modules(text_encoder=text_encoder, tokenizer=tokenizer, **components)
-    replaced.set_progress_bar_config(disable=True)
+    replaced.register_modules(**components)
     return replaced
 
 
@@ -333,8 +340,6 @@ class Renderer:
         base: see `Checkpoint.parse`.
         sampling: of all images.
         encoder_2: replaces SDXL's second encoder, but for encoders that `align` fitted one with; see `load_pipeline`.
-        scheduler: one of SCHEDULERS; None keeps the checkpoint's.
-        long_prompt: how prompts are read; the encoder says in which reading.
         batch: images rendered at once.
         low_memory: either the text encoders or the UNet are in memory, never both.
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
@@ -348,8 +353,6 @@ class Renderer:
     device: torch.device
     dtype: torch.dtype | None = None
     encoder_2: str | None = None
-    scheduler: str | None = None
-    long_prompt: LongPromptOptions = LongPromptOptions()  # noqa: RUF009 - frozen
     batch: int = 1
     low_memory: bool = False
     show_steps: bool = False
@@ -358,26 +361,34 @@ class Renderer:
         self.checkpoint = Checkpoint.parse(self.base)
         self.checkpoint.check_kind(PIPELINES)
         defaults = asdict(self.checkpoint.defaults) | dict(zip(("height", "width"), self.checkpoint.size, strict=True))
-        unsaid = [name for name, value in asdict(self.sampling).items() if value is None]
-        self.sampling = replace(self.sampling, **{name: defaults[name] for name in unsaid})
+        unsaid = {name: value for name, value in defaults.items() if getattr(self.sampling, name, value) is None}
+        self.sampling = replace(self.sampling, **unsaid)
         self.checkpoint.check_size(self.sampling.height, self.sampling.width)
         self.dtype = self.dtype or default_dtype(self.device)
         self._pipe: DiffusionPipeline | None = None
         self._loaded: tuple[str | None, ...] = ()  # the encoders in `_pipe`
         self._digests: dict[str | None, str | None] = {None: None, STRETCH: STRETCH}
 
+    def with_sampling(self, sampling: Sampling) -> "Renderer":
+        """A renderer of the same loaded models; of `sampling` nothing may be None."""
+        renderer = copy.copy(self)
+        renderer.sampling = sampling
+        return renderer
+
     def settings(self, encoder: EncoderSpec) -> dict:
         """Everything that affects an image besides its `ImagePrompt` and the models."""
+        sampling = asdict(self.sampling)
+        del sampling["long_prompt"]
         return {
             **asdict(self.options(encoder)),
-            "scheduler": self.scheduler,
-            **asdict(self.sampling),
+            "scheduler": sampling.pop("scheduler"),
+            **sampling,
             **runtime_settings(self.device, self.dtype),
         }
 
     def options(self, encoder: EncoderSpec) -> LongPromptOptions:
         """How prompts are read."""
-        return replace(self.long_prompt, reading=encoder.reading)
+        return replace(self.sampling.long_prompt, reading=encoder.reading)
 
     def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
         """The digests of the models, read from their files; None for an encoder of the checkpoint."""
@@ -424,7 +435,11 @@ class Renderer:
         Raises:
             UserError: it cannot be loaded, or does not fit.
         """
-        pipe = self._load(encoder, part or ("encoders" if self.low_memory else "all"))
+        return self.prepare(self._load(encoder, part or ("encoders" if self.low_memory else "all")), encoder)
+
+    def prepare(self, pipe: DiffusionPipeline, encoder: EncoderSpec) -> DiffusionPipeline:
+        """A pipeline of the same models with this renderer's options, and a scheduler without state of past steps."""
+        pipe = replace_components(pipe, scheduler=make_scheduler(pipe, self.sampling.scheduler))
         return pipe.set_long_prompt(**asdict(self.options(encoder)))
 
     def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
@@ -463,16 +478,13 @@ class Renderer:
     def _load(self, encoder: EncoderSpec, part: Part) -> DiffusionPipeline:
         first, second = names = tuple(self._encoders(encoder).values())
         if part == "all" and self._pipe is not None:
-            if names == self._loaded:
-                return self._pipe
-            if first is not None and second == self._loaded[1]:
-                text_encoder, tokenizer = load_text_encoder(first)
-                self.checkpoint.check_fits("text_encoder", text_encoder, first)
-                return replace_encoder(self._pipe, text_encoder.to(self.device, self.dtype), tokenizer)
+            given = zip(("text_encoder", "text_encoder_2"), names, self._loaded, strict=True)
+            others = {slot: name for slot, name, loaded in given if name != loaded}
+            if not {None, STRETCH} & {*others.values()}:
+                others = load_text_encoders(self.checkpoint, others, self.device, self.dtype)
+                return replace_components(self._pipe, **others)
         self._pipe = None  # before the next one is loaded
         pipe = load_pipeline(self.base, first, self.device, self.dtype, second, part)
-        if self.scheduler:
-            pipe.scheduler = make_scheduler(pipe, self.scheduler)
         pipe.set_progress_bar_config(disable=not self.show_steps)
         if part == "all":
             self._pipe, self._loaded = pipe, names

@@ -2,9 +2,10 @@
 
 import json
 import math
+import shutil
 import threading
-from copy import deepcopy
-from dataclasses import replace
+from copy import copy, deepcopy
+from dataclasses import asdict, replace
 from itertools import pairwise, product
 from unittest.mock import Mock
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
-from helpers.tiny_sdxl import stretched, text_encoder
+from helpers.tiny_sdxl import POSITIONS, stretched, text_encoder, text_encoder_2
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -138,6 +139,22 @@ def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     # only the command writes digests of files
     assert of_demo == of_demo | {name: value for name, value in of_generate.items() if "sha256" not in name}
     assert from_png(path, toy) == (request, [])
+
+
+def test_an_alignment_renders_with_the_second_encoder_that_it_fitted(folders, tmp_path):
+    fitted = shutil.copytree(folders["long"], tmp_path / "fitted")
+    text_encoder_2(seed=7).save_pretrained(fitted / "encoder_2")
+    tiny_tokenizer(POSITIONS).save_pretrained(fitted / "encoder_2")
+    models = DemoModels(folders["base"], [str(fitted), folders["long"]], CPU)
+    assert len({id(pipe.unet) for pipe in models.encoders.values()}) == 1
+    shown, options = images(models, steps=1), {"base": folders["base"], "steps": 1, "device": "cpu"}
+    for rendered, name in zip(shown, ("fitted", folders["long"]), strict=True):
+        encoder, output = str(tmp_path / name), str(tmp_path / f"{rendered.label}.png")
+        assert same(
+            rendered.image, Image.open(generate(GenerateConfig(PROMPT, encoder=encoder, output=output, **options)))
+        )
+        assert from_png(rendered.save(tmp_path), models)[1] == []
+    assert not same(shown[0].image, shown[1].image)
 
 
 @pytest.mark.parametrize(("label", "negative"), [("toy/clip", PROMPT + " No objects."), ("toy/debias-clip", "")])
@@ -345,7 +362,7 @@ def test_readings_are_those_of_the_images(toy, reading, prompt, emphasis):
     request = ask(toy, prompt=prompt, emphasis=emphasis, reading=reading)
     for label, counted in count_tokens(toy, request)[2].items():
         options = request.options(toy, label)
-        pipe, rows = toy.pipeline(label, options), []
+        pipe, rows = copy(toy.encoders[label]).set_long_prompt(**asdict(options)), []
         hook = pipe.text_encoder.register_forward_pre_hook(lambda _, given, rows=rows: rows.extend(given[0].tolist()))
         try:
             pipe.encode_prompt(cleaned(prompt, options), do_classifier_free_guidance=False)

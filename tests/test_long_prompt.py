@@ -53,7 +53,7 @@ def long(base):
 
 def texts_of(pipe, text):
     """The text's tokens, per encoder."""
-    return [batch[0] for batch in pipe._tokenize(text, None)]
+    return [batch[0] for batch in pipe._reader.tokenize(text, None)]
 
 
 def chunks_of(tokens, slots, overlap=False):
@@ -239,7 +239,7 @@ def test_layout_is_the_literal_one(pipe_of_lengths, lengths, texts, repeat, over
     pipe = pipe_of_lengths[lengths].set_long_prompt(reading="overlap" if overlap else "separate")
     texts = ["".join(text * repeat)[: 12 * min(lengths)] for text in texts]
     embeds, negatives, pooled, _ = pipe.encode_prompt(texts, negative_prompt="grey")
-    tokens = list(zip(*pipe._tokenize(texts, None), strict=True))
+    tokens = list(zip(*pipe._reader.tokenize(texts, None), strict=True))
     longest, length = max(len(own.ids) for row in tokens for own in row), embeds.shape[1]
     assert length == positions_for(longest, list(lengths)) >= longest + 2
     for row in range(2):
@@ -357,7 +357,7 @@ def test_overlap_takes_at_most_twice_the_chunks(ours, text, kept):
 
 def test_nothing_is_read_across_a_break(ours):
     pipe = type(ours)(**ours.components).set_long_prompt(emphasis="comfyui")
-    tokens = pipe._tokenize(f"{words(100)} BREAK {words(100)}", None)[0][0]
+    tokens = pipe._reader.tokenize(f"{words(100)} BREAK {words(100)}", None)[0][0]
     chunks = split_text(tokens, 75)
     second = next(number for number, chunk in enumerate(chunks) if chunk.kept.start == 100)
     assert chunks[second].read.start == 100 and [chunk.again > 0 for chunk in chunks] == [False, True, False, True]

@@ -1,7 +1,7 @@
 """Allowed ranges of options: the ranges of their annotations, and the rules between them, by class."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_type_hints
 
 import pytest
@@ -29,6 +29,7 @@ from debias_diffusion.eval.options import (
     RobustnessConfig,
 )
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
+from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
 from research.options import ColaConfig, ReproduceConfig
 
@@ -144,8 +145,11 @@ def test_every_option_is_explained(options):
 
 MAY_BE_ZERO = set(
     "seed seeds workers validation keep_best examples warmup weight_decay eps betas max_bad beta guidance_scale "
-    "denoising keep_states keep_features keep_positions components short_weight label_smoothing".split()
+    "denoising keep_states keep_features keep_positions components short_weight label_smoothing mask_ratio".split()
 )
+
+
+FIX_CLIPS = {part.name for part in fields(METHODS["fix-clip"])} - {part.name for part in fields(METHODS["debias-clip"])}
 
 
 @pytest.mark.parametrize("options", USABLE)
@@ -154,8 +158,9 @@ def test_every_number_has_a_range(options):
         wrong = [NAN, *[-1] * (name != "guidance_scale"), *[0] * (name not in MAY_BE_ZERO)]
         for value in (*wrong, *[1e300] * (name == "learning_rate")):
             value = {"seeds": [value], "betas": (value, 0.9)}.get(name, value)
+            recipe = {"recipe": "fix-clip"} if options is TrainConfig and name in FIX_CLIPS else {}
             with pytest.raises(UserError, match=f"^{name} is .*, but must be "):
-                options(**USABLE[options] | {name: value})
+                options(**USABLE[options] | recipe | {name: value})
 
 
 @dataclass

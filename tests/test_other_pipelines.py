@@ -139,7 +139,7 @@ def test_a_short_prompt_is_encoded_as_in_diffusers(parts, ours, long):
 @pytest.mark.parametrize(("prompt", "same"), [(SHORT, 76), (TOKENS, 73)], ids=["short", "long"])
 def test_clip_skip_stops_early_and_keeps_the_final_norm(ours, skip, prompt, same):
     """By hand: with transformers 5 diffusers' own `clip_skip` of Stable Diffusion 1.5 raises."""
-    tokens, encoder = ours._tokenize(prompt)[0][0], ours.text_encoder
+    tokens, encoder = ours._reader.tokenize(prompt)[0][0], ours.text_encoder
     embeds, negatives = encode(ours, prompt, OTHER, clip_skip=skip)
     ids = torch.tensor([[BOS, *tokens.ids[:75], EOS, *[EOS] * max(0, 75 - len(tokens.ids))]])
     expected = final_norm(encoder)(encoder(ids, output_hidden_states=True).hidden_states[-1 - skip])
@@ -157,7 +157,7 @@ def test_clip_skip_ends_cleanly_when_the_encoder_fails(ours):
 
 
 def test_a_long_prompt_in_chunks_and_at_once(ours, long):
-    tokens = ours._tokenize(TOKENS)[0][0]
+    tokens = ours._reader.tokenize(TOKENS)[0][0]
     assert ours.prompt_layout(TOKENS)[:3] == (123, 152, (3,))
     assert long.prompt_layout("cat", negative_prompt=TOKENS)[:3] == (1, 152, (1,))
     assert long.prompt_layout("cat", negative_prompt=TOKENS, do_classifier_free_guidance=False).positions == 77

@@ -13,7 +13,6 @@ from debias_diffusion.app.fine_tuning import RECIPES, toy_training
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
 from debias_diffusion.encoders import load_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.story import CLAIMS
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import SIZE
 
@@ -40,11 +39,9 @@ def test_the_page_tells_the_story_before_the_tables(finished):
     page = Page((finished / "report.html").read_text())
     page.check_is_self_contained()
     assert caption("development", 0).sentences[3].text in page.text
-    sections = ("What the methods claim", "All results", "How shortsighted?: toy/development", "toy/short-development")
+    sections = ("What to do next", "All results", "How shortsighted?: toy/development", "toy/short-development")
     places = [page.text.index(title) for title in sections]
     assert places == sorted(places)
-    verdicts = ("✓ holds", "✗ does not hold", "? not decided")
-    assert len([row for row in page.rows if row[-1] in verdicts]) == len(CLAIMS)
 
 
 def test_the_exports_and_images_are_ready_to_use(finished):

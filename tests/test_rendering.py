@@ -141,7 +141,7 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
     assert word not in tokenizer(" ".join(TEXTS)).input_ids
     with torch.no_grad():
         text_encoder.get_input_embeddings().weight[word] = float("nan")
-    monkeypatch.setattr(rendering, "load_text_encoder", lambda name: (text_encoder, tokenizer))
+    monkeypatch.setattr(checkpoints, "load_text_encoder", lambda name: (text_encoder, tokenizer))
     fresh, left_out = Renderer(renderer.base, SAMPLING, CPU, batch=2), {}
     fresh._pipe, fresh._loaded = renderer.pipeline(own()), (None, None)
     tasks = [*TASKS, ImageTask("alone", ImagePrompt("alone", 5), "line 9")]
@@ -153,11 +153,11 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
 def test_settings_are_all_that_affects_an_image(renderer, long):
     changes = [
         {"encoder_2": "stretch"},
-        {"scheduler": "DDIMScheduler"},
-        *({"long_prompt": LongPromptOptions(**own)} for own in ({"emphasis": "ignore"}, {"sharpen": 1.5})),
         {"dtype": torch.float16},
     ]
-    changes += [{"sampling": replace(SAMPLING, **changed)} for changed in ({"layer": "last"}, {"height": 80})]
+    samplings = [{"scheduler": "DDIMScheduler"}, {"layer": "last"}, {"height": 80}]
+    samplings += [{"long_prompt": LongPromptOptions(**own)} for own in ({"emphasis": "ignore"}, {"sharpen": 1.5})]
+    changes += [{"sampling": replace(SAMPLING, **changed)} for changed in samplings]
 
     def record(encoder, **changed):
         other = replace(renderer, **changed)

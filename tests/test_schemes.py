@@ -308,7 +308,7 @@ def test_what_follows_a_break_does_not_see_what_was_before(weighting):
 def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
     pipe = tiny_sdxl.assemble_copy(Ours, base)
     tiny_sdxl.add_inversions(pipe, {"<x>": 3})
-    tokens = pipe.set_long_prompt(emphasis="comfyui")._tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
+    tokens = pipe.set_long_prompt(emphasis="comfyui")._reader.tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
     assert tokens.weights[:4] == [1, 1.5, 1.5, 1.5] and len(tokens.weights) == len(tokens.ids) > 6
     assert tokens.weights[4:] == [pytest.approx(1.21)] * (len(tokens.ids) - 4)
 

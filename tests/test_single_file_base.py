@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
-from debias_diffusion.app.tokens import load_reader
+from debias_diffusion.app.tokens import load_tokenizers
 from debias_diffusion.encoders import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.long_prompt import PromptReader
 from debias_diffusion.processes import Processes
 from debias_diffusion.tokens import clip_tokenizer
 
@@ -128,5 +129,5 @@ def test_a_first_encoder_of_other_positions_than_configured_is_read(tmp_path):
     weights, expected = pipe.text_encoder.state_dict(), parts["text_encoder"].state_dict()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert pipe.prompt_layout("red cat " * 60).chunks == (1, 3)
-    reader = load_reader(Checkpoint.parse(base), EncoderSpec.parse(ORIGINAL))
-    assert reader.prompt_layout("red cat " * 60, do_classifier_free_guidance=False).chunks == (1, 3)
+    encoders = load_tokenizers(Checkpoint.parse(base), EncoderSpec.parse(ORIGINAL))
+    assert PromptReader(encoders).layout("red cat " * 60).chunks == (1, 3)

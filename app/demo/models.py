@@ -5,26 +5,23 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import replace
 
 import torch
-from diffusers import SchedulerMixin
 
 from debias_diffusion.chunks import Reading
-from debias_diffusion.encoders import ORIGINAL, READINGS, Kind, labels, parse_encoders
+from debias_diffusion.encoders import ORIGINAL, READINGS, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.pipelines import LongPromptOptions, StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.checkpoints import Checkpoint, default_dtype, load_pipeline
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.png import SAMPLERS, sampler
-from debias_diffusion.pipelines.rendering import SCHEDULERS, explain_memory, make_scheduler, replace_encoder
+from debias_diffusion.pipelines.rendering import SCHEDULERS, Renderer, Sampling, explain_memory
 
 TOY = "toy/sdxl"
 MOST_ENCODERS = 5
-_SCHEDULERS = {SAMPLERS[cls]: cls for cls in SCHEDULERS}  # by their names in a request
 
 
 class DemoModels:
-    """One SDXL checkpoint on one device: its UNet, autoencoder and second text encoder serve up to five first encoders.
+    """One SDXL checkpoint on one device: its UNet and autoencoder serve up to five text encoders.
 
     Holds no state of a request. Generation, attention and movement use the device within `alone`; tokens may be counted
     meanwhile.
@@ -37,16 +34,14 @@ class DemoModels:
         dtype: dtype of all models; `default_dtype(device)` if None.
 
     Attributes:
-        checkpoint: the SDXL checkpoint, which says what sizes it renders.
-        base: its short name.
-        device, dtype: of all models.
+        renderer: of the checkpoint, with its own settings.
+        base: the checkpoint's short name.
         labels: names of the encoders on the page, in the order given.
         encoders: by label, a pipeline of the shared models with this encoder.
         is_toy: whether scenes of the toy world can be generated and checked.
         size: the checkpoint's native (height, width) in pixels.
-        stock_context: context length of the second encoder: positions that stock SDXL reads, BOS and EOS included.
         longest_context: of all encoders.
-        schedulers: names that a request may choose, the checkpoint's own first.
+        schedulers: names that a request may choose, the checkpoint's own first, and diffusers' classes; None for that.
         counter: an unchanging copy of the first encoder's tokenizer, to count tokens while another thread generates.
 
     Raises:
@@ -57,35 +52,32 @@ class DemoModels:
         if len(encoders) > MOST_ENCODERS:
             raise UserError(f"encoders={list(encoders)} are {len(encoders)} encoders. Name at most {MOST_ENCODERS}.")
         specs = parse_encoders(encoders)
-        self.checkpoint = checkpoint = Checkpoint.parse(base)
+        self.renderer = Renderer(base, Sampling(None, None), device, dtype)
+        checkpoint = self.renderer.checkpoint
         checkpoint.check_kind()
-        self.device, self.dtype = device, dtype or default_dtype(device)
         self.is_toy, self.size, self.base = base == TOY, checkpoint.size, str(checkpoint.file or base)
         if os.path.exists(self.base):
             self.base = os.path.basename(self.base)
         by_model = {spec.name: spec for spec in specs}
-        loaded = {name: spec.load_text_encoder() for name, spec in by_model.items() if spec.kind is not Kind.ORIGINAL}
-        for name, (model, _) in loaded.items():
-            checkpoint.check_fits("text_encoder", model, name)
-        self._shared = pipe = load_pipeline(base, None, device, self.dtype)
-        loaded[ORIGINAL] = pipe.text_encoder, pipe.tokenizer
+        # The first one comes with the checkpoint; the others replace its encoders.
+        models = sorted(by_model.values(), key=lambda spec: (spec.kind is not Kind.ORIGINAL, bool(spec.fitted_second)))
+        pipes = {spec.name: self.renderer.pipeline(spec) for spec in models}
         short = dict(zip(by_model, labels(list(by_model.values()), readings=False), strict=True))
         short[ORIGINAL] = ORIGINAL  # as requests and images name it
         self.encoders: dict[str, StableDiffusionXLLongPromptPipeline] = {}
+        self._specs: dict[str, EncoderSpec] = {}
         self._readings: dict[str, Reading] = {}  # by label, where its name says how it reads
         for name, spec in zip(encoders, specs, strict=True):
-            model, tokenizer = loaded[spec.name]
             label = short[spec.name]
             if name != spec.name:
                 label = f"{label}, {READINGS[spec.reading]}"
                 self._readings[label] = spec.reading
-            self.encoders[label] = replace_encoder(pipe, model.to(device, self.dtype).eval(), tokenizer)
+            self.encoders[label], self._specs[label] = pipes[spec.name], spec
         self.labels = list(self.encoders)
-        self.stock_context = pipe.text_encoder_2.config.max_position_embeddings
-        self.longest_context = max(self.stock_context, *map(self.context_length, self.labels))
-        pipe.register_modules(text_encoder=None, tokenizer=None)  # an encoder that nobody asked for takes no memory
-        self._free, native = threading.Lock(), sampler(type(pipe.scheduler).__name__)
-        self.schedulers = list(dict.fromkeys([native, *_SCHEDULERS]))
+        both = [encoder for pipe in pipes.values() for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
+        self.longest_context = max(encoder.config.max_position_embeddings for encoder in both)
+        self._free, native = threading.Lock(), sampler(type(pipes[models[0].name].scheduler).__name__)
+        self.schedulers = {native: None} | {SAMPLERS[cls]: cls for cls in SCHEDULERS if SAMPLERS[cls] != native}
         self.counter = deepcopy(self.encoders[self.labels[0]].tokenizer)
         self.counter.backend_tokenizer.no_truncation()
         self.counter.backend_tokenizer.no_padding()
@@ -98,13 +90,13 @@ class DemoModels:
         Raises:
             UserError: the device runs out of memory within the context.
         """
-        vae = self._shared.vae
-        with self._free, explain_memory(self.device, "Choose smaller images or a shorter prompt."):
+        vae, renderer = self.encoders[self.labels[0]].vae, self.renderer
+        with self._free, explain_memory(renderer.device, "Choose smaller images or a shorter prompt."):
             try:
                 yield
             finally:
-                if vae.dtype != self.dtype:  # diffusers decodes some images in single precision
-                    vae.to(self.dtype)
+                if vae.dtype != renderer.dtype:  # diffusers decodes some images in single precision
+                    vae.to(renderer.dtype)
 
     def context_length(self, label: str) -> int:
         """Positions that an encoder reads at once, BOS and EOS included."""
@@ -114,12 +106,6 @@ class DemoModels:
         """How this encoder reads a long prompt of a request with this reading."""
         return self._readings.get(label, chosen)
 
-    def pipeline(self, label: str, options: LongPromptOptions) -> StableDiffusionXLLongPromptPipeline:
-        """The pipeline of an encoder that reads so; for the caller alone, like the scheduler in it."""
-        return self.encoders[label].set_long_prompt(**asdict(options))
-
-    def make_scheduler(self, name: str) -> SchedulerMixin:
-        """A new scheduler by a name in `schedulers`, with the checkpoint's configuration."""
-        if name == self.schedulers[0]:
-            return type(self._shared.scheduler).from_config(self._shared.scheduler.config)
-        return make_scheduler(self._shared, _SCHEDULERS[name])
+    def spec(self, label: str, chosen: Reading) -> EncoderSpec:
+        """The encoder, as it reads a request with this reading."""
+        return replace(self._specs[label], reading=self.reading(label, chosen))

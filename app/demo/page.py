@@ -97,11 +97,11 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     scale = defaults.guidance_scale
                     steps = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps")
                     guidance = gr.Slider(0, MOST_GUIDANCE, scale, step=0.5, label="Guidance scale")
-                    with gr.Row(visible=not models.checkpoint.defaults.fixed_size):
+                    with gr.Row(visible=not models.renderer.checkpoint.defaults.fixed_size):
                         height = gr.Number(defaults.height, label="Height in pixels", precision=0)
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
                     count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
-                    scheduler = gr.Dropdown(models.schedulers, value=defaults.scheduler, label="Scheduler")
+                    scheduler = gr.Dropdown([*models.schedulers], value=defaults.scheduler, label="Scheduler")
                     choices = [("as the reading does", ""), *((name, name) for name in get_args(Emphasis))]
                     emphasis = gr.Dropdown(choices, value="", label="Weights: (word:1.3), [word], BREAK")
                     hint = "An encoder whose name says how it reads always reads so."

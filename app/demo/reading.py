@@ -1,6 +1,6 @@
 """What the encoders read of a prompt: its tokens, the attention to its words, and the effect of its sentences."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -12,7 +12,7 @@ from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import CaptionReader, look_at_tokens
 from debias_diffusion.methods.sampling import join_sentences
-from debias_diffusion.pipelines import SDXLLongPromptMixin
+from debias_diffusion.pipelines.long_prompt import PromptReader
 from debias_diffusion.pipelines.rendering import cleaned
 from debias_diffusion.sentences import split_sentences
 from debias_diffusion.tokens import CaptionTokenizer, clean
@@ -59,12 +59,10 @@ def read_prompt(
 ) -> PromptReading:
     """How an encoder reads the prompt of a request, by its tokenizer or another one of its vocabulary."""
     options, pipe = request.options(models, label), models.encoders[label]
-    reader = SDXLLongPromptMixin().set_long_prompt(**asdict(options))  # the pipeline itself may be in use
-    for name in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"):
-        setattr(reader, name, getattr(pipe, name))
-    [tokens] = reader._tokens([cleaned(request.prompt, options)], tokenizer or pipe.tokenizer)
-    [[read]] = reader._cut([[tokens]])
-    return PromptReading(tokens.ids, reader._split(read, pipe.text_encoder))
+    tokenizers, encoders = (tokenizer or pipe.tokenizer, pipe.tokenizer_2), (pipe.text_encoder, pipe.text_encoder_2)
+    contexts = [encoder.config.max_position_embeddings for encoder in encoders]
+    reader = PromptReader(list(zip(tokenizers, contexts, strict=True)), options)
+    return PromptReading(*reader.chunks(cleaned(request.prompt, options)))
 
 
 def count_tokens(
@@ -121,7 +119,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
         captions = CaptionTokenizer(pipe.tokenizer, models.context_length(label))
-        reader = CaptionReader(pipe.text_encoder, captions, models.device)
+        reader = CaptionReader(pipe.text_encoder, captions, models.renderer.device)
         chunks = [
             {"first": chunk.read.start, "end": chunk.read.stop}
             | look_at_tokens(reader, [reading.ids[at] for at in chunk.read], 1 + chunk.read.start)
@@ -166,7 +164,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
         rows, features = [[reading.ids[at] for at in chunk.read] for chunk in reading.chunks], []
         for ids in rows:
             row = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
-            output = encoder(torch.tensor([row], device=models.device))
+            output = encoder(torch.tensor([row], device=models.renderer.device))
             features.append(getattr(output, "text_embeds", getattr(output, "pooler_output", None))[0].cpu().double())
         return rows, torch.stack([feature / feature.norm() for feature in features]).mean(dim=0)
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.png import settings_text, write_png
-from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, read_layout, render
+from debias_diffusion.pipelines.rendering import ImagePrompt, encode, read_layout, render
 
 from ..options import AppConfig
 from .models import DemoModels
@@ -107,11 +107,11 @@ def render_request(
         closed.set()
 
 
-def _read(models: DemoModels, request: Request, label: str) -> tuple[DiffusionPipeline, ImagePrompt]:
+def _prepare(models: DemoModels, request: Request, label: str) -> tuple[DiffusionPipeline, ImagePrompt]:
     """The pipeline of an encoder, and the prompt as it reads it."""
-    options = request.options(models, label)
+    pipe = request.renderer(models).prepare(models.encoders[label], models.spec(label, request.reading))
     prompt = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
-    return models.pipeline(label, options), prompt.cleaned(options)
+    return pipe, prompt.cleaned(request.options(models, label))
 
 
 def check_budget(models: DemoModels, request: Request, budget: int) -> None:
@@ -123,11 +123,12 @@ def check_budget(models: DemoModels, request: Request, budget: int) -> None:
 
     def positions(label: str) -> int:
         """Of a prompt's embeddings, or of all its chunks, whichever are more."""
-        pipe, prompt = _read(models, request, label)
+        pipe, prompt = _prepare(models, request, label)
         texts = filter(None, (prompt.prompt, prompt.negative_prompt))
         layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
         chunks = max(max(layout.chunks) for layout in layouts)
-        return max(chunks * (models.stock_context - 2) + 2, *(layout.positions for layout in layouts))
+        second = pipe.text_encoder_2.config.max_position_embeddings
+        return max(chunks * (second - 2) + 2, *(layout.positions for layout in layouts))
 
     pixels = max(1.0, request.height * request.width / math.prod(models.size))
     lengths = [max(1.0, positions(label) / models.longest_context) for label in request.encoders]
@@ -145,8 +146,7 @@ def check_budget(models: DemoModels, request: Request, budget: int) -> None:
 
 
 def _render_all(models: DemoModels, request: Request, report: Callable[[Step | RenderedImage], None]) -> None:
-    sampling = Sampling(request.steps, request.guidance_scale, request.height, request.width)
-    encoded = {}
+    sampling, encoded = request.renderer(models).sampling, {}
     places = [(number, label) for number in range(1, request.images + 1) for label in request.encoders]
 
     def report_step(place: int, step: int, steps: int) -> None:
@@ -155,12 +155,11 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
 
     for place, (number, label) in enumerate(places):
         report_step(place, 0, request.steps)
+        pipe, prompt = _prepare(models, request, label)
         if label not in encoded:
-            pipe, prompt = _read(models, request, label)
-            encoded[label] = pipe, encode(pipe, [prompt], sampling), read_layout(pipe, prompt, sampling)
+            encoded[label] = encode(pipe, [prompt], sampling), read_layout(pipe, prompt, sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
-        pipe, embeddings, layout = encoded[label]
-        pipe.scheduler = models.make_scheduler(request.scheduler)  # schedulers keep state of past steps
+        embeddings, layout = encoded[label]
         seed = request.seed + number - 1
         [image] = render(pipe, embeddings, [seed], sampling, partial(report_step, place))
         if isinstance(image, str):

@@ -10,7 +10,7 @@ from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout, parse_prompt
 from debias_diffusion.pipelines.png import read_settings
-from debias_diffusion.pipelines.rendering import runtime_settings
+from debias_diffusion.pipelines.rendering import Renderer, Sampling, runtime_settings
 
 from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
 from .models import DemoModels
@@ -60,15 +60,17 @@ class Request(Checked):
     @classmethod
     def default(cls, models: DemoModels) -> "Request":
         """A request with default settings for these models, without a prompt."""
-        height, width = models.size
-        settings = {"height": height, "width": width, "scheduler": models.schedulers[0]}
-        steps, guidance_scale = models.checkpoint.defaults.steps, models.checkpoint.defaults.guidance_scale
-        return cls("", models.labels, steps=steps, guidance_scale=guidance_scale, **settings)
+        sampling, native = models.renderer.sampling, next(iter(models.schedulers))
+        names = ("steps", "guidance_scale", "height", "width")
+        return cls("", models.labels, scheduler=native, **{name: getattr(sampling, name) for name in names})
+
+    def renderer(self, models: DemoModels) -> Renderer:
+        """The renderer of its images."""
+        return models.renderer.with_sampling(Sampling.of(vars(self) | {"scheduler": models.schedulers[self.scheduler]}))
 
     def options(self, models: DemoModels, label: str) -> LongPromptOptions:
         """How an encoder reads prompts."""
-        reading = models.reading(label, self.reading)
-        return LongPromptOptions(reading=reading, emphasis=self.emphasis, sharpen=self.sharpen)
+        return self.renderer(models).options(models.spec(label, self.reading))
 
 
 def check(request: Request, models: DemoModels) -> Request:
@@ -77,12 +79,12 @@ def check(request: Request, models: DemoModels) -> Request:
     Raises:
         UserError: a value is not allowed with these models.
     """
-    check_text_settings(request, models)
-    check_prompt(request.prompt)
     if request.scheduler not in models.schedulers:
         raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
+    check_text_settings(request, models)
+    check_prompt(request.prompt)
     check_last_seed(parse_seed(request.seed), request.images)
-    models.checkpoint.check_size(request.height, request.width)
+    models.renderer.checkpoint.check_size(request.height, request.width)
     height, width = models.size
     if request.height * request.width > (most := 2 * height * width):
         raise UserError(
@@ -135,10 +137,10 @@ def to_settings(models: DemoModels, request: Request, label: str, number: int, l
         "image": number,
         "base": models.base,
         "encoder": label,
-        "encoder_2": None,
+        "encoder_2": models.spec(label, request.reading).fitted_second,
         "reading": models.reading(label, request.reading),
         "chosen_reading": request.reading,
-        **runtime_settings(models.device, models.dtype),
+        **runtime_settings(models.renderer.device, models.renderer.dtype),
         **layout.settings(),
     }
 
@@ -183,13 +185,14 @@ def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, li
     if missing := ", ".join(name for name, label in known.items() if label is None):
         notes.append(f"The encoder {missing[:80]!r} is not here and is left out.")
     values["encoders"] = list(dict.fromkeys(filter(None, known.values()))) or models.labels
-    native = models.schedulers[0]
+    native = next(iter(models.schedulers))
     if values.setdefault("scheduler", native) not in models.schedulers:
         notes.append(f"There is no scheduler {values['scheduler'][:80]!r} here; {native} is used.")
         values["scheduler"] = native
     size = values.get("height"), values.get("width")
-    if models.checkpoint.defaults.fixed_size and size not in (models.size, (None, None)):
+    if models.renderer.checkpoint.defaults.fixed_size and size not in (models.size, (None, None)):
         notes.append("Images have another size here.")
         values["height"], values["width"] = models.size
-    notes += [f"The {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) is not None]
+    here = [None, *(models.spec(label, "overlap").fitted_second for label in values["encoders"])]
+    notes += [f"The {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) not in here]
     return check(replace(Request.default(models), **values), models), notes

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from debias_diffusion.toyworld.checker import UNCLEAR, compare_reading, read_image
+from debias_diffusion.toyworld.checker import describe, judge, read_image
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene, scene
@@ -30,25 +30,8 @@ class ToyScene:
     objects: list[tuple[str, int]]
 
     def marks(self, image: Image.Image) -> str:
-        """What an image of any size shows of the scene, such as "3 of 4 objects right. Missed: ..."."""
-        reading = read_image(image)
-        comparison, seen = compare_reading(reading, self.scene), reading.objects
-        right = [thing for thing in self.scene.things if comparison.correct[thing.place]]
-        parts = {
-            "Missed": [thing.description for thing in self.scene.things if thing not in right],
-            "Wrong size": [
-                f"{thing.description} (is {seen[thing.place].size})"
-                for thing in right
-                if not comparison.sizes[thing.place]
-            ],
-            "Nobody asked for": [
-                f"something unclear, {place}" if seen[place] == UNCLEAR else seen[place].description
-                for place in comparison.invented
-            ],
-            "Wrong background": [] if comparison.background else [f"{self.scene.background} was asked for"],
-        }
-        words = [f"{len(right)} of {len(self.scene.things)} objects right."]
-        return " ".join([*words, *(f"{title}: {'; '.join(names)}." for title, names in parts.items() if names)])
+        """What an image of any size shows of the scene, such as "3 of 4 objects right. Top: missing."."""
+        return describe(judge(read_image(image), self.scene), self.scene)
 
 
 def random_scene(number: int) -> ToyScene:

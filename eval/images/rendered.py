@@ -15,7 +15,6 @@ from debias_diffusion.encoders import Kind
 from debias_diffusion.jobs import Job
 from debias_diffusion.models.shipped import shipped
 from debias_diffusion.pipelines.checkpoints import Checkpoint
-from debias_diffusion.pipelines.long_prompt import LongPromptOptions
 from debias_diffusion.pipelines.rendering import (
     ImagePrompt,
     ImageTask,
@@ -88,14 +87,11 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         FailedError: some images have values that are not finite.
     """
     settings = rendering_settings(config)
-    names = ("steps", "guidance_scale", "height", "width", "layer")
     renderer = Renderer(
         config.base,
-        Sampling(**{name: settings[name] for name in names}),
+        Sampling.of(settings),
         processes.device,
         encoder_2=config.encoder_2,
-        scheduler=config.scheduler,
-        long_prompt=LongPromptOptions(**{name: settings[name] for name in ("sharpen", "zero_empty_negative")}),
         batch=settings["images_at_once"],
     )
     encoders = config.labelled

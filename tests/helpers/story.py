@@ -16,12 +16,7 @@ CUT, WHOLE = "SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks"
 LABELS = (CUT, WHOLE, "toy/long-clip", "toy/debias-clip", "debias-clip-sdxl")
 
 
-def line(a: str, b: str, score: str, difference: float, low: float, high: float) -> dict:
-    """Two encoders compared."""
-    return {"a": a, "b": b, "score": score, "difference": difference, "low": low, "high": high, "p": 0.5}
-
-
-def generation_report(labels=LABELS, data="toy/test", compared=()) -> dict:
+def generation_report(labels=LABELS, data="toy/test") -> dict:
     """Encoder n has 31.4 + 10 n percent of the objects right, and fills 40.1 + n percent of the empty places.
 
     Of 60 objects that sentence 2 first mentions it has 90 - 5 n percent right, of 30 of sentence 5 then 10 n percent.
@@ -43,11 +38,10 @@ def generation_report(labels=LABELS, data="toy/test", compared=()) -> dict:
         "settings": {"data": data},
         "images": 5,
         "encoders": {label: {"scores": its} for label, its in zip(labels, scores, strict=True)},
-        "compared": list(compared),
     }
 
 
-def results(folder: Path, labels=LABELS, compared=()) -> list[tuple[Path, dict]]:
+def results(folder: Path, labels=LABELS) -> list[tuple[Path, dict]]:
     """As the quickstart leaves them; the last object of every generated image is missing."""
     for name in folder_names(list(labels)).values():
         (folder / FOLDER / name).mkdir(parents=True)
@@ -57,7 +51,7 @@ def results(folder: Path, labels=LABELS, compared=()) -> list[tuple[Path, dict]]
     # The order of a folder's results does not matter, and neither does another folder's.
     return [
         (folder.parent / "elsewhere", generation_report(labels[:1])),
-        (folder, generation_report(labels, compared=compared)),
+        (folder, generation_report(labels)),
         (folder / SHORT_FOLDER, generation_report(labels, "toy/short-test")),
     ]
 
