@@ -160,11 +160,13 @@ class PromptReader:
     options: LongPromptOptions = LongPromptOptions()
     convert: Callable | None = None
 
-    def layout(self, *prompts: str | list[str] | None, negatives: list[list[Tokens]] | None = None) -> PromptLayout:
+    def layout(
+        self, first: str | list[str], *others: str | list[str] | None, negatives: list[list[Tokens]] | None = None
+    ) -> PromptLayout:
         """How the prompts of the encoders are read, which share their length with the tokens of negative ones."""
-        tokens, first = self.tokenize(*prompts), prompts[0] if isinstance(prompts[0], str) else prompts[0][0]
+        tokens, text = self.tokenize(first, *others), first if isinstance(first, str) else first[0]
         layout = self.layout_of(tokens, self.shared_length(self.cut(tokens), negatives))
-        return layout._replace(taken_out=tuple(take_out(first, self.options.reading)[1]))
+        return layout._replace(taken_out=tuple(take_out(text, self.options.reading)[1]))
 
     def chunks(self, prompt: str) -> tuple[list[int], list[Chunk]]:
         """The token ids of a prompt for the first encoder, and what it reads of them at once, in order."""

@@ -145,8 +145,9 @@ def test_every_option_is_explained(options):
 
 MAY_BE_ZERO = set(
     "seed seeds workers validation keep_best examples warmup weight_decay eps betas max_bad beta guidance_scale "
-    "denoising keep_states keep_features keep_positions components short_weight label_smoothing mask_ratio".split()
+    "denoising keep_states keep_features keep_positions components short_weight label_smoothing".split()
 )
+MAY_BE_ZERO_IN_FIX_CLIP = {"mask_ratio", "prompts", "groups"}
 
 
 FIX_CLIPS = {part.name for part in fields(METHODS["fix-clip"])} - {part.name for part in fields(METHODS["debias-clip"])}
@@ -155,10 +156,11 @@ FIX_CLIPS = {part.name for part in fields(METHODS["fix-clip"])} - {part.name for
 @pytest.mark.parametrize("options", USABLE)
 def test_every_number_has_a_range(options):
     for name in (name for name, hint in get_type_hints(options).items() if re.search(r"\b(int|float)\b", str(hint))):
-        wrong = [NAN, *[-1] * (name != "guidance_scale"), *[0] * (name not in MAY_BE_ZERO)]
+        recipe = {"recipe": "fix-clip"} if options is TrainConfig and name in FIX_CLIPS else {}
+        may_be_zero = MAY_BE_ZERO_IN_FIX_CLIP if recipe else MAY_BE_ZERO
+        wrong = [NAN, *[-1] * (name != "guidance_scale"), *[0] * (name not in may_be_zero)]
         for value in (*wrong, *[1e300] * (name == "learning_rate")):
             value = {"seeds": [value], "betas": (value, 0.9)}.get(name, value)
-            recipe = {"recipe": "fix-clip"} if options is TrainConfig and name in FIX_CLIPS else {}
             with pytest.raises(UserError, match=f"^{name} is .*, but must be "):
                 options(**USABLE[options] | recipe | {name: value})
 
