@@ -27,7 +27,7 @@ class Hiding:
 
 
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
-import diffusers, torch
+import diffusers, torch, transformers
 from helpers import tiny_sdxl
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import COMMANDS, main
@@ -72,9 +72,10 @@ except UserError as error:
     assert str(error) == "The text encoder 'toy/clip' could not be loaded: open_clip" + INSTALL.format("train")
 else:
     raise AssertionError("toy/clip needs open_clip")
-for command in ("generate", "tokens"):  # examples that a plain install can run
-    main([command, *shlex.split(COMMANDS[command].example)])
-assert pathlib.Path("star.png").stat().st_size
+if int(transformers.__version__.split(".")[0]) >= 5:  # which wrote the toy world's tokenizers
+    for command in ("generate", "tokens"):  # examples that a plain install can run
+        main([command, *shlex.split(COMMANDS[command].example)])
+    assert pathlib.Path("star.png").stat().st_size
 assert not {name.partition(".")[0] for name in sys.modules} & set(EXTRAS)
 """
 
