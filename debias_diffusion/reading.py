@@ -115,8 +115,8 @@ def encode_texts(
     lacking = any(max(place) >= len(chunks) * context for chunks, place in zip(split, places, strict=True))
     ids = [[text.ids[at] for at in chunk.read] for text, chunk in rows] + [[]] * (lacking or weighted)
     eos_token_id = pooling_eos(tokenizer, length, reading)
-    has_inversion = any(token > tokenizer.eos_token_id for row in ids for token in row)
-    if has_inversion and eos_token_id is None and _pools_at_highest_id(encoder):
+    as_diffusers = eos_token_id is None and _pools_at_highest_id(encoder)
+    if as_diffusers and any(token > tokenizer.eos_token_id for row in ids for token in row):
         warnings.warn(
             "The pooled embedding is that of the textual inversion, as in diffusers, because the text encoder's"
             " configuration has the eos_token_id 2. Prompts of more than 77 positions and the readings of other"

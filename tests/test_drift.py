@@ -12,7 +12,7 @@ from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import drift
-from debias_diffusion.eval.images.drift import DriftConfig, Moments, PromptReader, evaluate_drift, measure_drift
+from debias_diffusion.eval.images.drift import DriftConfig, Moments, StatesReader, evaluate_drift, measure_drift
 from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.interchange.transformers_folder import write_text_encoder
 
@@ -20,8 +20,8 @@ LONG = " ".join(f"House number {n} has {n} red windows." for n in range(1, 20))
 CAPTIONS = [caption(0), LONG, "A cat.", caption(1)]
 
 
-def reader(encoder) -> PromptReader:
-    return PromptReader("tiny", encoder.eval(), tiny_tokenizer(77))
+def reader(encoder) -> StatesReader:
+    return StatesReader("tiny", encoder.eval(), tiny_tokenizer(77))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_one_shift_of_all_states_is_seen_and_undone(base):
 
 def test_a_longer_context_length_reads_at_once_what_the_base_reads_in_chunks(base):
     encoder, tokenizer = stretch_text_encoder(base.encoder, base.tokenizer)
-    result = measure_drift(PromptReader("long", encoder, tokenizer), base, CAPTIONS, 4, "long")
+    result = measure_drift(StatesReader("long", encoder, tokenizer), base, CAPTIONS, 4, "long")
     assert result["by_position"][0] == pytest.approx(0, abs=1e-9)  # kept positions
     assert min(result["by_position"][80:]) > 0  # other positions than in a second chunk
 

@@ -7,9 +7,8 @@ from huggingface_hub import HfApi, hf_hub_download
 
 from ..errors import UserError
 from ..files import path_digest
-from ..models.model_files import CONFIG_FILE, HUB_SECONDS, explain_failure, find_cached
+from ..models.model_files import CONFIG_FILE, HUB_SECONDS, WEIGHT_SUFFIXES, explain_failure, find_cached
 
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
 _WEIGHTS = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
 _FOLDERS = {*_WEIGHTS, *(f"text_encoder/{name}" for name in _WEIGHTS), CONFIG_FILE}
@@ -34,7 +33,7 @@ def find_hub_file(name: str) -> Path | None:
     except Exception:  # no network, no such repository, no right to read it: what is cached decides
         cached = find_cached(name)
         names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()] if cached else []
-    files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)
+    files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in WEIGHT_SUFFIXES)
     if not files or _FOLDERS & set(names):
         return None
     if len(files) > 1:

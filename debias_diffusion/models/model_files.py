@@ -22,7 +22,7 @@ from ..files import read_json
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 HUB_SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 LARGEST_WEIGHT = 1e6  # larger ones overflow after a few layers; published ones stay below some thousands
 # Names in configurations: of widths, of numbers of blocks, of the width inside of a block, of rows of tables.
@@ -109,7 +109,7 @@ def check_folder(source: str | Path, label: str, subfolder: str = "", size: int 
     # Not asked for: without a network that takes long.
     file = os.path.join(source, name) if os.path.isdir(source) else try_to_load_from_cache(str(source), name)
     if isinstance(file, str) and os.path.isfile(file):
-        here = sum(path.stat().st_size for path in Path(file).parent.iterdir() if path.suffix in _WEIGHTS)
+        here = sum(path.stat().st_size for path in Path(file).parent.iterdir() if path.suffix in WEIGHT_SUFFIXES)
         check_sizes(read_json(file), size or here, label)
 
 

@@ -36,7 +36,7 @@ _RIDGE = 1e-3  # of the mean variance of the encoder's channels
 
 
 @dataclass(frozen=True)
-class PromptReader:
+class StatesReader:
     """A text encoder as the pipelines read it.
 
     Attributes:
@@ -49,7 +49,7 @@ class PromptReader:
     tokenizer: CLIPTokenizer
 
     @classmethod
-    def load(cls, spec: EncoderSpec, device: torch.device) -> "PromptReader":
+    def load(cls, spec: EncoderSpec, device: torch.device) -> "StatesReader":
         encoder, tokenizer = spec.load_text_encoder()
         return cls(spec.name, encoder.float().to(device), tokenizer)
 
@@ -117,7 +117,7 @@ class Moments:
 
 
 def measure_drift(
-    reader: PromptReader, base: PromptReader, captions: Sequence[str], batch_size: int, title: str
+    reader: StatesReader, base: StatesReader, captions: Sequence[str], batch_size: int, title: str
 ) -> dict[str, object]:
     """The state errors of one encoder in `captions`. Shows a progress bar.
 
@@ -189,14 +189,14 @@ def evaluate_drift(config: DriftConfig) -> dict:
     """
     pairs = read_source(config, config.labelled, config.held_out, only_captions=True)
     session = Session("drift", config, pairs)
-    base = PromptReader.load(EncoderSpec.parse(config.base), session.device)
+    base = StatesReader.load(EncoderSpec.parse(config.base), session.device)
     with_text = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
     if not with_text:
         raise UserError("No caption holds any text. Give other data.")
     captions = [pairs.captions[number] for number in with_text]
     groups = np.unique([pairs.image_of[number] for number in with_text], return_inverse=True)[1]
 
-    def evaluate(encoder: tuple[str, PromptReader]) -> dict:
+    def evaluate(encoder: tuple[str, StatesReader]) -> dict:
         label, reader = encoder
         width, base_width = (part.encoder.config.hidden_size for part in (reader, base))
         if width != base_width:
@@ -208,7 +208,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 
-    results = session.by_encoder(evaluate, lambda spec, label, device: (label, PromptReader.load(spec, device)))
+    results = session.by_encoder(evaluate, lambda spec, label, device: (label, StatesReader.load(spec, device)))
     session.digests["base"] = base.digest
     encoders = {}
     for label, result in results.items():

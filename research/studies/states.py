@@ -30,7 +30,7 @@ from tqdm import tqdm
 from debias_diffusion.app.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.app.quickstart import Setup
 from debias_diffusion.encoders import EncoderSpec
-from debias_diffusion.eval.images.drift import Moments, PromptReader
+from debias_diffusion.eval.images.drift import Moments, StatesReader
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.images.scores import ImageScores, compare_scores
 from debias_diffusion.eval.report import Table, cell
@@ -131,7 +131,7 @@ COMPARED = {  # what a row is compared with
 
 
 @torch.no_grad()
-def fit_moments(reader: PromptReader, base: PromptReader, captions: list[str]) -> Moments:
+def fit_moments(reader: StatesReader, base: StatesReader, captions: list[str]) -> Moments:
     """Of the states of all positions after SOT, some pads included, against the base's."""
     moments = Moments(base.encoder.config.hidden_size)
     for start in tqdm(range(0, len(captions), _AT_ONCE), desc=f"fitting {reader.name}"):
@@ -143,7 +143,7 @@ def fit_moments(reader: PromptReader, base: PromptReader, captions: list[str]) -
 
 
 @torch.no_grad()
-def changed(embeds: Tensor, texts: Sequence[str], reader: PromptReader, moments: Moments, change: Callable) -> Tensor:
+def changed(embeds: Tensor, texts: Sequence[str], reader: StatesReader, moments: Moments, change: Callable) -> Tensor:
     """The original's `prompt_embeds`, [prompts, positions, width of both encoders], with the first's changed."""
     tokens, width = reader.tokens(texts), reader.encoder.config.hidden_size
     drifted, _ = encode_texts(reader.encoder, reader.tokenizer, tokens, embeds.shape[1])
@@ -164,7 +164,7 @@ class Images:
         self.folder, self.scenes = folder, [scene(split, index) for index in range(count)]
         self.captions = [caption(split, index) for index in range(count)]
         self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
-        self.base, self.pipe = PromptReader.load(EncoderSpec.parse(BASE), CPU), load_pipeline(BASE, None, CPU)
+        self.base, self.pipe = StatesReader.load(EncoderSpec.parse(BASE), CPU), load_pipeline(BASE, None, CPU)
         self.pipe.set_progress_bar_config(disable=True)
 
     def files(self, row: str) -> list[Path]:
@@ -224,7 +224,7 @@ def draw_rows(images: Images, encoders: dict[str, str], fitted_on: int) -> list[
     ]
     captions = [caption(FITTED_ON, index).text for index in range(fitted_on)]
     for title, name in encoders.items():
-        reader = PromptReader.load(EncoderSpec.parse(name), CPU)
+        reader = StatesReader.load(EncoderSpec.parse(name), CPU)
         moments = fit_moments(reader, images.base, captions)
         edit = partial(partial, changed, reader=reader, moments=moments)
         for change, of_states in CHANGES.items():

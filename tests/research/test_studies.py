@@ -5,7 +5,7 @@ import torch
 from helpers.small_papers import STUDIES
 
 from debias_diffusion.encoders import EncoderSpec
-from debias_diffusion.eval.images.drift import Moments, PromptReader
+from debias_diffusion.eval.images.drift import Moments, StatesReader
 from debias_diffusion.pipelines.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption
@@ -60,7 +60,7 @@ def test_unchanged_states_are_those_that_the_pipeline_reads():
     texts, sampling = [caption("development", index).text for index in range(2)], Sampling(1, 3.0)
     prompts, name = [ImagePrompt(text) for text in texts], "toy/debias-clip"
     base, drifted = (encode(load_pipeline(states.BASE, encoder, CPU), prompts, sampling) for encoder in (None, name))
-    reader = PromptReader.load(EncoderSpec.parse(name), CPU)
+    reader = StatesReader.load(EncoderSpec.parse(name), CPU)
     changed = states.changed(base["prompt_embeds"], texts, reader, Moments(128), states.States.unchanged)
     torch.testing.assert_close(changed, drifted["prompt_embeds"], rtol=0, atol=1e-5)
     assert not torch.allclose(changed, base["prompt_embeds"], atol=0.1)
