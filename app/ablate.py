@@ -10,21 +10,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from debias_diffusion.ablation.backprop import Backprop
+from debias_diffusion.ablation.genetic import Generation
 from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
-from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
-from debias_diffusion.data.bad_records import check_share, print_left_out
-from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.data.seen import add_seen, read_seen, write_seen
-from debias_diffusion.devices import pick_device
-from debias_diffusion.encoders import EncoderSpec, Kind
-from debias_diffusion.errors import UserError
-from debias_diffusion.eval.report import Table, write_png
-from debias_diffusion.eval.session import read_source
-from debias_diffusion.files import read_json_object
-from debias_diffusion.head_search.backprop import Backprop
-from debias_diffusion.head_search.genetic import Generation
-from debias_diffusion.head_search.population import Population, TextPopulation
-from debias_diffusion.head_search.problems import (
+from debias_diffusion.ablation.population import Population, TextPopulation
+from debias_diffusion.ablation.problems import (
     ImageProblem,
     Problem,
     TextProblem,
@@ -36,10 +26,20 @@ from debias_diffusion.head_search.problems import (
     genetic_search,
     probe,
 )
+from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
+from debias_diffusion.clip.image_tower import PROMPTS_AND_ATTENTION
+from debias_diffusion.data.bad_records import check_share, print_left_out
+from debias_diffusion.data.caption_edits import edit_caption
+from debias_diffusion.data.retrieval import encode_images, encode_texts, images_digest
+from debias_diffusion.data.seen import add_seen, read_seen, write_seen
+from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders.spec import EncoderSpec, Kind
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.report import Table, write_png
+from debias_diffusion.eval.session import read_source
+from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
-from debias_diffusion.models.image_tower import PROMPTS_AND_ATTENTION
-from debias_diffusion.retrieval import encode_images, encode_texts, images_digest
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.text.sentences import split_sentences
 
 from .options import AblateConfig
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import open_regular
-from debias_diffusion.pipelines.png import UNREADABLE, write_png
+from debias_diffusion.pipelines.rendering.png import UNREADABLE, write_png
 
 PER_PAGE = 48
 CELL = 240  # pixels of an image's longer side

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Union
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.data.seen import SEEN, Seen, read_seen, write_seen
-from debias_diffusion.encoders import EncoderSpec, Kind
-from debias_diffusion.errors import UserError, reason
-from debias_diffusion.interchange.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
-from debias_diffusion.interchange.text_encoders import (
+from debias_diffusion.encoders.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
+from debias_diffusion.encoders.spec import EncoderSpec, Kind
+from debias_diffusion.encoders.text_encoders import (
     TextEncoder,
     is_bigg,
     keeps_projection,
     text_config,
     to_transformers,
 )
-from debias_diffusion.interchange.transformers_folder import write_text_encoder
+from debias_diffusion.encoders.transformers_folder import write_text_encoder
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines.custom_pipeline import write_block, write_custom_pipeline
 
 from .model_card import BLOCK_CARD, OPEN_CLIP_UNABLATED, model_card
@@ -26,7 +26,7 @@ from .options import ExportConfig
 from .written_folder import MARK, check_replaceable, written_folder
 
 if TYPE_CHECKING:
-    from debias_diffusion.models.backbone import Backbone
+    from debias_diffusion.clip.backbone import Backbone
 
 _BOTH_TOWERS = ("open_clip", "clip")  # formats
 # Text encoders that ComfyUI knows: (width, blocks) -> (ComfyUI's name, the activation it runs).
@@ -120,7 +120,7 @@ def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]
             )
         return spec.load_text_encoder(), None
     from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads  # with open_clip, which is optional
-    from debias_diffusion.models.loading import load_backbone
+    from debias_diffusion.encoders.loading import load_backbone
 
     if spec.kind is Kind.OPEN_CLIP:  # random weights, too
         backbone = load_backbone(spec.place, spec.weights).eval()
@@ -133,7 +133,7 @@ def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
             "would give other features. Export the text encoder (--to transformers or comfyui), load both towers with "
-            "debias_diffusion.encoders.load_two_tower, or train with --prompts 0."
+            "debias_diffusion.encoders.spec.load_two_tower, or train with --prompts 0."
         )
     if config.positions == "short":
         backbone.read_short()
@@ -183,7 +183,7 @@ def _write_open_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -
 
 
 def _write_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Written:
-    from debias_diffusion.interchange.clip_model import export_clip_model
+    from debias_diffusion.encoders.clip_model import export_clip_model
 
     export_clip_model(backbone, folder)
     load = f"transformers.CLIPModel.from_pretrained('{config.output}')"

@@ -13,13 +13,13 @@ from tempfile import TemporaryFile
 
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.devices import DTYPES, pick_device
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines.checkpoints import PIPELINES, SDXL
-from debias_diffusion.pipelines.png import first_difference, read_settings, write_png
-from debias_diffusion.pipelines.rendering import (
+from debias_diffusion.pipelines.rendering.checkpoints import PIPELINES, SDXL
+from debias_diffusion.pipelines.rendering.png import first_difference, read_settings, write_png
+from debias_diffusion.pipelines.rendering.renderer import (
     USUAL,
     ImagePrompt,
     ImageTask,

@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import is_ablation, read_ablation
-from debias_diffusion.encoders import MODELS_OF_RUN, READINGS, EncoderSpec, open_clip_models
+from debias_diffusion.encoders.spec import MODELS_OF_RUN, READINGS, EncoderSpec, open_clip_models
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file, read_json_object
 from debias_diffusion.jobs import Job
@@ -27,10 +27,10 @@ from debias_diffusion.training.config import CHOOSING, TrainConfig, method_setti
 from .options import AblateConfig, ExportConfig
 
 if TYPE_CHECKING:
-    from debias_diffusion.models.backbone import Backbone
+    from debias_diffusion.clip.backbone import Backbone
 
 OPEN_CLIP_UNABLATED = (
-    "it ignores the suppressed heads in open_clip_config.json. `debias_diffusion.encoders.load_two_tower` "
+    "it ignores the suppressed heads in open_clip_config.json. `debias_diffusion.encoders.spec.load_two_tower` "
     "and `debias-diffusion evaluate` suppress them."
 )
 
@@ -157,9 +157,9 @@ def _read_run(model: str) -> dict | None:
 
 def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
     """The results of `evaluate`, of the exported model alone, each with its command."""
+    from debias_diffusion.clip.model_files import explain_failure
     from debias_diffusion.eval.registry import EVALUATIONS
     from debias_diffusion.eval.report import escaped
-    from debias_diffusion.models.model_files import explain_failure
 
     sections = []
     for name, evaluation in EVALUATIONS.items():

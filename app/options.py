@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from debias_diffusion.chunks import Breaks, Emphasis, Reading
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, parse_encoders
+from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import TOYS, Sharpening, check_output, check_source
 from debias_diffusion.limits import (
@@ -24,7 +23,8 @@ from debias_diffusion.limits import (
     Tower,
     between,
 )
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.text.chunks import Breaks, Emphasis, Reading
+from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
 
 MOST_SCENES = 1000  # of a split of the toy world

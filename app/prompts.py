@@ -12,7 +12,7 @@ from pathlib import Path
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
 MAX_SEED = 2**63 - 1

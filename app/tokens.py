@@ -8,13 +8,13 @@ from typing import get_args
 
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Reading
 from debias_diffusion.data.bad_records import printable
-from debias_diffusion.encoders import READINGS, EncoderSpec, Kind
+from debias_diffusion.encoders.spec import READINGS, EncoderSpec, Kind
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.pipelines.checkpoints import PIPELINES, SDXL, Checkpoint
 from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptLayout, PromptReader
-from debias_diffusion.pipelines.rendering import cleaned
+from debias_diffusion.pipelines.rendering.checkpoints import PIPELINES, SDXL, Checkpoint
+from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.text.chunks import Reading
 
 from .options import TokensConfig
 from .prompts import check_prompt

@@ -22,16 +22,16 @@ import torch
 from harness import median_seconds, publish, read_options
 from torch import Tensor
 
+from debias_diffusion.ablation.genetic import FLIP, first_masks, population_size
 from debias_diffusion.ablation.heads import Ablation
+from debias_diffusion.ablation.population import Population
+from debias_diffusion.ablation.problems import every_mask
 from debias_diffusion.ablation.suppression import Suppressed
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.blocks import full_attention
 from debias_diffusion.devices import pick_device
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
-from debias_diffusion.head_search.genetic import FLIP, first_masks, population_size
-from debias_diffusion.head_search.population import Population
-from debias_diffusion.head_search.problems import every_mask
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.blocks import full_attention
-from debias_diffusion.models.loading import load_backbone
 
 BETA = 0.1
 TOY, TOY_IMAGES = "toy/clip", 64

@@ -28,8 +28,8 @@ from debias_diffusion.app.align.encoders import recompute_activations
 from debias_diffusion.app.align.objective import TERMS, Encoder, Objective, Slot
 from debias_diffusion.app.align.plan import measure_cost
 from debias_diffusion.app.options import AlignConfig
-from debias_diffusion.chunks import Cut, Tokens
 from debias_diffusion.eval.report import Table
+from debias_diffusion.text.chunks import Cut, Tokens
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest

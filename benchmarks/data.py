@@ -37,10 +37,10 @@ from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import open_data
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
 from debias_diffusion.methods.dual_caption import RECIPES
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.text.sentences import split_sentences
 
 ROOT = Path(__file__).parent.parent
 CAPTIONS = ROOT / "tests" / "photographs" / "captions.json"

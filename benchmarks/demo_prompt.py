@@ -20,7 +20,7 @@ from debias_diffusion.app.demo.request import Request
 from debias_diffusion.app.demo.toy import random_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
-from debias_diffusion.encoders import labels
+from debias_diffusion.encoders.spec import labels
 from debias_diffusion.eval.report import Table
 from debias_diffusion.toyworld.checker import compare
 from debias_diffusion.toyworld.scenes import PLACES

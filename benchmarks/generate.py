@@ -24,8 +24,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.checkpoints import load_pipeline
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.text.tokens import clip_tokenizer
 
 WINDOW, STOCK = 248, 77
 POSITIONS = (STOCK, 152, 227, WINDOW, 494)

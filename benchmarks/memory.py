@@ -14,9 +14,9 @@ from harness import publish, read_options
 from machine import PeakMemory, seconds
 from train_step import make_batch
 
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
 from debias_diffusion.methods import find_method
-from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.step import backward
 
 CHUNK = 64

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from debias_diffusion.data.json_files import read_sharegpt4v
 from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import Table
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.text.sentences import split_sentences
 
 CAPTIONS = Path(__file__).parent.parent / "tests" / "photographs" / "captions.json"
 QUESTION = "<image>\nWhat do you see happening in this image?"

@@ -24,7 +24,7 @@ from pathlib import Path
 from harness import by_turns, publish, read_options
 
 from debias_diffusion.eval.report import Table
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.text.sentences import split_sentences
 
 ROOT = Path(__file__).parent.parent
 CASES = ROOT / "tests" / "sentences"

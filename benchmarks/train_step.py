@@ -35,15 +35,15 @@ from harness import by_turns, publish, read_options
 from machine import PeakMemory, peak_flops, seconds
 from torch.utils.flop_counter import FlopCounterMode
 
-from debias_diffusion.chunks import Cut
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.devices import autocast
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE
 from debias_diffusion.methods.objectives import contrastive_loss
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.loading import load_backbone
+from debias_diffusion.text.chunks import Cut
 from debias_diffusion.training.optimizer import AdamW, Optimizer
 from debias_diffusion.training.step import backward
 

@@ -13,16 +13,16 @@ from tqdm import tqdm
 from transformers import CLIPTokenizer
 
 from debias_diffusion.ablation.heads import fold_text_heads
-from debias_diffusion.attention import PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.model_files import explain_failure
+from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.encoders import EncoderSpec, Kind
+from debias_diffusion.encoders.attention import PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.encoders.spec import EncoderSpec, Kind
+from debias_diffusion.encoders.text_encoders import TextEncoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
-from debias_diffusion.interchange.text_encoders import TextEncoder
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.model_files import explain_failure
-from debias_diffusion.models.weight_files import model_digest
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 
 from .intervals import mean_interval
 from .options import AttentionConfig

@@ -23,13 +23,13 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 from tqdm import tqdm
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval import TIE, encode_texts
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file, sha256
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.retrieval import TIE, encode_texts
 
 from .image_features import ImageSession
 from .intervals import paired_difference

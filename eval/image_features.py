@@ -9,9 +9,9 @@ from torch import Tensor
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval import encode_images, none_readable
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.retrieval import encode_images, none_readable
 
 from .session import Session, TwoTower
 

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from debias_diffusion.chunks import MOST_SHARPENING
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
+from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.limits import (
     Checked,
@@ -25,7 +24,8 @@ from debias_diffusion.limits import (
     Steps,
     between,
 )
-from debias_diffusion.models.shipped import TWO_TOWERS, shipped
+from debias_diffusion.text.chunks import MOST_SHARPENING
+from debias_diffusion.toyworld.shipped import TWO_TOWERS, shipped
 
 Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100"]
 Sharpening = Annotated[
@@ -213,7 +213,7 @@ class Drawing(Encoders):
     @property
     def second_encoders(self) -> list[EncoderSpec]:
         """What `encoder_2` names besides the checkpoint's own."""
-        from debias_diffusion.pipelines.checkpoints import STRETCH
+        from debias_diffusion.pipelines.rendering.checkpoints import STRETCH
 
         return [] if self.encoder_2 in (None, STRETCH) else [EncoderSpec.parse(self.encoder_2)]
 

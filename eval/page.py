@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file, read_json, write_text
-from debias_diffusion.models.model_files import explain_failure
 
 from .options import ReportConfig, check_output
 from .registry import EVALUATIONS

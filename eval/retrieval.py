@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from debias_diffusion.data.retrieval import encode_texts, recall_ranks
 from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.files import json_digest
-from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .image_features import ImageSession
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
+from debias_diffusion.data.retrieval import encode_texts, recall_ranks
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.retrieval import encode_texts, recall_ranks
-from debias_diffusion.sentences import join_sentences, split_sentences
+from debias_diffusion.text.sentences import join_sentences, split_sentences
 
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from .options import RobustnessConfig

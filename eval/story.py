@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from debias_diffusion.encoders import ORIGINAL_LABEL, READINGS
+from debias_diffusion.encoders.spec import ORIGINAL_LABEL, READINGS
 
 from .images.objects import BY_SENTENCE, LATE
 from .images.rendered import FOLDER, folder_names

@@ -14,7 +14,6 @@ from .custom_pipeline import write_block, write_custom_pipeline
 from .long_prompt import LongPromptOptions, PromptLayout, SDLongPromptMixin, SDXLLongPromptMixin
 from .modular import LongPromptTextEncoderStep, StableDiffusionXLLongPromptBlocks
 from .sharpening import sharpened
-from .weighting import parse_prompt
 
 __all__ = [
     "LongPromptOptions",
@@ -30,7 +29,6 @@ __all__ = [
     "StableDiffusionXLLongPromptImg2ImgPipeline",
     "StableDiffusionXLLongPromptInpaintPipeline",
     "StableDiffusionXLLongPromptPipeline",
-    "parse_prompt",
     "sharpened",
     "with_long_prompts",
     "write_block",

@@ -6,9 +6,9 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from debias_diffusion import chunks, reading, sentences
+from debias_diffusion.text import chunks, reading, sentences, weighting
 
-from . import long_prompt, sharpening, weighting
+from . import long_prompt, sharpening
 from .classes import StableDiffusionXLLongPromptPipeline
 
 

@@ -15,7 +15,7 @@ from diffusers import DiffusionPipeline
 from diffusers.loaders import TextualInversionLoaderMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import (
+from debias_diffusion.text.chunks import (
     KOHYA_POSITIONS,
     PROGRAMS,
     TRAINED_POSITIONS,
@@ -28,7 +28,7 @@ from debias_diffusion.chunks import (
     positions_for,
     split_text,
 )
-from debias_diffusion.reading import (
+from debias_diffusion.text.reading import (
     chunk_length,
     encode_texts,
     fast_tokenizer,
@@ -37,9 +37,9 @@ from debias_diffusion.reading import (
     pooling_eos,
     tokenize_parts,
 )
+from debias_diffusion.text.weighting import check_weight, has_weights, parse_prompt, take_out, unread_syntax
 
 from .sharpening import SharpenedMixin, check_sharpening
-from .weighting import check_weight, has_weights, parse_prompt, take_out, unread_syntax
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device

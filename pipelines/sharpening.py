@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 
-from debias_diffusion.chunks import MOST_SHARPENING, TRAINED_POSITIONS
+from debias_diffusion.text.chunks import MOST_SHARPENING, TRAINED_POSITIONS
 
 
 def check_sharpening(factor: float) -> None:

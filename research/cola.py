@@ -20,13 +20,13 @@ from debias_diffusion.data.bad_records import BadRecord, print_left_out, refused
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval import encode_texts, recall_ranks
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
 from debias_diffusion.eval.session import Pairs, TwoTower, compare_encoders
 from debias_diffusion.files import read_json, sha256
-from debias_diffusion.retrieval import encode_texts, recall_ranks
 
 from .options import ColaConfig
 

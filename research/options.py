@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import Data, check_output
 from debias_diffusion.limits import Checked
-from debias_diffusion.models.shipped import WEIGHTS
+from debias_diffusion.toyworld.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
 
 

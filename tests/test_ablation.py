@@ -15,19 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from debias_diffusion.ablation import genetic
+from debias_diffusion.ablation.backprop import Backprop
+from debias_diffusion.ablation.genetic import evolve, first_masks
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.suppression import Suppressed
-from debias_diffusion.app import ablate as command
-from debias_diffusion.app.ablate import ablate
-from debias_diffusion.app.options import AblateConfig
-from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.errors import UserError
-from debias_diffusion.eval.session import read_source
-from debias_diffusion.head_search import genetic
-from debias_diffusion.head_search.backprop import Backprop
-from debias_diffusion.head_search.genetic import evolve, first_masks
-from debias_diffusion.head_search.population import Population, TextPopulation
-from debias_diffusion.head_search.problems import (
+from debias_diffusion.ablation.population import Population, TextPopulation
+from debias_diffusion.ablation.problems import (
     ImageProblem,
     Margin,
     best_alone,
@@ -37,12 +30,19 @@ from debias_diffusion.head_search.problems import (
     genetic_search,
     probe,
 )
+from debias_diffusion.ablation.suppression import Suppressed
+from debias_diffusion.app import ablate as command
+from debias_diffusion.app.ablate import ablate
+from debias_diffusion.app.options import AblateConfig
+from debias_diffusion.clip.blocks import block_forward, causal_attention, full_attention
+from debias_diffusion.clip.image_tower import ImageTower
+from debias_diffusion.clip.weight_files import weights_digest
+from debias_diffusion.data.retrieval import encode_images, encode_texts, recall_at_k
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.session import read_source
 from debias_diffusion.jobs import Job
-from debias_diffusion.models.blocks import block_forward, causal_attention, full_attention
-from debias_diffusion.models.image_tower import ImageTower
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.models.weight_files import weights_digest
-from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k
 
 CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)

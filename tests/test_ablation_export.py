@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, CLIPModel, CLIPProcessor, dynamic_module_utils
 
 from debias_diffusion.ablation.heads import Ablation, image_means, text_means
+from debias_diffusion.ablation.population import Population, TextPopulation
 from debias_diffusion.ablation.saved import FILE, write_ablation
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.export import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
-from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.blocks import before_attention, full_attention
+from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
+from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_caption_reader
-from debias_diffusion.head_search.population import Population, TextPopulation
-from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.blocks import before_attention, full_attention
 from debias_diffusion.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -109,7 +109,7 @@ def test_transformers_suppresses_image_heads_without_this_package(folders, tmp_p
             sys.modules[name] = None
         dynamic_module_utils.HF_MODULES_CACHE = str(tmp_path / "modules")
         with pytest.raises(ImportError):
-            import debias_diffusion.models  # noqa: F401
+            import debias_diffusion.clip  # noqa: F401
         model, info = AutoModel.from_pretrained(output, trust_remote_code=True, output_loading_info=True)
         assert not any(info.values()), info
         CLIPProcessor.from_pretrained(output)

@@ -17,19 +17,19 @@ from debias_diffusion.app.align.command import Alignment, align
 from debias_diffusion.app.align.data import PART, FrozenVAE, collate
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
+from debias_diffusion.clip.weight_files import weights_digest
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.seen import read_seen, write_seen
 from debias_diffusion.data.sources import data_digest, read_captions
-from debias_diffusion.encoders import EncoderSpec, load_text_encoder, load_two_tower
+from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import read_source
-from debias_diffusion.models.weight_files import weights_digest
-from debias_diffusion.pipelines.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, render_batch
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, render_batch
 from debias_diffusion.processes import Processes
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
 

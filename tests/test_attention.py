@@ -12,9 +12,11 @@ import torch
 from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
 
-from debias_diffusion.attention import PositionMeans, eot_attention
 from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.encoders import EncoderSpec
+from debias_diffusion.encoders.attention import PositionMeans, eot_attention
+from debias_diffusion.encoders.spec import EncoderSpec
+from debias_diffusion.encoders.text_encoders import to_transformers
+from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import (
     AttentionConfig,
@@ -25,9 +27,7 @@ from debias_diffusion.eval.attention import (
 )
 from debias_diffusion.eval.intervals import mean_interval
 from debias_diffusion.eval.session import read_source
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 
 CAPTIONS = [
     "A cat.",

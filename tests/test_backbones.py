@@ -9,10 +9,10 @@ from helpers.text_encoders import Runs
 from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 from PIL import Image
 
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])

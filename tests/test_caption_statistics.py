@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from debias_diffusion.data.caption_statistics import begins_with_pronoun, is_summary_first, measure_caption, summarise
-from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 
 ROOM = ["A dog and a cat share a sofa.", "The dog sleeps.", "Its ears hang down.", "The sofa is old.", "The cats purr."]
 LIST = ["A lamp shines.", "A dog lies on a rug.", "The dog is black.", "The rug has a long fringe."]

@@ -18,11 +18,11 @@ from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProce
 from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.options import AblateConfig
-from debias_diffusion.encoders import load_two_tower
+from debias_diffusion.clip.chinese_clip import CONTEXT_LENGTH
+from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.models.chinese_clip import CONTEXT_LENGTH
 from debias_diffusion.training.config import TrainConfig
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

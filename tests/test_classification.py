@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.classification import (
     BENCHMARKS,
@@ -28,7 +29,6 @@ from debias_diffusion.eval.classification import (
 )
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.eval.options import Classification
-from debias_diffusion.models.loading import load_backbone
 
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 

@@ -11,7 +11,7 @@ from debias_diffusion.app.synthesize.cleaning import drop_unfinished, fault
 from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.files import bytes_digest
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 LABELLED = json.loads(Path(__file__).with_name("labelled-captions.json").read_text())
 # Of the thirty captions written after the cleaning was finished, it misses four, and removes no good one.

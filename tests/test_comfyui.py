@@ -24,12 +24,12 @@ from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS
 from debias_diffusion.app.comfyui.long_prompt_node import READINGS, LongPromptEncode, read_text
 from debias_diffusion.app.comfyui.write import write_node
 from debias_diffusion.app.options import ComfyUIConfig
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut
-from debias_diffusion.interchange.text_encoders import prefixed_state
+from debias_diffusion.encoders.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
-from debias_diffusion.pipelines.weighting import parse_prompt
-from debias_diffusion.reading import tokenize_parts, tokenize_text
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut
+from debias_diffusion.text.reading import tokenize_parts, tokenize_text
+from debias_diffusion.text.tokens import clip_tokenizer
+from debias_diffusion.text.weighting import parse_prompt
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

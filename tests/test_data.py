@@ -18,7 +18,7 @@ from debias_diffusion.data.sources import read_captions
 from debias_diffusion.data.workers import load_batches
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS as RECIPES
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
 

@@ -26,14 +26,14 @@ from debias_diffusion.app.demo.request import Request, check, from_png, without_
 from debias_diffusion.app.demo.toy import random_scene
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
-from debias_diffusion.encoders import READINGS, EncoderSpec
+from debias_diffusion.encoders.spec import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_caption_reader, look_at_prompt
 from debias_diffusion.pipelines import LongPromptOptions
-from debias_diffusion.pipelines.png import read_settings
-from debias_diffusion.pipelines.rendering import cleaned
-from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import clean
+from debias_diffusion.pipelines.rendering.png import read_settings
+from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import clean
 
 CPU = torch.device("cpu")
 TOYS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]

@@ -18,15 +18,16 @@ from helpers.modules import PACKAGE, ROOMS, ROOT
 from helpers.pages import BLOCKS, PAGES, shell_commands
 
 import debias_diffusion
-from debias_diffusion import encoders, methods, pipelines
+from debias_diffusion import methods, pipelines
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.options import AblateConfig, AlignConfig
 from debias_diffusion.data import retrieval_layouts
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
+from debias_diffusion.encoders import spec as encoders
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.eval import classification
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
 from research.__main__ import COMMANDS as RESEARCH
 from research.reproduce.papers import PaperTable, read_tables, read_yaml
@@ -229,7 +230,7 @@ def test_pages_name_what_exists(page):
 
 @pytest.mark.parametrize(
     ("page", "package"),
-    [("api", debias_diffusion), ("api-pipelines", pipelines), ("api-methods", methods), ("api-interchange", None)],
+    [("api", debias_diffusion), ("api-pipelines", pipelines), ("api-methods", methods), ("api-encoders", None)],
 )
 def test_the_reference_has_every_public_name(page, package):
     names = re.findall(r"^::: (debias_diffusion[\w.]*)\.(\w+)$", TEXTS[f"{page}.md"], re.MULTILINE)

@@ -10,11 +10,11 @@ from helpers import tiny_sdxl
 from helpers.tiny_data import caption, make_tiny_data
 from helpers.vocabulary import tiny_tokenizer
 
+from debias_diffusion.encoders.stretch import stretch_text_encoder
+from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import drift
 from debias_diffusion.eval.images.drift import DriftConfig, Moments, StatesReader, evaluate_drift, measure_drift
-from debias_diffusion.interchange.stretch import stretch_text_encoder
-from debias_diffusion.interchange.transformers_folder import write_text_encoder
 
 LONG = " ".join(f"House number {n} has {n} red windows." for n in range(1, 20))
 CAPTIONS = [caption(0), LONG, "A cat.", caption(1)]

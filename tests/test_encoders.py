@@ -12,16 +12,23 @@ from helpers.text_encoders import hub_repository, long_clip
 from helpers.tiny_clip import tiny_clip
 from huggingface_hub import ModelInfo, constants
 
-from debias_diffusion import encoders
-from debias_diffusion.encoders import EncoderSpec, Kind, labels, load_text_encoder, load_two_tower, may_be_hub_id
+from debias_diffusion.encoders import hub
+from debias_diffusion.encoders import spec as encoders
+from debias_diffusion.encoders.hub import find_hub_file
+from debias_diffusion.encoders.spec import (
+    EncoderSpec,
+    Kind,
+    labels,
+    load_text_encoder,
+    load_two_tower,
+    may_be_hub_id,
+)
+from debias_diffusion.encoders.transformers_folder import export_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange import hub
-from debias_diffusion.interchange.hub import find_hub_file
-from debias_diffusion.interchange.transformers_folder import export_text_encoder
 from debias_diffusion.jobs import Job
-from debias_diffusion.models.shipped import WEIGHTS
-from debias_diffusion.pipelines.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.toyworld.shipped import WEIGHTS
 
 parse = EncoderSpec.parse
 

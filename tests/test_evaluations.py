@@ -14,6 +14,7 @@ from helpers.modules import ROOT
 from helpers.reports import check_report
 from helpers.tiny_clip import save_tiny_clip
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import all as everything
 from debias_diffusion.eval import image_features, session
@@ -23,8 +24,7 @@ from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.session import ResultCache
 from debias_diffusion.jobs import JOB
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.pipelines.checkpoints import Checkpoint, Defaults
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, Defaults
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

@@ -20,17 +20,17 @@ from debias_diffusion.app.model_card import code, model_card
 from debias_diffusion.app.options import ComfyUIConfig, ExportConfig
 from debias_diffusion.app.written_folder import MARK
 from debias_diffusion.data.seen import SEEN, read_seen, write_seen
-from debias_diffusion.encoders import EncoderSpec
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.single_file import write_file
+from debias_diffusion.encoders.spec import EncoderSpec
+from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.files import json_digest
-from debias_diffusion.interchange.single_file import write_file
-from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.jobs import Job
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 
 @pytest.fixture(scope="module")

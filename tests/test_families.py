@@ -8,10 +8,10 @@ from helpers.texts import HOSTILE, random_strings
 from helpers.tiny_clip import registered, tiny_siglip, without_weights
 from open_clip.tokenizer import HFTokenizer
 
+from debias_diffusion.clip.families import find_family
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.families import find_family
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.tokens import Markers, clip_tokenizer
+from debias_diffusion.text.tokens import Markers, clip_tokenizer
 
 CAPTIONS = ["The cat!", "a cat, the thing on the mat. " * 9, "", "x1 &amp; 2"]
 

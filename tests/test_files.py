@@ -22,6 +22,7 @@ from debias_diffusion.app.prompts import read_prompts
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.sources import open_data
+from debias_diffusion.encoders.single_file import read_tensors
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import (
     append,
@@ -37,9 +38,8 @@ from debias_diffusion.files import (
     unfinished,
     write_json,
 )
-from debias_diffusion.interchange.single_file import read_tensors
 from debias_diffusion.methods import import_methods
-from debias_diffusion.pipelines.png import read_settings
+from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.training.logs import cut_log
 from research.reproduce.papers import Column, read_yaml
 

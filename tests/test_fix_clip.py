@@ -22,15 +22,15 @@ from safetensors.torch import load_file
 from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
+from debias_diffusion.clip.regional_prompts import MASKS, PromptSettings
+from debias_diffusion.clip.text_tower import set_short_positions
 from debias_diffusion.data.sources import open_data
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import FixClip, MaskedView
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.models.regional_prompts import MASKS, PromptSettings
-from debias_diffusion.models.text_tower import set_short_positions
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.config import RECIPE_OPTIONS
 from debias_diffusion.training.feature_cache import FrozenTower
 from debias_diffusion.training.loop import train

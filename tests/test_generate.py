@@ -15,13 +15,13 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
-from debias_diffusion.encoders import load_text_encoder
+from debias_diffusion.encoders.spec import load_text_encoder
+from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange.stretch import stretch_text_encoder
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.checkpoints import load_pipeline
-from debias_diffusion.pipelines.png import read_settings, write_png
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.png import read_settings, write_png
 
 CPU = torch.device("cpu")
 PROMPT = "A red cat sleeps on a blue sofa. " + "A small green bird sits on the table, near the window. " * 8

@@ -10,12 +10,12 @@ from PIL import Image
 
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.options import RetrievalConfig
 from debias_diffusion.eval.session import Pairs, TwoTower
-from debias_diffusion.retrieval import encode_images
 
 RECORDS = [Record(f"id-{index}", f"{index}.png", "") for index in range(10)]
 

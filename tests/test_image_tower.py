@@ -9,11 +9,11 @@ from helpers.tiny_clip import everyday, tiny_clip, tiny_siglip
 from open_clip.modified_resnet import ModifiedResNet
 from open_clip.transformer import VisionTransformer
 
+from debias_diffusion.clip.blocks import full_attention
+from debias_diffusion.clip.image_tower import ImageTower
+from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.models.blocks import full_attention
-from debias_diffusion.models.image_tower import ImageTower
-from debias_diffusion.models.loading import load_backbone
 
 SIZES = {"image_size": 32, "patch_size": 8, "width": 32, "layers": 3, "heads": 2, "mlp_ratio": 2.0, "output_dim": 24}
 KINDS = {

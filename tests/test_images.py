@@ -17,14 +17,14 @@ from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.images import ImageFolder, is_there
 from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_bench
 from debias_diffusion.eval.images import networks as feature_networks
 from debias_diffusion.eval.images.generation import _reference, _with_readable_reference, plot_examples
 from debias_diffusion.methods.dual_caption import RECIPES
-from debias_diffusion.retrieval import encode_images
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.training.check import _CheckedRecords
 from debias_diffusion.training.feature_cache import FrozenTower, cached_images
 

@@ -31,14 +31,14 @@ from transformers import CLIPModel, CLIPProcessor, CLIPTextModel, CLIPTextModelW
 from transformers.utils import hub
 
 from debias_diffusion import load_text_encoder
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.weight_files import save_tensors
+from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.encoders.single_file import write_file
+from debias_diffusion.encoders.text_encoders import import_text_encoder, to_transformers
+from debias_diffusion.encoders.transformers_folder import export_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.single_file import write_file
-from debias_diffusion.interchange.text_encoders import import_text_encoder, to_transformers
-from debias_diffusion.interchange.transformers_folder import export_text_encoder
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.weight_files import save_tensors
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 # Single files are read with CLIP's own vocabulary alone.
 

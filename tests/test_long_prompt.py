@@ -14,9 +14,9 @@ from helpers.vocabulary import BOS, EOS, SIZE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import Cut, positions_for, split_text
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline as Ours
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.chunks import Cut, positions_for, split_text
+from debias_diffusion.text.tokens import clip_tokenizer
 
 
 def words(count: int, end: str = "") -> str:

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from debias_diffusion.app.cli import main
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
+from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.text_encoders import to_transformers
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS, Method, find_method
 from debias_diffusion.methods.keep_states import SHARE, Teacher, state_errors
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.reading import tokenize_text
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
+from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.training.checkpoints import TrainState, load_checkpoint, save_checkpoint
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer

@@ -16,19 +16,19 @@ from helpers.tiny_sdxl import build_tiny_sdxl
 from safetensors.torch import load_file, save
 from transformers import ViTConfig, ViTModel
 
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.clip.model_files import check_sizes, explain_failure
+from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.single_file import write_file
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.text_encoders import to_transformers
+from debias_diffusion.encoders.transformers_folder import export_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.dpg_bench import VqaModel
 from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures
-from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.single_file import write_file
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.interchange.transformers_folder import export_text_encoder
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.models.model_files import check_sizes, explain_failure
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.text.tokens import clip_tokenizer
+from debias_diffusion.toyworld.shipped import shipped
 
 CPU = torch.device("cpu")
 load_sdxl = partial(load_pipeline, encoder=None, device=CPU)
@@ -264,7 +264,7 @@ BUGS = [absent_name, absent_attribute, assertion, lambda: assertion(1), lambda: 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_of_this_package_is_no_fault_of_a_file(bug):
-    in_package = types.FunctionType(bug.__code__, {**globals(), "__name__": "debias_diffusion.encoders"})
+    in_package = types.FunctionType(bug.__code__, {**globals(), "__name__": "debias_diffusion.encoders.spec"})
     with pytest.raises((AttributeError, AssertionError, NameError, TypeError)), explain_failure("The model"):
         in_package()
     with pytest.raises(UserError, match="^The model: "), explain_failure("The model"):
@@ -273,7 +273,7 @@ def test_a_bug_of_this_package_is_no_fault_of_a_file(bug):
 
 @pytest.mark.parametrize("use", [lambda value: value["a"], lambda value: value.a, lambda value: value + 1])
 def test_values_that_this_package_cannot_use_are_a_fault_of_the_file(use):
-    in_package = types.FunctionType(use.__code__, {"__name__": "debias_diffusion.encoders"})
+    in_package = types.FunctionType(use.__code__, {"__name__": "debias_diffusion.encoders.spec"})
     for value in ({}, [], "", None):
         with pytest.raises(UserError, match="^The model: "), explain_failure("The model"):
             in_package(value)

@@ -21,7 +21,7 @@ from helpers.draw import LATE, LONG, OTHER, PLAIN, SHORT, draw, models, same_ima
 from helpers.tiny_sdxl import assemble, assemble_copy
 from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 
-from debias_diffusion.interchange.stretch import stretch_text_encoder
+from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.pipelines import (
     StableDiffusionLongPromptImg2ImgPipeline,
     StableDiffusionLongPromptPipeline,

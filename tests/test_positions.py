@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from debias_diffusion import stretch_positions
-from debias_diffusion.models.positions import stretched_length
+from debias_diffusion.clip.positions import stretched_length
 
 
 def literal(table, keep, factor):

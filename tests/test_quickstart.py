@@ -11,7 +11,7 @@ from PIL import Image
 from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.fine_tuning import RECIPES, toy_training
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
-from debias_diffusion.encoders import load_text_encoder
+from debias_diffusion.encoders.spec import load_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import SIZE

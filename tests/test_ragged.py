@@ -8,9 +8,9 @@ from helpers.text_batches import BEGINNINGS, MANY, batch_of, text_tower
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.models import packing
-from debias_diffusion.models.packing import Layout, attend_all, attend_last
-from debias_diffusion.models.ragged import has_kernel
+from debias_diffusion.clip import packing
+from debias_diffusion.clip.packing import Layout, attend_all, attend_last
+from debias_diffusion.clip.ragged import has_kernel
 
 HEADS, CHANNELS = 2, 8
 

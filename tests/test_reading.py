@@ -5,7 +5,6 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import split_text
 from debias_diffusion.eval.images.mentions import (
     ACROSS,
     ALL,
@@ -21,8 +20,9 @@ from debias_diffusion.eval.images.mentions import (
     sentences_by_chunk,
     truncated,
 )
-from debias_diffusion.reading import tokenize_text
-from debias_diffusion.tokens import clean, clip_tokenizer
+from debias_diffusion.text.chunks import split_text
+from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.tokens import clean, clip_tokenizer
 from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
 from debias_diffusion.toyworld.references import Claim, Reference
 from debias_diffusion.toyworld.scenes import draw_scene

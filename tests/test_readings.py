@@ -15,11 +15,11 @@ from helpers import tiny_sdxl
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
-from debias_diffusion.chunks import PROGRAMS, Chunk, positions_of, split_text, weigh
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.weighting import parse_prompt
-from debias_diffusion.reading import encode_texts, tokenize_parts
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.chunks import PROGRAMS, Chunk, positions_of, split_text, weigh
+from debias_diffusion.text.reading import encode_texts, tokenize_parts
+from debias_diffusion.text.tokens import clip_tokenizer
+from debias_diffusion.text.weighting import parse_prompt
 
 DATA = json.loads((Path(__file__).parent / "data" / "readings.json").read_text(encoding="utf-8"))
 # A1111's second tokenizer cleans texts; names of special tokens are text in ours alone.

@@ -9,9 +9,9 @@ from helpers.released import CAPTIONS, released
 
 from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.loading import load_backbone
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.setup import load_base_model, load_base_tokenizer, prepare_backbone
 

@@ -20,15 +20,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.encoders import EncoderSpec, load_text_encoder
+from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines import LongPromptOptions, checkpoints, rendering
-from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
-from debias_diffusion.pipelines.png import read_settings
-from debias_diffusion.pipelines.rendering import (
+from debias_diffusion.pipelines import LongPromptOptions
+from debias_diffusion.pipelines.rendering import checkpoints
+from debias_diffusion.pipelines.rendering import renderer as rendering
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.rendering.png import read_settings
+from debias_diffusion.pipelines.rendering.renderer import (
     ImagePrompt,
     ImageTask,
     Renderer,

@@ -25,9 +25,11 @@ from debias_diffusion.app.export import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_sharegpt4v
+from debias_diffusion.data.retrieval import encode_images, encode_texts, recall_at_k, recall_ranks
 from debias_diffusion.data.seen import SEEN, read_seen
 from debias_diffusion.data.sources import data_digest, read_captions
-from debias_diffusion.encoders import EncoderSpec
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import retrieval
 from debias_diffusion.eval.all import AllConfig, settings_of_all
@@ -37,8 +39,6 @@ from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.retrieval_examples import disagreements
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.retrieval import encode_images, encode_texts, recall_at_k, recall_ranks
 from debias_diffusion.training.loop import train
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"

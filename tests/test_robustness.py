@@ -15,11 +15,11 @@ from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
 from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, edit_caption, shuffled
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.retrieval import DIRECTIONS
 from debias_diffusion.eval.robustness import COMPARED, RobustnessConfig, evaluate_robustness, share_kept
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.text.sentences import split_sentences
 
 # By edit, the sentences that are left of captions of one to five; 0 is the padding.
 EDITED = {

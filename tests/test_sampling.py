@@ -18,8 +18,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, find_padding
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator, find_sampler, random_subset
-from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import PAD, CaptionTokenizer
+from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import PAD, CaptionTokenizer
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.optimizer import Optimizer
 from debias_diffusion.training.setup import batch_size, warmup_steps

@@ -12,11 +12,11 @@ from helpers.vocabulary import BOS, EOS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.chunks import split_text
+from debias_diffusion import parse_prompt
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline as Ours
-from debias_diffusion.pipelines import parse_prompt
-from debias_diffusion.pipelines.weighting import has_weights, unread_syntax
-from debias_diffusion.reading import tokenize_text
+from debias_diffusion.text.chunks import split_text
+from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.weighting import has_weights, unread_syntax
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion import split_sentences
-from debias_diffusion.chunks import Cut
-from debias_diffusion.reading import tokenize_text
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.chunks import Cut
+from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.tokens import clip_tokenizer
 
 CASES = [
     ["A cat.", "A dog!", "A bird?", "Yes."],

@@ -16,14 +16,14 @@ from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.app.tokens import load_tokenizers
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.pipelines.long_prompt import PromptReader
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.processes import Processes
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 CPU = torch.device("cpu")
 XL_KEY = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"  # by which diffusers knows an SDXL

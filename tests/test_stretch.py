@@ -11,8 +11,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion import stretch_positions
+from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.stretch import stretch_text_encoder
 
 OLD = torch.tensor([[*range(20), *range(20, 248, 4)]])  # where the 77 old positions are in the new table
 

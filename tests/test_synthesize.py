@@ -24,7 +24,7 @@ from debias_diffusion.app.synthesize.instructions import LONG, draw_instruction
 from debias_diffusion.data.shards import verify_shards
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.text.sentences import split_sentences
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from helpers.vocabulary import EOS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from debias_diffusion.clip.text_tower import POOLINGS
+from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.text_tower import POOLINGS
 
 
 @contextlib.contextmanager

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from open_clip.tokenizer import bytes_to_unicode
 
-from debias_diffusion.tokens import PAD, CaptionTokenizer, Markers, byte_symbols, clean, clip_tokenizer, save_tokenizer
+from debias_diffusion.text.tokens import (
+    PAD,
+    CaptionTokenizer,
+    Markers,
+    byte_symbols,
+    clean,
+    clip_tokenizer,
+    save_tokenizer,
+)
 
 LENGTH = 248
 TOKENIZER = CaptionTokenizer(clip_tokenizer(LENGTH), LENGTH)

@@ -10,9 +10,9 @@ from diffusers import StableDiffusionPipeline
 from helpers import tiny_sdxl
 
 from debias_diffusion.app import cli
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.pipelines.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering import cleaned
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.toyworld.shipped import shipped
 
 # Tokens: 48 that end with a sentence, 16 that end with a comma, 7 words, 5 in brackets, and 2 words.
 PROMPT = 6 * "A red star above a blue ring. " + 4 * "a blue ring, " + "a red star above a blue ring (and a zzz) a ring"

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.models import shipped
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.tokens import load_tokenizer
+from debias_diffusion.text.tokens import load_tokenizer
+from debias_diffusion.toyworld import shipped
 from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_image
 from debias_diffusion.toyworld.grammar import STYLES, short_prompt
 from debias_diffusion.toyworld.render import SIZE, render

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import ndimage
 from transformers import CLIPTokenizer
 
-from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.grammar import STYLES, caption, full_caption, long_caption, short_caption
 from debias_diffusion.toyworld.references import Claim, Reference, resolve, resolve_apart
 from debias_diffusion.toyworld.render import SIZE, render

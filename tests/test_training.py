@@ -31,11 +31,11 @@ from PIL import Image
 
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
+from debias_diffusion.data.retrieval import recall_at_k
 from debias_diffusion.data.sources import open_data
-from debias_diffusion.encoders import load_two_tower
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.retrieval import recall_at_k
 from debias_diffusion.training import loop, stop
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.loop import train

@@ -14,14 +14,14 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import CLIPConfig, CLIPModel
 
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.encoders.single_file import write_file
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.text_encoders import to_transformers
+from debias_diffusion.encoders.transformers_folder import export_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.single_file import write_file
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.interchange.transformers_folder import export_text_encoder
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 CAPTIONS = ["A cat sits on a red mat. " * 60, "A dog.", "Two birds fly over a blue house, and a man looks up. " * 4]
 

@@ -23,7 +23,7 @@ from helpers.tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion.pipelines import SDXLLongPromptMixin, StableDiffusionXLLongPromptPipeline, with_long_prompts
 from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
-from debias_diffusion.reading import encode_texts, last_states
+from debias_diffusion.text.reading import encode_texts, last_states
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 GREEN = LONG.replace("yellow bicycle", "green tractor")

@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.data.seen import read_seen, write_seen
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders import FIRST, ORIGINAL, SECOND, EncoderSpec
+from debias_diffusion.encoders.spec import FIRST, ORIGINAL, SECOND, EncoderSpec
+from debias_diffusion.encoders.text_encoders import import_text_encoder, make_encoder, prefixed_state
+from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.files import explain_full_disk
-from debias_diffusion.interchange.text_encoders import import_text_encoder, make_encoder, prefixed_state
-from debias_diffusion.interchange.transformers_folder import write_text_encoder
-from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint, load_pipeline
+from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint, load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.logs import make_accelerator

@@ -15,16 +15,16 @@ from torch import Tensor
 from torchvision.transforms.v2 import CenterCrop, Compose, InterpolationMode, PILToTensor, Resize
 from transformers import PreTrainedTokenizerBase
 
-from debias_diffusion.chunks import TRAINED_POSITIONS, Tokens, split_text
+from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.data.dataset import RecordDataset
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.base import Key
 from debias_diffusion.methods.sampling import draw_generator
-from debias_diffusion.models.weight_files import model_digest
-from debias_diffusion.reading import tokenize_text
-from debias_diffusion.sentences import join_sentences, split_sentences
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, split_text
+from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.sentences import join_sentences, split_sentences
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.training.feature_cache import FrozenEncoder, check_features
 from debias_diffusion.training.plan import GB
 

@@ -7,12 +7,12 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.stretch import stretch_text_encoder
+from debias_diffusion.encoders.text_encoders import TextEncoder, to_transformers
 from debias_diffusion.errors import UserError
-from debias_diffusion.interchange.stretch import stretch_text_encoder
-from debias_diffusion.interchange.text_encoders import TextEncoder, to_transformers
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.pipelines.checkpoints import STRETCH, Checkpoint
+from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 
 from .objective import Encoder, Slot
 

@@ -12,11 +12,11 @@ from diffusers import DDPMScheduler, SchedulerMixin, UNet2DConditionModel
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Tokens, positions_for
 from debias_diffusion.devices import autocast
-from debias_diffusion.interchange.text_encoders import TextEncoder
+from debias_diffusion.encoders.text_encoders import TextEncoder
 from debias_diffusion.methods.keep_states import relative_error
-from debias_diffusion.reading import encode_texts
+from debias_diffusion.text.chunks import Tokens, positions_for
+from debias_diffusion.text.reading import encode_texts
 
 from .data import AlignBatch, Text
 

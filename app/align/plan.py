@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from debias_diffusion.encoders import READINGS
+from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.training.plan import GB, check_disk, duration, free_memory
 
 PROBE = 2  # pairs that the estimate is measured on

@@ -11,7 +11,7 @@ try:
     from . import chunks
 except ImportError:  # not a copy that `debias-diffusion comfyui` wrote, which has that file
     try:
-        from debias_diffusion import chunks
+        from debias_diffusion.text import chunks
     except ModuleNotFoundError as error:
         raise ImportError(
             "the long-prompt node lacks `chunks.py`, and debias-diffusion is not installed in ComfyUI's environment: "

@@ -29,8 +29,8 @@ def write_pack(folder: Path) -> None:
         package, examples, installed = _ROOT, _HERE / "examples", distribution("debias-diffusion")
         license_text, version = installed.read_text("licenses/LICENSE"), installed.version
     (folder / WORKFLOWS).mkdir(parents=True)
-    modules = [_HERE / "__init__.py", _HERE / "long_prompt_node.py", package / "chunks.py", package / "sentences.py"]
-    for file in (*modules, examples / "README.md"):
+    shared = [package / "text" / name for name in ("chunks.py", "sentences.py")]
+    for file in (_HERE / "__init__.py", _HERE / "long_prompt_node.py", *shared, examples / "README.md"):
         shutil.copyfile(file, folder / file.name)
     for file in examples.glob("*.json"):
         shutil.copyfile(file, folder / WORKFLOWS / file.name)

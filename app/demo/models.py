@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import torch
 
-from debias_diffusion.chunks import Reading
-from debias_diffusion.encoders import ORIGINAL, READINGS, EncoderSpec, Kind, labels, parse_encoders
+from debias_diffusion.encoders.spec import ORIGINAL, READINGS, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.png import SAMPLERS, sampler
-from debias_diffusion.pipelines.rendering import SCHEDULERS, Renderer, Sampling, explain_memory
+from debias_diffusion.pipelines.rendering.png import SAMPLERS, sampler
+from debias_diffusion.pipelines.rendering.renderer import SCHEDULERS, Renderer, Sampling, explain_memory
+from debias_diffusion.text.chunks import Reading
 
 TOY = "toy/sdxl"
 MOST_ENCODERS = 5

@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 import gradio as gr
 from PIL import Image
 
-from debias_diffusion.chunks import MOST_SHARPENING, Emphasis, Reading
-from debias_diffusion.encoders import READINGS
+from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import open_regular
+from debias_diffusion.text.chunks import MOST_SHARPENING, Emphasis, Reading
 
 from ..prompts import parse_seed
 from .examples import examples

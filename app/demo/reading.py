@@ -7,15 +7,15 @@ from typing import Literal
 import torch
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Chunk
 from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import CaptionReader, look_at_tokens
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines.long_prompt import PromptReader
-from debias_diffusion.pipelines.rendering import cleaned
-from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import CaptionTokenizer, clean
+from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.text.chunks import Chunk
+from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import CaptionTokenizer, clean
 
 from ..prompts import check_prompt
 from .models import DemoModels

@@ -4,13 +4,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.chunks import MOST_SHARPENING, Emphasis, Reading, join_runs
-from debias_diffusion.encoders import ORIGINAL
+from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import Checked, Side, between
-from debias_diffusion.pipelines import LongPromptOptions, PromptLayout, parse_prompt
-from debias_diffusion.pipelines.png import read_settings
-from debias_diffusion.pipelines.rendering import Renderer, Sampling, runtime_settings
+from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
+from debias_diffusion.pipelines.rendering.png import read_settings
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings
+from debias_diffusion.text.chunks import MOST_SHARPENING, Emphasis, Reading, join_runs
+from debias_diffusion.text.weighting import parse_prompt
 
 from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
 from .models import DemoModels

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from debias_diffusion.data.captions import check_caption
-from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 
 from .instructions import INSTRUCTIONS
 

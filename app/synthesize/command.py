@@ -27,8 +27,8 @@ from debias_diffusion.files import (
 )
 from debias_diffusion.jobs import Job
 from debias_diffusion.processes import Processes
-from debias_diffusion.sentences import split_sentences
-from debias_diffusion.tokens import CaptionTokenizer, clip_tokenizer
+from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.check import look_for_images
 
 from ..options import SynthesizeConfig

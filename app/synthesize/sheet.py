@@ -11,7 +11,7 @@ from debias_diffusion.data.caption_statistics import CaptionMeasure, CaptionStat
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import write_page
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 
 _SHOWN = 24  # images with kept captions
 _SHOWN_REMOVED = 8  # of each kind

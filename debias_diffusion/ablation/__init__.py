@@ -1,1 +1,1 @@
-"""Suppressed attention heads of a CLIP (AAT, Lin et al. 2025): how they attend, and how they are named and kept."""
+"""Suppressed attention heads of a CLIP (AAT, Lin et al. 2025): how they attend, are named, found and kept."""

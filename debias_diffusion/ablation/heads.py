@@ -18,12 +18,12 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
+from ..clip.backbone import Backbone
+from ..clip.blocks import Attention, before_attention, block_forward, causal_attention, full_attention
+from ..clip.image_tower import ImageTower
 from ..errors import UserError, reason
 from ..limits import Tower
-from ..models.backbone import Backbone
-from ..models.blocks import Attention, before_attention, block_forward, causal_attention, full_attention
-from ..models.image_tower import ImageTower
-from ..tokens import TokenBatch
+from ..text.tokens import TokenBatch
 from .suppression import Suppressed
 
 TOWERS: tuple[Tower, ...] = get_args(Tower)

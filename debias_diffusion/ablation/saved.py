@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
+from ..clip.weight_files import save_tensors
 from ..errors import UserError, reason
 from ..files import atomic_file, read_json_object, sha256, write_json
-from ..models.weight_files import save_tensors
 
 if TYPE_CHECKING:
-    from ..models.backbone import Backbone
+    from ..clip.backbone import Backbone
     from .heads import Ablation
 
 FILE, MEANS_FILE = "ablation.json", "means.safetensors"

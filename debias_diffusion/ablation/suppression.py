@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.blocks import Attention, full_attention
+from ..clip.blocks import Attention, full_attention
 
 _EIGHT = 8
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..methods.sampling import draw_generator
-from ..sentences import join_sentences, split_sentences
+from ..text.sentences import join_sentences, split_sentences
 
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..sentences import join_sentences, split_sentences
-from ..tokens import CaptionTokenizer
+from ..text.sentences import join_sentences, split_sentences
+from ..text.tokens import CaptionTokenizer
 
 _WORD = re.compile(r"[^\W\d_]+")
 _PRONOUNS = frozenset("it its he him his she her hers they them their theirs this that these those".split())

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from ..errors import UserError
 from ..methods.base import Batch, Caption, Key, Method
-from ..tokens import CaptionTokenizer
+from ..text.tokens import CaptionTokenizer
 from .bad_records import BadRecord, read_or_bad
 from .images import ImageSource
 from .records import Record

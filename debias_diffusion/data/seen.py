@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..encoders import EncoderSpec
+from ..encoders.single_file import written_metadata
+from ..encoders.spec import EncoderSpec
 from ..errors import UserError
 from ..files import read_json, write_json
-from ..interchange.single_file import written_metadata
 
 SEEN = "seen.json"  # the record's file; in a single file of weights the key of its metadata
 Seen = dict[str, list[tuple[int, int]]]  # by digest of data, the positions of records: [first, end) of each range

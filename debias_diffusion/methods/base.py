@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..clip.backbone import Backbone
 from ..limits import Checked
-from ..models.backbone import Backbone
-from ..tokens import CaptionTokenizer, TokenBatch
+from ..text.tokens import CaptionTokenizer, TokenBatch
 
 Key = tuple[int, int, int]  # (epoch, index of the record, position in the epoch)
 

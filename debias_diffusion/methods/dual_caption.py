@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ..clip.backbone import Backbone
 from ..errors import UserError
 from ..limits import BelowOne, NonNegativeInt, PositiveInt, Share
-from ..models.backbone import Backbone
-from ..sentences import split_sentences
-from ..tokens import CaptionTokenizer, TokenBatch
+from ..text.sentences import split_sentences
+from ..text.tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Caption, image_features
 from .keep_states import KeepStates
 from .objectives import Features, check_components, dual_caption_objective

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..clip.backbone import Backbone
+from ..clip.image_tower import ImageTower, MaskedPatches
+from ..clip.regional_prompts import LAYERS, MASKS, PromptSettings
+from ..clip.text_tower import set_short_positions
 from ..errors import UserError
 from ..limits import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
-from ..models.backbone import Backbone
-from ..models.image_tower import ImageTower, MaskedPatches
-from ..models.regional_prompts import LAYERS, MASKS, PromptSettings
-from ..models.text_tower import set_short_positions
-from ..tokens import CaptionTokenizer
+from ..text.tokens import CaptionTokenizer
 from .base import Batch, Caption, at_least_float, image_features
 from .dual_caption import DualCaption
 from .objectives import contrastive_loss

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
+from ..clip.backbone import Backbone
+from ..clip.text_tower import TextTower
 from ..errors import UserError
 from ..limits import NonNegativeFloat
-from ..models.backbone import Backbone
-from ..models.text_tower import TextTower
-from ..reading import tokenize_text
-from ..sentences import join_sentences, split_sentences
-from ..tokens import CaptionTokenizer, TokenBatch
+from ..text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
+from ..text.reading import tokenize_text
+from ..text.sentences import join_sentences, split_sentences
+from ..text.tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Method, at_least_float
 from .sampling import draw_generator
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 from ..errors import UserError, near_matches
-from ..sentences import join_sentences
+from ..text.sentences import join_sentences
 
 GIVEN = "given"  # the record's own short caption, which no sampler draws
 

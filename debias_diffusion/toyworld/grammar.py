@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..sentences import join_sentences
+from ..text.sentences import join_sentences
 from .references import Claim, Facts, Reference, resolve
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 

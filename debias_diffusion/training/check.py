@@ -16,7 +16,7 @@ from ..data.shards import verify_shards
 from ..data.sources import is_shards, open_data
 from ..data.workers import load_batches
 from ..errors import UserError
-from ..tokens import CaptionTokenizer
+from ..text.tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig
 
 _LOOKED_UP = 200  # images whose presence is checked before a run

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from ..clip.backbone import Backbone
 from ..data.seen import Seen, write_seen
 from ..errors import UserError, reason
 from ..files import write_json
 from ..jobs import Job
-from ..models.backbone import Backbone
 from .optimizer import AdamW
 
 LAST, BEST = "last", "best"  # folders of models: the result of a run, and the best so far

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..encoders import EncoderSpec, Kind
+from ..encoders.spec import EncoderSpec, Kind
 from ..errors import UserError
 from ..limits import (
     FACTOR,

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
 
+from ..clip.backbone import Backbone
 from ..data.bad_records import BadRecord, read_or_bad
 from ..data.images import ImageSource, pixels_digest
 from ..data.records import Record
@@ -28,7 +29,6 @@ from ..devices import autocast
 from ..errors import UserError
 from ..files import bytes_digest
 from ..jobs import Job
-from ..models.backbone import Backbone
 
 ITEM = 512  # images of an item, about
 _KEY = np.dtype("S16")  # a stamp or a digest

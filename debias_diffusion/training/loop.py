@@ -10,11 +10,11 @@ from torch import nn
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, Collate
 from ..data.records import Record
+from ..data.retrieval import encode_images, encode_texts, recall_at_k
 from ..data.seen import read_seen
 from ..devices import autocast
 from ..files import explain_full_disk, sha256
 from ..methods import Batch
-from ..retrieval import encode_images, encode_texts, recall_at_k
 from .check import check_data, look_for_short_captions
 from .checkpoints import BEST, LAST, TrainState, save_model
 from .config import CHOOSING, TrainConfig

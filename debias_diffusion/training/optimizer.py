@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from ..models.backbone import Backbone
+from ..clip.backbone import Backbone
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP: similarities are multiplied with at most 100
 

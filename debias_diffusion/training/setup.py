@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ..clip.backbone import Backbone
 from ..data.captions import Captions
 from ..data.records import Record
+from ..encoders.loading import load_backbone, load_tokenizer
 from ..errors import UserError
-from ..models.backbone import Backbone
-from ..models.loading import load_backbone, load_tokenizer
-from ..tokens import CaptionTokenizer
+from ..text.tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig, ablated
 from .optimizer import MAX_LOGIT_SCALE
 

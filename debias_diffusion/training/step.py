@@ -6,9 +6,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..clip.backbone import Backbone
 from ..devices import autocast
 from ..methods.base import Batch, Method
-from ..models.backbone import Backbone
 
 _BUCKET = 25_000_000  # numbers in a message between processes
 

@@ -16,16 +16,16 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
+from debias_diffusion.clip.model_files import check_folder, explain_failure
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.images import OPENED_AS, UnreadableImage, open_image
-from debias_diffusion.encoders import check_model
+from debias_diffusion.encoders.hub import place_digest
+from debias_diffusion.encoders.spec import check_model
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, sha256
-from debias_diffusion.interchange.hub import place_digest
-from debias_diffusion.models.model_files import check_folder, explain_failure
-from debias_diffusion.pipelines.rendering import ImageTask
+from debias_diffusion.pipelines.rendering.renderer import ImageTask
 from debias_diffusion.processes import Processes
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 from ..options import AllConfig, DpgBenchConfig
 from ..report import Table, cell, compared_tables, draw_bars

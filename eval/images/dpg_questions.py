@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, open_regular, read_file, sha256
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.tokens import clean
 
 COLUMNS = (
     *("item_id", "text", "keywords", "proposition_id", "dependency"),

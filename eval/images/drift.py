@@ -16,14 +16,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Tokens
-from debias_diffusion.encoders import EncoderSpec
+from debias_diffusion.clip.weight_files import model_digest
+from debias_diffusion.encoders.spec import EncoderSpec
+from debias_diffusion.encoders.text_encoders import TextEncoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
-from debias_diffusion.interchange.text_encoders import TextEncoder
-from debias_diffusion.models.weight_files import model_digest
-from debias_diffusion.reading import encode_texts, tokenize_text
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.chunks import Tokens
+from debias_diffusion.text.reading import encode_texts, tokenize_text
+from debias_diffusion.text.tokens import clean
 
 from ..intervals import mean_interval, paired_difference
 from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig

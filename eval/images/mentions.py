@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from debias_diffusion.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.references import resolve_apart
 

@@ -14,13 +14,13 @@ from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, Featu
 from tqdm import tqdm
 from transformers import AutoModel
 
+from debias_diffusion.clip.model_files import check_finite, check_folder, explain_failure, quiet_logging
+from debias_diffusion.clip.weight_files import read_state
 from debias_diffusion.data.images import UnreadableImage, open_image
-from debias_diffusion.encoders import check_model, load_two_tower
+from debias_diffusion.data.retrieval import encode_texts
+from debias_diffusion.encoders.spec import check_model, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.models.model_files import check_finite, check_folder, explain_failure, quiet_logging
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.models.weight_files import read_state
-from debias_diffusion.retrieval import encode_texts
+from debias_diffusion.toyworld.shipped import shipped
 
 # Of generated and reference images alike.
 RESIZE = "largest centred square, then Pillow's bicubic with antialiasing to {size} x {size} pixels"

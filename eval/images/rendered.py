@@ -11,11 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.encoders import Kind
+from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.jobs import Job
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.pipelines.checkpoints import Checkpoint
-from debias_diffusion.pipelines.rendering import (
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering.renderer import (
     ImagePrompt,
     ImageTask,
     Rendered,
@@ -26,6 +25,7 @@ from debias_diffusion.pipelines.rendering import (
     render_into,
 )
 from debias_diffusion.processes import Processes
+from debias_diffusion.toyworld.shipped import shipped
 
 FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and dpg-bench

@@ -34,10 +34,10 @@ from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, p
 from torchmetrics.image.fid import FrechetInceptionDistance
 from tqdm import tqdm
 
+from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
-from debias_diffusion.models.weight_files import model_digest
-from debias_diffusion.sentences import split_sentences
+from debias_diffusion.text.sentences import split_sentences
 
 from ..intervals import mean_interval, paired_difference
 from .networks import FID_FEATURES, RESIZE, ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures

@@ -8,17 +8,17 @@ from typing import Any
 
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
+from debias_diffusion.data.retrieval import images_digest
 from debias_diffusion.data.retrieval_sets import find_root, read_retrieval_set
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.data.toy_scenes import is_toy_scenes
-from debias_diffusion.encoders import may_be_hub_id
+from debias_diffusion.encoders.hub import find_commit
+from debias_diffusion.encoders.spec import may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import stamps_digest
 from debias_diffusion.files import path_digest
-from debias_diffusion.interchange.hub import find_commit
 from debias_diffusion.jobs import Job
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.retrieval import images_digest
+from debias_diffusion.toyworld.shipped import shipped
 
 PAUSE = 2.0  # seconds between two looks for what another process is doing
 _DATA = ("data", "images", "dataset", "root")

@@ -6,10 +6,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from debias_diffusion.chunks import Reading
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.limits import Checked
+from debias_diffusion.text.chunks import Reading
 
 from ..options import ReproduceConfig
 

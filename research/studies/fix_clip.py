@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from debias_diffusion.encoders import load_two_tower
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.image_tower import MaskedPatches
+from debias_diffusion.data.retrieval import recall_ranks
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
 from debias_diffusion.methods.keep_states import relative_error, without_eot
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.image_tower import MaskedPatches
-from debias_diffusion.retrieval import recall_ranks
 from debias_diffusion.toyworld.grammar import caption, short_caption
 from debias_diffusion.toyworld.scenes import generator, scene
 from research.options import ReproduceConfig

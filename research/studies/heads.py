@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from debias_diffusion.ablation.heads import Ablation
+from debias_diffusion.ablation.population import TextPopulation
+from debias_diffusion.ablation.problems import TextProblem, every_mask
 from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.data.caption_edits import edit_caption
+from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.sources import open_data
-from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.head_search.population import TextPopulation
-from debias_diffusion.head_search.problems import TextProblem, every_mask
-from debias_diffusion.retrieval import encode_images
+from debias_diffusion.encoders.spec import load_two_tower
 
 from .harness import read_options
 

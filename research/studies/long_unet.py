@@ -10,9 +10,9 @@ encoders in overlapping chunks. A second a step on one core; it continues where 
 import itertools
 from pathlib import Path
 
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec
-from debias_diffusion.pipelines.rendering import Renderer, Sampling
-from debias_diffusion.tokens import clean
+from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene
 from research.toymodels.stage import run_stage

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
-from debias_diffusion.encoders import load_two_tower
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.images.mentions import sentences_needed, truncated
 from debias_diffusion.eval.report import Table
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import STYLES, full_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import COLOURS, KINDS, PLACES, Scene, Thing, draw_scene, generator
+from debias_diffusion.toyworld.shipped import shipped
 from research.toymodels.clip import encode
 
 from .harness import publish, read_options

@@ -18,13 +18,13 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor
 from matplotlib.figure import Figure
 
-from debias_diffusion.encoders import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.report import Table
-from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
-from debias_diffusion.pipelines.rendering import ImagePrompt, Renderer, Sampling, encode, render
-from debias_diffusion.tokens import clean
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Renderer, Sampling, encode, render
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.scenes import PLACES
+from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 
 from .harness import CPU, publish, read_options
 

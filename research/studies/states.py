@@ -29,21 +29,28 @@ from tqdm import tqdm
 
 from debias_diffusion.app.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.app.quickstart import Setup
-from debias_diffusion.encoders import EncoderSpec
+from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, StatesReader
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.images.scores import ImageScores, compare_scores
 from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.files import atomic_file
-from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
-from debias_diffusion.pipelines.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode, plan_batches, read_layout, render
-from debias_diffusion.reading import encode_texts
-from debias_diffusion.tokens import clean
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.renderer import (
+    ImagePrompt,
+    Sampling,
+    encode,
+    plan_batches,
+    read_layout,
+    render,
+)
+from debias_diffusion.text.reading import encode_texts
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import render as render_scene
 from debias_diffusion.toyworld.scenes import scene
+from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 from debias_diffusion.training.loop import train
 
 from .harness import CPU, publish, read_options

@@ -28,16 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.caption_edits import edit_caption
+from debias_diffusion.data.retrieval import encode_images, recall_ranks
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.devices import pick_device
-from debias_diffusion.encoders import load_two_tower
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.objectives import contrastive_loss
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.retrieval import encode_images, recall_ranks
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.scenes import base_scene
 from research.toymodels.clip import draw_indices, draw_text, new_clip, render_all

@@ -15,11 +15,11 @@ from torch import nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
 from debias_diffusion.app.fine_tuning import RECIPES, VALIDATION, toy_training
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.text_encoders import to_transformers
+from debias_diffusion.encoders.weight_difference import save_fine_tuned
 from debias_diffusion.files import atomic_file, atomic_folder, write_json
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.models.weight_difference import save_fine_tuned
 from debias_diffusion.toyworld.grammar import STYLES, caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.vocabulary import learn_tokenizer

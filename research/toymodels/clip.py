@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.methods.objectives import contrastive_loss
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.grammar import STYLES, short_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator

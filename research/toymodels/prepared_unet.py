@@ -12,9 +12,9 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 from transformers import CLIPTokenizer
 
-from debias_diffusion.chunks import Chunk, positions_of
-from debias_diffusion.sentences import join_sentences
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.chunks import Chunk, positions_of
+from debias_diffusion.text.sentences import join_sentences
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import generator
 

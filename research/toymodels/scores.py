@@ -7,14 +7,14 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline
 from PIL import Image, ImageFilter
 from tqdm import tqdm
 
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
-from debias_diffusion.retrieval import recall_at_k
-from debias_diffusion.tokens import clean
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.data.retrieval import recall_at_k
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.checker import compare
 from debias_diffusion.toyworld.grammar import caption, short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
+from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 
 from .clip import encode
 from .unet import TIME_IDS

@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from debias_diffusion.models.shipped import GUIDANCE_SCALE, STEPS
+from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 
 from .vae import LATENT_CHANNELS, SIZE
 

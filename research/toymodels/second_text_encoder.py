@@ -10,10 +10,10 @@ from torch import nn
 from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.methods.objectives import contrastive_loss
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.sentences import join_sentences
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.sentences import join_sentences
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import STYLES, long_caption
 from debias_diffusion.toyworld.scenes import base_scene, generator
 

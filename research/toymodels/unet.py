@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
 from tqdm import tqdm
 
-from debias_diffusion.tokens import clean
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import STYLES, Caption, full_caption, long_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene, draw_scene, generator

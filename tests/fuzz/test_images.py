@@ -18,7 +18,7 @@ from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.images import is_there
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.methods import find_method
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 
 # Pillow says what it makes the best of.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

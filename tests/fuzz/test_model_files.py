@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTModel
 
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.transformers_folder import export_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.networks import ClsFeatures
-from debias_diffusion.interchange.clip_model import export_clip_model
-from debias_diffusion.interchange.transformers_folder import export_text_encoder
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.pipelines.checkpoints import Checkpoint, load_pipeline
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.text.tokens import clip_tokenizer
+from debias_diffusion.toyworld.shipped import shipped
 
 MEMORY = 6 << 30  # bytes of addresses that loading may take besides what is taken before
 FOR = 20  # seconds

@@ -12,8 +12,8 @@ from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import find_method
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator
-from debias_diffusion.sentences import join_sentences, split_sentences
-from debias_diffusion.tokens import CaptionTokenizer, clean, clip_tokenizer
+from debias_diffusion.text.sentences import join_sentences, split_sentences
+from debias_diffusion.text.tokens import CaptionTokenizer, clean, clip_tokenizer
 
 PIECES = (
     *("Dr. No", "e.g.", "3.14", "...", "?!", "。", "॥", '"a." ', "(b. ", "\n", "\t", "\u2028", "\x00", "&amp;amp;"),

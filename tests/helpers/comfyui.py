@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny_sdxl
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 COMFYUI = os.environ.get("COMFYUI")
 

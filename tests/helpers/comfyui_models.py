@@ -12,7 +12,7 @@ from comfy.cli_args import args
 from safetensors.torch import save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from debias_diffusion.interchange.text_encoders import prefixed_state
+from debias_diffusion.encoders.text_encoders import prefixed_state
 
 args.cpu = True  # before the imports that look for a GPU
 

@@ -3,7 +3,7 @@
 import torch
 from helpers.tiny_clip import everyday, tiny_clip
 
-from debias_diffusion.models.regional_prompts import PromptSettings
+from debias_diffusion.clip.regional_prompts import PromptSettings
 
 LAYERS, PROMPTS = 4, 3
 N = 16  # patches

@@ -2,7 +2,7 @@
 
 import weakref
 
-from debias_diffusion.pipelines import rendering
+from debias_diffusion.pipelines.rendering import renderer as rendering
 
 
 class Watched:

@@ -6,7 +6,7 @@ import open_clip
 import torch
 from helpers.tiny_clip import CONFIG, everyday, tiny_clip
 
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 # OpenAI's number of blocks, and one head for each 64 of the width.
 DEEP = CONFIG | {"text_cfg": CONFIG["text_cfg"] | {"layers": 12, "width": 64, "heads": 1}}

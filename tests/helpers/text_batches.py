@@ -6,8 +6,8 @@ import torch
 from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import BOS, EOS
 
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.tokens import CaptionTokenizer, Markers
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.text.tokens import CaptionTokenizer, Markers
 
 
 @cache

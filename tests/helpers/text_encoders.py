@@ -10,8 +10,8 @@ from helpers.tiny_clip import CONFIG, tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.tokens import CaptionTokenizer
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.text.tokens import CaptionTokenizer
 
 CAPTIONS = [
     "A cat sits on a red mat. " * 60,

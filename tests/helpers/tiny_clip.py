@@ -15,9 +15,9 @@ from open_clip.tokenizer import bytes_to_unicode
 from torch import nn
 from transformers import CLIPTokenizer, GemmaTokenizer, PreTrainedTokenizerBase, T5Tokenizer
 
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.families import find_family
-from debias_diffusion.tokens import CaptionTokenizer, make_clip_tokenizer
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.families import find_family
+from debias_diffusion.text.tokens import CaptionTokenizer, make_clip_tokenizer
 
 CONFIG = {
     "embed_dim": 24,

@@ -7,10 +7,10 @@ from diffusers import StableDiffusionXLPipeline
 from transformers import ViTConfig, ViTModel
 
 from debias_diffusion.app.quickstart import Setup
-from debias_diffusion.interchange.text_encoders import to_transformers
-from debias_diffusion.models.backbone import Backbone
-from debias_diffusion.models.shipped import WEIGHTS
-from debias_diffusion.tokens import load_tokenizer
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.encoders.text_encoders import to_transformers
+from debias_diffusion.text.tokens import load_tokenizer
+from debias_diffusion.toyworld.shipped import WEIGHTS
 from research.toymodels import sdxl
 from research.toymodels.clip import new_clip
 from research.toymodels.second_text_encoder import new_second_text_encoder

@@ -1,7 +1,7 @@
 """A small CLIP vocabulary, of 256 bytes and the words that the tests use most.
 
 CLIP's own has 49,408 entries: loading its tokenizer takes a quarter of a second, and 97% of a tiny model are its
-embeddings. Tests of the real one use `debias_diffusion.tokens.clip_tokenizer`.
+embeddings. Tests of the real one use `debias_diffusion.text.tokens.clip_tokenizer`.
 """
 
 from functools import lru_cache
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from transformers import CLIPTokenizer
 
-from debias_diffusion.tokens import byte_symbols, make_clip_tokenizer
+from debias_diffusion.text.tokens import byte_symbols, make_clip_tokenizer
 
 # Each is one token. All other words are several: letters, and the beginnings of these.
 WORDS = """
@@ -43,6 +43,6 @@ BOS, EOS = SIZE - 2, SIZE - 1
 
 
 def tiny_tokenizer(context_length: int, pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
-    """As `debias_diffusion.tokens.clip_tokenizer`, of the small vocabulary."""
+    """As `debias_diffusion.text.tokens.clip_tokenizer`, of the small vocabulary."""
     ids, merges = vocabulary()
     return make_clip_tokenizer(ids, merges, pad_token=pad_token, model_max_length=context_length)

@@ -14,11 +14,11 @@ from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from PIL import Image
 
+from debias_diffusion.data.retrieval import images_digest
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.jobs import Job
-from debias_diffusion.retrieval import images_digest
 from research.options import ReproduceConfig
 from research.reproduce import claims, contents, measuring, units
 from research.reproduce import papers as files

@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers.small_papers import STUDIES
 
-from debias_diffusion.encoders import EncoderSpec
+from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, StatesReader
-from debias_diffusion.pipelines.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering import ImagePrompt, Sampling, encode
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, encode
 from debias_diffusion.toyworld.grammar import caption
 from research.options import ReproduceConfig
 from research.reproduce.listing import reproduce

@@ -27,7 +27,7 @@ from debias_diffusion.app.demo import page as demo_page
 from debias_diffusion.app.demo.rendering import Step, render_request
 from debias_diffusion.eval.options import TOYS
 from debias_diffusion.eval.story import tell
-from debias_diffusion.pipelines.png import read_settings
+from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.toyworld.scenes import PLACES, scene
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

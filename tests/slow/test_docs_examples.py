@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
-from debias_diffusion.encoders import load_two_tower
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.pipelines import with_long_prompts
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 from research.__main__ import COMMANDS as RESEARCH
 
 STAND_INS = {"stabilityai/stable-diffusion-xl-base-1.0": "sdxl-folder", "torch.float16": "torch.float32"}

@@ -6,9 +6,9 @@ import torch
 from helpers.modules import ROOT
 from PIL import Image
 
-from debias_diffusion.models.shipped import shipped
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 from debias_diffusion.toyworld.grammar import caption
+from debias_diffusion.toyworld.shipped import shipped
 
 NOTEBOOK = ROOT / "examples" / "long_prompts_sdxl.ipynb"
 TOY = {"BASE": shipped("toy/sdxl"), "LONG_CLIP": "toy/long-clip", "NEGATIVE": ""}

@@ -32,7 +32,7 @@ from helpers import tiny_sdxl
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import COMMANDS, main
 from debias_diffusion.pipelines import with_long_prompts
-from debias_diffusion.tokens import clip_tokenizer
+from debias_diffusion.text.tokens import clip_tokenizer
 
 base = str(tiny_sdxl.build_tiny_sdxl("base", vocabulary=clip_tokenizer))
 pipe = with_long_prompts(diffusers.DiffusionPipeline.from_pretrained(base))

@@ -8,9 +8,9 @@ import time
 from diffusers import StableDiffusionXLPipeline
 
 from debias_diffusion.app.fine_tuning import RECIPES
-from debias_diffusion.encoders import load_two_tower
-from debias_diffusion.models.loading import load_backbone
-from debias_diffusion.models.shipped import shipped
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
+from debias_diffusion.toyworld.shipped import shipped
 from research.toymodels.scores import score_clip, score_sdxl
 
 

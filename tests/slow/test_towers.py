@@ -16,8 +16,8 @@ from helpers.tiny_clip import SIGLIP_CONFIG, without_weights
 from helpers.tiny_sdxl import assemble
 from PIL import Image
 
+from debias_diffusion.clip.image_tower import MaskedPatches
 from debias_diffusion.methods.fix_clip import MaskedView
-from debias_diffusion.models.image_tower import MaskedPatches
 from debias_diffusion.pipelines import with_long_prompts
 
 

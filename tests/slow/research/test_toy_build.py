@@ -8,9 +8,9 @@ from diffusers.utils import SAFETENSORS_WEIGHTS_NAME as UNET_WEIGHTS
 from safetensors.torch import load_file
 
 from debias_diffusion.app.fine_tuning import RECIPES
-from debias_diffusion.encoders import load_text_encoder, load_two_tower
-from debias_diffusion.models import shipped
-from debias_diffusion.models.loading import load_backbone
+from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.toyworld import shipped
 from debias_diffusion.toyworld.grammar import STYLES
 from research.toymodels import build
 

@@ -1,0 +1,154 @@
+"""How the families of two-towers differ: the one place that says it.
+
+open_clip's model configuration has sizes, parts and activations. A family adds how a caption becomes a row of ids,
+which slots of the row a state depends on, and which loss the features were trained for.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from open_clip.tokenizer import get_clean_fn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..errors import UserError, reason
+from ..text.tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, load_tokenizer, save_tokenizer
+from .model_files import explain_failure
+
+TOKENIZER_FOLDER = "tokenizer"
+CHINESE_CLIP = "Chinese-CLIP"
+
+# mT5's vocabulary ends with ids that no text produces; SigLIP's multilingual towers have no rows for them.
+_SENTINELS = 100
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of two-towers reads captions, and the loss it was trained with.
+
+    Attributes:
+        name: "CLIP", "SigLIP" or "Chinese-CLIP".
+        causal: whether a token sees only the tokens before it. A caption is then pooled at its EOT, and otherwise at
+            the last slot of its row, pad or not; a Chinese-CLIP's at its SOT, which is BERT's [CLS].
+        sot: whether rows begin with SOT: `[SOT, PAD .., text, EOT, PAD ..]`, else `[PAD .., text, EOT, PAD ..]`.
+        loss: "softmax" (InfoNCE), or "sigmoid" (each pair by itself, with a bias).
+        hub_tokenizer: the hub repository of the tokenizer; None for CLIP's, which comes with open_clip.
+        cleaning: the function that cleans a caption before the tokenizer.
+    """
+
+    name: str
+    causal: bool
+    sot: bool
+    loss: str
+    hub_tokenizer: str | None
+    cleaning: Callable[[str], str]
+
+    def caption_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text_cfg: dict) -> CaptionTokenizer:
+        """The tokenizer for the context length and the vocabulary of `text_cfg`.
+
+        Raises:
+            ValueError: the tokenizer lacks an id that the layout needs, or has more ids than the tower.
+        """
+        vocabulary, context_length = text_cfg["vocab_size"], text_cfg["context_length"]
+        if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
+            raise ValueError(f"the tokenizer has {ids} ids, the text tower {vocabulary}")
+        if self.causal:
+            return CaptionTokenizer(tokenizer, context_length, cleaning=self.cleaning)
+        names = ("cls_token_id", "sep_token_id", "pad_token_id") if self.sot else ("eos_token_id", "pad_token_id")
+        ids = [getattr(tokenizer, name) for name in names]
+        if None in ids:
+            raise ValueError(f"a {self.name} tokenizer must have {', '.join(names)}, this one has {ids}")
+        return CaptionTokenizer(
+            tokenizer, context_length, Markers(ids[0] if self.sot else None, *ids[-2:]), self.cleaning
+        )
+
+    def load_tokenizer(self, model: str, folder: Path | None, text_cfg: dict) -> CaptionTokenizer:
+        """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run.
+
+        Raises:
+            UserError: there is none, or it does not fit the text tower.
+        """
+        place = folder and self._find_tokenizer(folder)
+        where = place or self.hub_tokenizer or "CLIP's"
+        with explain_failure(f"The tokenizer of {model!r} ({where}) cannot be used"):
+            if self.hub_tokenizer is None:
+                tokenizer = load_tokenizer(place) if place else clip_tokenizer(text_cfg["context_length"])
+            elif place:
+                tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+            else:
+                tokenizer = _from_hub(model, self.hub_tokenizer)
+            return self.caption_tokenizer(tokenizer, text_cfg)
+
+    def _find_tokenizer(self, folder: Path) -> Path | None:
+        """The folder of the tokenizer in a model's folder, if there is one."""
+        if (folder / TOKENIZER_FOLDER).is_dir():
+            return folder / TOKENIZER_FOLDER
+        return folder if self.hub_tokenizer and (folder / "tokenizer.json").is_file() else None
+
+    def save_tokenizer(self, tokenizer: CaptionTokenizer, folder: Path) -> None:
+        """Saves where `load_tokenizer` and open_clip's `get_tokenizer("local-dir:...")` look."""
+        save_tokenizer(tokenizer.tokenizer, folder / TOKENIZER_FOLDER if self.hub_tokenizer is None else folder)
+
+
+def find_family(model: str, model_cfg: dict) -> Family:
+    """The family of a model, by its open_clip configuration.
+
+    Raises:
+        UserError: its text tower is none of CLIP's, SigLIP's and Chinese-CLIP's.
+    """
+    text_cfg = model_cfg["text_cfg"]
+    if text_cfg.get("model_type") == "chinese_clip_text_model":
+        return Family(CHINESE_CLIP, causal=False, sot=True, loss="softmax", hub_tokenizer=None, cleaning=clean_chinese)
+    causal, pool = not text_cfg.get("no_causal_mask"), text_cfg.get("pool_type", "argmax")
+    loss = "softmax" if model_cfg.get("init_logit_bias") is None else "sigmoid"
+    hub_tokenizer = text_cfg.get("hf_tokenizer_name")
+    unfit = _foreign_parts(model_cfg)
+    if not unfit and causal and pool == "argmax" and not hub_tokenizer:
+        return Family("CLIP", causal=True, sot=True, loss=loss, hub_tokenizer=None, cleaning=clean)
+    if not unfit and not causal and pool == "last" and hub_tokenizer and loss == "sigmoid":
+        cleaning = get_clean_fn((text_cfg.get("tokenizer_kwargs") or {}).get("clean", "whitespace"))
+        return Family("SigLIP", causal=False, sot=False, loss=loss, hub_tokenizer=hub_tokenizer, cleaning=cleaning)
+    unfit += [] if causal else ["no_causal_mask"]
+    unfit += [f"pool_type: {pool}", f"hf_tokenizer_name: {hub_tokenizer}", f"{loss} loss"]
+    raise UserError(
+        f"The text tower of {model!r} cannot be used ({'; '.join(unfit)}). Give one of open_clip's with a causal mask, "
+        "EOT pooling and CLIP's tokenizer (ViT-B-16, ViT-L-14, ...), or one without a mask that is pooled at the last "
+        "slot and trained with the sigmoid loss (ViT-B-16-SigLIP, ViT-B-16-SigLIP2, ...)."
+    )
+
+
+def clean_chinese(caption: str) -> str:
+    """Lower case, with straight quotes, as `_preprocess_text` in the authors' cn_clip/eval/data.py.
+
+    A literal special token ("[SEP]") is then in lower case and read as text.
+    """
+    return " ".join(
+        re.sub("[\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}]", '"', caption.lower()).split()
+    )
+
+
+def _foreign_parts(model_cfg: dict) -> list[str]:
+    """Settings that neither family has."""
+    text_cfg = model_cfg["text_cfg"]
+    parts = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
+    parts += ["multimodal_cfg"] if "multimodal_cfg" in model_cfg else []
+    settings = text_cfg.get("tokenizer_kwargs") or {}
+    if not isinstance(settings, dict):
+        return [*parts, f"tokenizer_kwargs: {settings}"]
+    # open_clip passes all other settings on to the tokenizer, even code from a hub.
+    for key, value in settings.items():
+        if key != "clean" or value not in ("canonicalize", "lower", "whitespace"):
+            parts.append(f"tokenizer_kwargs: {key}={value}")
+    return parts
+
+
+def _from_hub(model: str, name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # no network, no such repository, no such files
+        raise UserError(
+            f"{model!r} needs the tokenizer {name!r}, which is neither on this machine nor could be fetched from the "
+            f"Hugging Face hub. On a machine with a network run `hf download {name} --include '*token*' --local-dir "
+            f"{TOKENIZER_FOLDER}`, and put the folder `{TOKENIZER_FOLDER}` beside the weights. ({reason(error)})"
+        ) from error

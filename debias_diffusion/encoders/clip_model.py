@@ -1,0 +1,301 @@
+"""A two-tower as the folder of a transformers CLIPModel with its CLIPProcessor, and from one, or a ChineseCLIPModel."""
+
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import open_clip
+from open_clip.transform import PreprocessCfg
+from open_clip.transformer import VisionTransformer
+from torch import nn
+from transformers import (
+    AutoTokenizer,
+    ChineseCLIPConfig,
+    ChineseCLIPModel,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPVisionConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
+
+from ..ablation.heads import Ablation, noted
+from ..clip.backbone import Backbone
+from ..clip.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
+from ..clip.families import find_family
+from ..clip.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
+from ..errors import UserError
+from . import modeling_ablated_clip
+from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
+from .names import State, to_openai_names, to_transformers_names
+from .text_encoders import activation, check_plain_text, text_config, text_state
+from .transformers_folder import find_tokenizer, read_model_config, read_tokenizer, write_tokenizer, write_weights
+
+
+def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
+    """Writes config.json, model.safetensors, the tokenizer and the image processor. Returns the folder.
+
+    `CLIPModel.from_pretrained(folder)` then gives open_clip's features of images and texts, and
+    `CLIPProcessor.from_pretrained(folder)` its inputs; long texts need `padding=True, truncation=True`.
+    Where heads of the image tower are suppressed, the folder also holds `modeling_ablated_clip.py`, and
+    `AutoModel.from_pretrained(folder, trust_remote_code=True)` takes the place of CLIPModel.
+
+    Raises:
+        UserError: a CLIPModel cannot hold this two-tower.
+    """
+    folder = Path(folder)
+    if backbone.pooling != "eot":
+        raise UserError(
+            f"This text tower was trained with {backbone.pooling} pooling, and a CLIPModel pools at EOT: its text "
+            "features would differ. Export it as transformers or open_clip."
+        )
+    check_plain_text(backbone)
+    ablation = noted(backbone, "image")
+    if ablation is None and backbone.image_attention is not None:
+        raise UserError(
+            "The attention in the image tower was replaced; a CLIPModel has the plain one. Export it as open_clip."
+        )
+    text, vision = text_config(backbone), _vision_config(backbone)
+    processor = CLIPProcessor(_image_processor(backbone), backbone.tokenizer.tokenizer)
+    state = text_state(backbone.text.tower) | to_transformers_names(backbone.model.visual.state_dict(), "vision")
+    state["logit_scale"] = backbone.logit_scale
+    sizes = dict(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=text.projection_dim)
+    if ablation is None:
+        write_weights(state, CLIPConfig(**sizes), "CLIPModel", folder)
+    else:
+        classes = {"AutoConfig": AblatedCLIPConfig.__name__, "AutoModel": AblatedCLIPModel.__name__}
+        classes = {auto: f"modeling_ablated_clip.{name}" for auto, name in classes.items()}
+        config = AblatedCLIPConfig(**sizes, beta=ablation.beta, auto_map=classes)
+        write_weights(state, config, "AblatedCLIPModel", folder)
+        shutil.copy(modeling_ablated_clip.__file__, folder)
+    processor.save_pretrained(folder)
+    # Also under the name that older versions of transformers look for.
+    processor.image_processor.save_pretrained(folder)
+    write_tokenizer(backbone.tokenizer.tokenizer, folder)
+    return folder
+
+
+def _vision_config(backbone: Backbone) -> CLIPVisionConfig:
+    visual = backbone.model.visual
+    if not isinstance(visual, VisionTransformer):
+        raise UserError(f"The image tower is a {type(visual).__name__}; a transformers CLIPModel has a plain ViT.")
+    block = visual.transformer.resblocks[0]
+    unfit = {
+        "no projection": visual.proj is None or text_config(backbone).projection_dim is None,
+        "no norm before the blocks": not isinstance(visual.ln_pre, nn.LayerNorm),
+        "attention pooling": visual.attn_pool is not None,
+        f"{visual.pool_type} pooling": visual.pool_type != "tok",
+        "layer scale": not isinstance(block.ls_1, nn.Identity),
+        "images that are not square": len(set(visual.image_size)) > 1 or len(set(visual.patch_size)) > 1,
+        "another activation than the text tower": activation(block) != text_config(backbone).hidden_act,
+    }
+    if any(unfit.values()):
+        parts = ", ".join(name for name, is_unfit in unfit.items() if is_unfit)
+        raise UserError(f"A transformers CLIPModel cannot hold this image tower: {parts}.")
+    return CLIPVisionConfig(
+        hidden_size=visual.conv1.out_channels,
+        intermediate_size=block.mlp.c_fc.out_features,
+        projection_dim=visual.output_dim,
+        num_hidden_layers=len(visual.transformer.resblocks),
+        num_attention_heads=block.attn.num_heads,
+        image_size=visual.image_size[0],
+        patch_size=visual.patch_size[0],
+        hidden_act=activation(block),
+        layer_norm_eps=visual.ln_post.eps,
+    )
+
+
+def _image_processor(backbone: Backbone) -> CLIPImageProcessor:
+    """open_clip's validation transform as an image processor of transformers."""
+    cfg = PreprocessCfg(**open_clip.get_model_preprocess_cfg(backbone.model))
+    size, mode = backbone.model.visual.image_size[0], cfg.resize_mode
+    if cfg.interpolation not in _RESAMPLE or mode not in ("shortest", "squash"):
+        raise UserError(
+            f"Images are prepared with interpolation {cfg.interpolation!r} and resize_mode {mode!r}, which a "
+            "CLIPImageProcessor cannot do. Use bicubic or bilinear, and shortest or squash."
+        )
+    square = {"height": size, "width": size}
+    return CLIPImageProcessor(
+        size={"shortest_edge": size} if mode == "shortest" else square,
+        do_center_crop=mode == "shortest",
+        crop_size=square,
+        resample=_RESAMPLE[cfg.interpolation],
+        image_mean=list(cfg.mean),
+        image_std=list(cfg.std),
+    )
+
+
+_RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
+_INTERPOLATIONS = {number: name for name, number in _RESAMPLE.items()}
+
+
+def read_clip_model(source: str | Path) -> Backbone:
+    """A transformers CLIPModel as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
+
+    Images are preprocessed by the settings of its image processor, else as open_clip does for a CLIP.
+
+    Raises:
+        UserError: there is no whole CLIPModel, or open_clip's module cannot hold it.
+    """
+    label = repr(os.fspath(source))
+    with explain_failure(f"The CLIPModel {label} could not be loaded"):
+        config = _read_config(source)
+        model = load_pretrained(CLIPModel, source, label, config=config)
+        place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
+        tokenizer = read_tokenizer(place, config.text_config)
+        text, vision = config.text_config, config.vision_config
+        acts = {text.hidden_act, vision.hidden_act}
+        if len(acts) > 1:
+            raise UserError(
+                f"The towers of {label} have the activations {text.hidden_act} and {vision.hidden_act}; open_clip's "
+                "have both quick_gelu or both gelu."
+            )
+        with explain_failure(f"{label} cannot be an open_clip model"):  # for example sizes that do not divide
+            cfg, state = {"context_length": text.max_position_embeddings}, to_openai_names(model.state_dict())
+            backbone = _backbone(source, open_clip.CLIP, model, cfg, state, tokenizer, "shortest")
+        if isinstance(config, AblatedCLIPConfig):
+            with explain_failure(f"beta in the configuration of {label} cannot be read"):
+                Ablation.of_rows("image", config.beta).apply(backbone)
+        return backbone
+
+
+def read_chinese_clip(source: str | Path) -> Backbone:
+    """A transformers ChineseCLIPModel and its tokenizer, of a folder or a hub repository.
+
+    Images are preprocessed by the settings of its image processor, else as the authors' `image_transform` does: resized
+    to a square, without a crop. Captions are cut to `CONTEXT_LENGTH` tokens.
+
+    Raises:
+        UserError: there is no whole ChineseCLIPModel.
+    """
+    label = repr(os.fspath(source))
+    with explain_failure(f"The ChineseCLIPModel {label} could not be loaded"):
+        config = ChineseCLIPConfig.from_dict(read_model_config(source))
+        text, prefix = config.text_config, "text_model."
+        cfg = {
+            "model_type": text.model_type,
+            "context_length": min(CONTEXT_LENGTH, text.max_position_embeddings),
+            "bert": text.to_dict(),
+        }
+        model = load_pretrained(ChineseCLIPModel, source, label, config=config)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        weights = model.state_dict().items()
+        state = {f"text.bert.{name.removeprefix(prefix)}": t for name, t in weights if name.startswith(prefix)}
+        state["text.text_projection.weight"] = model.text_projection.weight
+        return _backbone(source, ChineseCLIP, model, cfg, state, tokenizer, "squash")
+
+
+def _backbone(
+    source: str | Path,
+    cls: type[nn.Module],
+    model: CLIPModel | ChineseCLIPModel,
+    text_cfg: dict,
+    text_state: State,
+    tokenizer: PreTrainedTokenizerBase,
+    resize_mode: str,
+) -> Backbone:
+    """A two-tower of a class of open_clip's kind with the weights of a transformers model.
+
+    Args:
+        text_cfg: the class's configuration of the text tower, without sizes.
+        text_state: the text tower's weights under the class's names.
+        resize_mode: of images, where the source does not say it.
+    """
+    label, text, vision = os.fspath(source), model.config.text_config, model.config.vision_config
+    if vision.hidden_act not in ("quick_gelu", "gelu"):
+        raise UserError(f"The image tower of {label!r} has the activation {vision.hidden_act}, not quick_gelu or gelu.")
+    vision_cfg = {
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "head_width": vision.hidden_size // vision.num_attention_heads,
+    }
+    text_cfg = text_cfg | {"vocab_size": text.vocab_size, "heads": text.num_attention_heads}
+    model_cfg = {
+        "embed_dim": model.config.projection_dim,
+        "quick_gelu": vision.hidden_act == "quick_gelu",
+        "vision_cfg": _tower_cfg(vision) | vision_cfg,
+        "text_cfg": _tower_cfg(text) | text_cfg,
+    }
+    clip = cls(**model_cfg)
+    visual = {f"visual.{name}": tensor for name, tensor in to_openai_names(model.state_dict(), "vision").items()}
+    clip.load_state_dict(text_state | visual | {"logit_scale": model.logit_scale})
+    captions = find_family(label, model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
+    default = PreprocessCfg(size=vision.image_size, resize_mode=resize_mode)
+    preprocess = asdict(_read_preprocessing(source, default))
+    open_clip.set_model_preprocess_cfg(clip, preprocess)
+    return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
+
+
+def _tower_cfg(config: PretrainedConfig) -> dict:
+    return {
+        "width": config.hidden_size,
+        "layers": config.num_hidden_layers,
+        "mlp_ratio": config.intermediate_size / config.hidden_size,
+        "norm_kwargs": {"eps": config.layer_norm_eps},
+    }
+
+
+def text_encoder_alone(source: str | Path) -> UserError:
+    """The error for a text encoder where both towers are needed."""
+    return UserError(
+        f"{os.fspath(source)!r} holds a text encoder without an image tower, which is needed here. Give the training "
+        "run, or its export by `debias-diffusion export --to clip` or `--to open_clip`."
+    )
+
+
+def _read_config(source: str | Path) -> CLIPConfig:
+    label = repr(os.fspath(source))
+    if isinstance(source, Path) and not (source / "config.json").is_file():
+        if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
+            raise text_encoder_alone(source)
+        raise UserError(
+            f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the last/ of a "
+            "training run, nor the config.json of a transformers CLIPModel."
+        )
+    if not isinstance(source, Path):
+        advice = f"If it is in open_clip's layout, give hf-hub:{source}."
+        with explain_failure(f"{label} is not a folder or file here, and as a hub id it gives no CLIPModel", advice):
+            if find_file(source, "config.json") is None:
+                raise ValueError("its config.json could not be fetched")
+    content = read_model_config(source)
+    kind, architectures = content.get("model_type"), content.get("architectures") or []
+    if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):
+        raise text_encoder_alone(source)
+    if kind not in (CLIPConfig.model_type, AblatedCLIPConfig.model_type):
+        raise UserError(
+            f"{label} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
+            "example ViT-B-16-SigLIP2:webli."
+        )
+    with explain_failure(f"{label} has no configuration of a CLIPModel"):
+        return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
+
+
+def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> PreprocessCfg:
+    """A CLIPImageProcessor's settings as open_clip's for images of the default's size; the default if there is none."""
+    # transformers 5 writes the second.
+    if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):
+        return default
+    with explain_failure(f"The image processor of {os.fspath(source)!r} could not be loaded"):
+        processor = CLIPImageProcessor.from_pretrained(source)
+    image_size = default.size
+    square = {"height": image_size, "width": image_size}
+    size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None
+    modes = {"shortest": ({"shortest_edge": image_size}, square), "squash": (square, None)}
+    mode = next((name for name, sizes in modes.items() if (size, crop) == sizes), None)
+    does_all = processor.do_resize and processor.do_rescale and processor.do_normalize
+    if mode is None or processor.resample not in _INTERPOLATIONS or not does_all:
+        raise UserError(
+            f"The image processor of {os.fspath(source)!r} (size {size}, crop {crop}, resample "
+            f"{processor.resample}) does what open_clip does not: it resizes images to {image_size} pixels, by the "
+            "shorter side with a crop or as a square, bilinear or bicubic, and normalises them."
+        )
+    return PreprocessCfg(
+        size=image_size,
+        mean=tuple(processor.image_mean),
+        std=tuple(processor.image_std),
+        interpolation=_INTERPOLATIONS[processor.resample],
+        resize_mode=mode,
+    )

@@ -1,0 +1,68 @@
+"""Repositories of the hub: the commit in use, and the one file of weights of those like Long-CLIP's."""
+
+import os
+from pathlib import Path, PurePosixPath
+
+from huggingface_hub import HfApi, hf_hub_download
+
+from ..clip.model_files import CONFIG_FILE, HUB_SECONDS, WEIGHT_SUFFIXES, explain_failure, find_cached
+from ..errors import UserError
+from ..files import path_digest
+
+# What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
+_WEIGHTS = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
+_FOLDERS = {*_WEIGHTS, *(f"text_encoder/{name}" for name in _WEIGHTS), CONFIG_FILE}
+
+
+def find_hub_file(name: str) -> Path | None:
+    """The file of weights of a hub repository that holds nothing else to load, downloaded unless it is cached.
+
+    Args:
+        name: owner/name, as "BeichenZhang/LongCLIP-L", whose file is longclip-L.pt.
+
+    Returns:
+        The file in the hub's cache; None if the repository has a transformers or open_clip folder, has no weights at
+        its root, or can neither be reached nor is cached.
+
+    Raises:
+        UserError: it has several files of weights, or its file cannot be downloaded.
+    """
+    cached = None
+    try:  # not list_repo_files, which without a network tries for 24 seconds
+        names = [file.rfilename for file in HfApi().model_info(name, timeout=HUB_SECONDS).siblings or []]
+    except Exception:  # no network, no such repository, no right to read it: what is cached decides
+        cached = find_cached(name)
+        names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()] if cached else []
+    files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in WEIGHT_SUFFIXES)
+    if not files or _FOLDERS & set(names):
+        return None
+    if len(files) > 1:
+        raise UserError(
+            f"The repository {name!r} holds {len(files)} files of weights and no transformers folder: "
+            f"{', '.join(files)}. Download one, for example `hf download {name} {files[0]}`, and give the path that "
+            "this prints."
+        )
+    if cached:
+        return cached / files[0]
+    with explain_failure(f"{files[0]!r} of the repository {name!r} cannot be downloaded"):
+        return Path(hf_hub_download(name, files[0]))
+
+
+def place_digest(place: str) -> str:
+    """sha256 of a file's or folder's contents; of a hub id, owner/name, the commit after it."""
+    return path_digest(place) if os.path.exists(place) else f"{place}@{find_commit(place.removeprefix('hf-hub:'))}"
+
+
+def find_commit(name: str) -> str:
+    """The commit of a repository (owner/name, or owner/name@revision) that is cached, else its newest; "" if unknown.
+
+    Before a download and after it the answer is the same.
+    """
+    name, _, revision = name.partition("@")
+    revision = revision or None
+    if cached := find_cached(name, revision):
+        return cached.name
+    try:
+        return HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS).sha or ""
+    except Exception:  # no network, no such repository, no right to read it: loading says so
+        return ""

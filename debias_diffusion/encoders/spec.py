@@ -1,0 +1,453 @@
+"""Text encoders and two-towers by the names that people type: parsed once, loaded by what lies under the name.
+
+Parsing loads no model and no library, so a mistyped name is answered at once.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ..errors import UserError, near_matches, reason
+from ..files import json_digest, path_digest, read_json_object
+from ..jobs import Job
+from ..text.chunks import Reading
+from ..toyworld.shipped import TWO_TOWERS, shipped
+
+if TYPE_CHECKING:
+    from transformers import CLIPTokenizer
+
+    from ..clip.backbone import Backbone
+    from .text_encoders import TextEncoder
+
+ORIGINAL, ORIGINAL_LABEL = "original", "SDXL's own"  # name of the encoder in an SDXL checkpoint, and its label
+CLIP_CONTEXT = 77  # context length of SDXL's own encoders
+READINGS = {
+    "overlap": "overlapping chunks",
+    "separate": "separate chunks",
+    "cut": f"cut at {CLIP_CONTEXT} tokens",
+    "a1111": "as A1111",
+    "kohya": "as kohya",
+    "comfyui": "as ComfyUI",
+}
+MODELS_OF_RUN = ("last", "best")  # folders that `train` writes models to, the result first
+FIRST, SECOND = "encoder", "encoder_2"  # folders that `align` writes encoders to, as `export` would
+_CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones begin
+_CONFIGS = ("open_clip_config.json", "text_encoder/config.json", "config.json")
+# What says more of a file of weights, where it lies beside it.
+_BESIDE = (
+    *("open_clip_config.json", "config.json", "short_positions.safetensors", "tokenizer", "tokenizer.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "vocab.txt"),
+)
+
+
+class Kind(Enum):
+    """What lies under a name."""
+
+    OPEN_CLIP = auto()  # folder, MODEL:WEIGHTS or hf-hub:owner/name
+    ABLATION = auto()  # folder that `ablate` wrote
+    DIFFERENCE = auto()  # folder with the 8-bit difference from toy/clip
+    TRANSFORMERS = auto()  # folder of a CLIPTextModel or CLIPModel
+    CHINESE_CLIP = auto()  # folder of a ChineseCLIPModel, or its hub id
+    FILE = auto()  # weights alone
+    HUB = auto()  # owner/name, in transformers' layout or with one file of weights
+    ORIGINAL = auto()  # what comes with the SDXL checkpoint
+
+
+# A folder is of the first kind whose file it has.
+_FILES = {
+    "ablation.json": Kind.ABLATION,
+    "open_clip_config.json": Kind.OPEN_CLIP,
+    "difference.safetensors": Kind.DIFFERENCE,
+}
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """An encoder that a person named.
+
+    Attributes:
+        name: as typed, without the prefix for the reading.
+        reading: of prompts longer than the context length, one of READINGS.
+        kind: what lies there.
+        place: file, folder, hub id or open_clip name; of a training run the folder of its model.
+        weights: tag or file of MODEL:WEIGHTS; else None, which for an open_clip name is random weights.
+    """
+
+    name: str
+    reading: Reading
+    kind: Kind
+    place: str
+    weights: str | None = None
+
+    @classmethod
+    def parse(cls, name: str | os.PathLike, reading: Reading = "overlap") -> "EncoderSpec":
+        """Finds what a name means; loads nothing.
+
+        Args:
+            name: see `load_text_encoder`; or "original", SDXL's own encoder; "overlap:" or another of READINGS may
+                stand before it.
+            reading: where no prefix says it.
+
+        Raises:
+            UserError: there is no such thing, or a training run that has no model yet.
+        """
+        name = os.fspath(name)
+        prefix, colon, rest = name.partition(":")
+        if colon and prefix in READINGS:
+            reading, name = cast(Reading, prefix), rest
+        kind, place, weights = (Kind.ORIGINAL, name, None) if name == ORIGINAL else _find(name)
+        return cls(name, reading, kind, place, weights)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the files that loading reads, of MODEL:FILE after the model's name; of a hub id the cached commit
+        after the id; of an open_clip tag its name, because its file never changes.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        try:
+            if self.weights and os.path.exists(self.weights):
+                return f"{self.place}:{self._digest_of(self.weights)}"
+            if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
+                return self._digest_of(self.place)
+        except OSError as error:
+            raise UserError(f"The model {self.name!r} cannot be read ({reason(error)}). Give another one.") from error
+        if "/" in self.place:
+            from .hub import place_digest
+
+            return place_digest(self.place)
+        return self.name
+
+    def _digest_of(self, place: str) -> str:
+        """sha256 of a file or folder, and of what loading reads outside of it."""
+        path, others = Path(os.path.abspath(place)), []
+        if path.is_file():
+            others = [path.with_name(name) for name in _BESIDE]
+        elif self.kind is Kind.TRANSFORMERS and not (path / "text_encoder").is_dir():
+            others = [path.with_name(path.name.replace("text_encoder", "tokenizer")), path.with_name("tokenizer")]
+        elif self.kind is Kind.DIFFERENCE:
+            others = [Path(shipped("toy/clip"))]
+        digests = {other.name: path_digest(other) for other in others if other != path and other.exists()}
+        return json_digest(digests | {"": path_digest(path)}) if digests else path_digest(path)
+
+    @property
+    def fitted_second(self) -> str | None:
+        """SDXL's second encoder, where `align` fitted it with this first one: a folder beside it."""
+        folder = Path(self.name.removeprefix("local-dir:")) / SECOND
+        return str(folder) if folder.is_dir() else None
+
+    @cached_property
+    def context_length(self) -> int:
+        """In tokens, BOS and EOS included: of the configuration; where there is none, of the weights."""
+        if self.kind is Kind.ORIGINAL:
+            return CLIP_CONTEXT
+        config = self._config()
+        text = config.get("model_cfg", config)
+        text = text.get("text_cfg") or text.get("text_config") or text
+        length = text.get("context_length") or text.get("max_position_embeddings")
+        return length or self.load_text_encoder()[0].config.max_position_embeddings
+
+    def _config(self) -> dict:
+        """The model's configuration; empty where only its weights say what it is."""
+        if self.kind is Kind.OPEN_CLIP and self.place in open_clip_models():
+            import open_clip
+
+            known = {"context_length": CLIP_CONTEXT} | open_clip.get_model_config(self.place)["text_cfg"]
+            return {} if os.path.exists(self.weights or "") else known
+        from ..clip.model_files import explain_failure, find_file
+
+        source = Path(self.place) if os.path.exists(self.place) else self.place.removeprefix("hf-hub:")
+        with explain_failure(f"The configuration of {self.name!r} cannot be read"):
+            files = filter(None, (find_file(source, file) for file in _CONFIGS))
+            return next(filter(None, map(read_json_object, files)), {})
+
+    def _source(self) -> Path | str:
+        """The file or folder, downloaded where it is a hub's one file of weights; else the hub id."""
+        if self.kind is not Kind.HUB:
+            return Path(self.place) if os.path.exists(self.place) else self.place
+        from .hub import find_hub_file
+
+        return find_hub_file(self.place) or self.place
+
+    def load_text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
+        """See the function of this name."""
+        from ..clip.model_files import explain_failure
+        from .single_file import read_file
+        from .transformers_folder import read_text_encoder
+
+        with explain_failure(f"The text encoder {self.name!r} could not be loaded"):
+            if self.kind in (Kind.CHINESE_CLIP, Kind.ORIGINAL):
+                raise self.refusal()
+            source = self._source()
+            if self.kind is Kind.TRANSFORMERS:
+                return read_text_encoder(source)
+            if os.path.isfile(source):
+                return read_file(Path(source))
+            if self.kind is Kind.HUB:
+                try:
+                    return read_text_encoder(source)
+                except ValueError as error:
+                    problem = "is not a folder or file here, and as a hub id it gives no text encoder"
+                    raise UserError(f"{self.name!r} {problem}: {reason(error)}. Give a folder or file.") from error
+            from ..ablation.heads import fold_text_heads  # open_clip is optional
+            from .text_encoders import keeps_projection, to_transformers
+
+            backbone = self.load_two_tower()
+            fold_text_heads(backbone)
+            return to_transformers(backbone, keeps_projection(backbone))
+
+    def load_two_tower(self) -> "Backbone":
+        """See the function of this name."""
+        from ..clip.model_files import explain_failure
+
+        with explain_failure(f"The model {self.name!r} could not be loaded"):
+            backbone = self._read_two_tower().float().eval()
+            if backbone.random_weights:
+                raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
+            return backbone
+
+    def _read_two_tower(self) -> "Backbone":
+        from .clip_model import read_chinese_clip, read_clip_model
+        from .loading import load_backbone
+        from .two_tower_file import read_two_tower
+        from .weight_difference import load_fine_tuned
+
+        source = self._source()
+        match self.kind:
+            case Kind.OPEN_CLIP:
+                return load_backbone(self.place, self.weights)
+            case Kind.ABLATION:
+                return _load_ablated(Path(source))
+            case Kind.DIFFERENCE:
+                return load_fine_tuned(source)
+            case Kind.CHINESE_CLIP:
+                return read_chinese_clip(source)
+            case Kind.ORIGINAL:
+                raise self.refusal()
+        return read_two_tower(Path(source)) if os.path.isfile(source) else read_clip_model(source)
+
+    def refusal(self) -> UserError:
+        """The error for SDXL's own encoder and for a Chinese-CLIP, which is only evaluated."""
+        if self.kind is Kind.ORIGINAL:
+            return UserError(f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint. Name another.")
+        from ..clip.chinese_clip import NOT_TRAINED
+
+        return UserError(f"{self.name!r} is a Chinese-CLIP. {NOT_TRAINED}")
+
+
+def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPTokenizer"]:
+    """Loads a text encoder and its tokenizer, ready for a diffusers pipeline.
+
+    Args:
+        name: one of these, recognised by its content:
+
+            - a training run (its model after the last step), or an open_clip folder;
+            - what `ablate` has left: its base model's text encoder, suppressed text heads as ordinary weights;
+            - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
+            - a transformers folder, as `export` writes it: of a CLIPTextModel, its tokenizer beside or in it, or of a
+              CLIPModel, whose text half is taken;
+            - a file of weights (safetensors, or a torch file without code): open_clip's or OpenAI's two-tower,
+              Long-CLIP's `.pt`, ComfyUI's `clip_l` and `clip_g`, a Stable Diffusion checkpoint. A rule decides the
+              activation if the file does not name it (see `single_file`);
+            - a hub id (`owner/name`) of a transformers repository, or of one that holds such a file and nothing else to
+              load ("BeichenZhang/LongCLIP-L"); `hf-hub:owner/name` of an open_clip one;
+            - "toy/debias-clip" and the like.
+
+    Returns:
+        (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection if a folder's configuration names
+        it and for bigG (32 blocks), SDXL's second encoder; in eval mode, in float32 or the dtype that a transformers
+        folder names. The tokenizer's `model_max_length` is the encoder's context length.
+
+    Raises:
+        UserError: there is no text encoder; the message names what is there instead, if known.
+    """
+    return EncoderSpec.parse(name).load_text_encoder()
+
+
+def load_two_tower(name: str | os.PathLike) -> "Backbone":
+    """Loads a CLIP, SigLIP or Chinese-CLIP with both its towers, as retrieval and classification need it.
+
+    Args:
+        name: as for `load_text_encoder`, of a model with both towers; of a file, if open_clip has a model of its sizes;
+            or the folder or hub id of a ChineseCLIPModel ("OFA-Sys/chinese-clip-vit-base-patch16"), which is not
+            trained here. What `ablate` has left has its heads suppressed.
+
+    Returns:
+        The model in eval mode and float32, with no random weights.
+
+    Raises:
+        UserError: there is no two-tower, or a text encoder alone; the message names what is there, if known.
+    """
+    return EncoderSpec.parse(name).load_two_tower()
+
+
+def parse_encoders(names: Sequence[str], readings: bool = True) -> list[EncoderSpec]:
+    """`EncoderSpec.parse` of the encoders that one command compares.
+
+    Args:
+        readings: one encoder may be named with several readings.
+
+    Raises:
+        UserError: there are none, one is named twice, or one is not there.
+    """
+    specs = [EncoderSpec.parse(name) for name in names]
+    if not specs or len({(spec.name, spec.reading if readings else "") for spec in specs}) < len(specs):
+        raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
+    return specs
+
+
+def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
+    """Short unique names: of paths the last parts, as many as make them unique.
+
+    Args:
+        readings: add how prompts are read; of an encoder that reads more than 77 tokens only if not "overlap".
+    """
+    names = list(dict.fromkeys(spec.name for spec in specs))
+    short = dict(zip(names, _short(names), strict=True))
+
+    def label(spec: EncoderSpec) -> str:
+        name = ORIGINAL_LABEL if spec.kind is Kind.ORIGINAL else short[spec.name]
+        if not readings or (spec.reading == "overlap" and spec.context_length > CLIP_CONTEXT):
+            return name
+        return f"{name}, {READINGS[spec.reading]}"
+
+    labelled = [label(spec) for spec in specs]
+    return labelled if len(set(labelled)) == len(specs) else [f"{spec.reading}:{spec.name}" for spec in specs]
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    paths = [Path(name) if os.path.exists(name) else None for name in names]
+    for parts in range(1, max((len(path.parts) for path in paths if path), default=1) + 1):
+        ends = [str(Path(*path.parts[-parts:])) if path else "" for path in paths]
+        # matplotlib leaves names that begin with an underscore out of legends
+        short = [f"./{end}" if end.startswith("_") else end or name for end, name in zip(ends, names, strict=True)]
+        if len(set(short)) == len(short):
+            return short
+    return list(names)
+
+
+def open_clip_models() -> list[str]:
+    """The names of open_clip's models; none where open_clip, which is optional, is missing."""
+    if "open_clip" in sys.modules:
+        return sys.modules["open_clip"].list_models()  # with those that were added
+    spec = find_spec("open_clip")  # its import takes seconds, its configurations are files
+    folders = spec.submodule_search_locations if spec else []
+    return [file.stem for folder in folders for file in Path(folder, "model_configs").glob("*.json")]
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a name that does not exist here could be a repository of the hub (owner/name), so that the hub is asked.
+
+    A missing path is answered at once instead: a name that begins like a path, with a folder that exists here, or with
+    a usual name for a folder of runs or downloads.
+    """
+    owner, _, rest = name.partition("/")
+    is_path = owner in _FOLDERS or name.endswith(_SUFFIXES) or os.path.lexists(owner)
+    return bool(re.fullmatch(r"\w[\w.-]{0,95}", owner) and re.fullmatch(r"[\w.-]{1,96}", rest)) and not is_path
+
+
+def check_model(name: str) -> None:
+    """Raises ValueError unless it is a folder, or a hub id of which something is cached or may be downloaded."""
+    from ..clip.model_files import hub_problem
+
+    if not os.path.isdir(name) and (problem := hub_problem(name) if may_be_hub_id(name) else "it is not there"):
+        raise ValueError(problem)
+
+
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
+_FOLDERS = ("runs", "out", "output", "outputs", "exported", "models", "checkpoints", "weights", "data", "tmp")
+
+
+def _find(name: str) -> tuple[Kind, str, str | None]:
+    """(kind, place, weights) of an encoder's name. Raises UserError for what is not there."""
+    path = name.removeprefix("local-dir:")
+    if path and os.path.exists(path):
+        return *_kind_of(Path(path)), None
+    if re.fullmatch(r"hf-hub:[\w.-]+/[\w.-]+(@[\w.-]+)?", name):
+        return Kind.OPEN_CLIP, name, None
+    model, colon, weights = name.partition(":")
+    if colon and model not in ("local-dir", "hf-hub"):
+        return Kind.OPEN_CLIP, model, _find_weights(model, weights)
+    if (folder := shipped(name)) != name:
+        return *_kind_of(Path(folder)), None
+    if may_be_hub_id(name):
+        return (Kind.CHINESE_CLIP if name.startswith(_CHINESE_CLIPS) else Kind.HUB), name, None
+    models = open_clip_models()
+    if name not in models:
+        raise UserError(
+            f"{name!r} is not there.{near_matches(name, [*TWO_TOWERS, ORIGINAL, *models])} Give a training run, a "
+            "folder with an encoder, a file of weights, MODEL:WEIGHTS (ViT-B-16-quickgelu:openai), or a hub id "
+            "(owner/name; hf-hub:owner/name in open_clip's layout)."
+        )
+    import open_clip
+
+    tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "(no tags for this model)"
+    raise UserError(
+        f"{name!r} is an open_clip model without weights. Give {name}:WEIGHTS, as options --model {name} --pretrained "
+        f"WEIGHTS, with a file or one of: {tags}. To train from random weights, the WEIGHTS are none."
+    )
+
+
+def _kind_of(path: Path) -> tuple[Kind, str]:
+    """(kind, place) of a path that exists; of a training run, those of its model after the last step.
+
+    Of a run that has not ended the best model so far, if it keeps one. Of an alignment the two-tower with the fitted
+    first encoder, or that encoder alone.
+    """
+    if path.is_file():
+        return Kind.FILE, str(path)
+    for file, kind in _FILES.items():
+        if (path / file).is_file():
+            return kind, str(path)
+    for name in MODELS_OF_RUN:
+        if (path / name / "open_clip_config.json").is_file():
+            return Kind.OPEN_CLIP, str(path / name)
+    if (path / FIRST / "text_encoder").is_dir():
+        return Kind.TRANSFORMERS, str(path / FIRST)
+    if Job.read(path).command in ("train", "align") and not (path / SECOND).is_dir():
+        raise UserError(
+            f"The run in {str(path)!r} has not ended, so it has no model yet. Continue it: the command that began it "
+            "goes on where it stopped."
+        )
+    is_chinese = read_json_object(path / "config.json").get("model_type") == "chinese_clip"
+    return (Kind.CHINESE_CLIP if is_chinese else Kind.TRANSFORMERS), str(path)
+
+
+def _find_weights(model: str, weights: str) -> str | None:
+    """The weights of MODEL:WEIGHTS; None for "none". Tags are checked when they are loaded."""
+    if os.path.exists(shipped(model)):
+        raise UserError(f"{model!r} brings its own weights; leave out {weights!r}, or give a model name.")
+    models = open_clip_models()
+    hint = near_matches(model, [*READINGS, *models])
+    if model not in models and (models or hint):
+        raise UserError(
+            f"Unknown model {model!r} in {model + ':' + weights!r}.{hint} Before the colon stands a name of open_clip "
+            f"(ViT-B-16-quickgelu), or how an encoder reads long prompts: {', '.join(READINGS)}."
+        )
+    if weights.endswith(_SUFFIXES) and not os.path.exists(weights):
+        raise UserError(f"No weights {weights!r} for {model!r}: the file is not there.")
+    return None if weights == "none" else weights
+
+
+def _load_ablated(folder: Path) -> "Backbone":
+    """The base model of a search, with the heads that it found suppressed."""
+    from ..ablation.saved import read_ablation
+
+    model, digest, ablation = read_ablation(folder)
+    backbone = load_two_tower(model)
+    if backbone.digest() != digest:
+        raise UserError(
+            f"The ablation {str(folder)!r} is of {model!r}, and that model has other weights, another configuration or "
+            "another tokenizer now. Give the model that it was searched on its old place, or search again."
+        )
+    ablation.apply(backbone)
+    return backbone

@@ -1,0 +1,170 @@
+"""A text tower as a standard transformers text encoder, in memory, and back."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from ..clip.model_files import check_fit
+from ..errors import UserError
+from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
+
+if TYPE_CHECKING:
+    from ..clip.backbone import Backbone
+
+TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
+
+# SDXL's second encoder, the only text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
+# ComfyUI recognises it by them, too.
+_BIGG_LAYERS = 32
+
+
+def is_bigg(config: CLIPTextConfig) -> bool:
+    """Whether the encoder is SDXL's second one, which keeps its projection and is padded with "!", id 0."""
+    return config.num_hidden_layers == _BIGG_LAYERS
+
+
+def keeps_projection(backbone: "Backbone") -> bool:
+    """Whether the backbone's text tower is loaded and exported with its projection by default."""
+    config = text_config(backbone)
+    return is_bigg(config) and config.projection_dim is not None and backbone.pooling == "eot"
+
+
+def text_config(backbone: "Backbone") -> CLIPTextConfig:
+    """The configuration of the backbone's text tower in transformers.
+
+    Raises:
+        UserError: transformers' CLIP has no such tower.
+    """
+    tower, tokenizer = backbone.text.tower, backbone.tokenizer.tokenizer
+    if not backbone.family.causal:
+        raise UserError(
+            f"The text tower of a {backbone.family.name} has no causal mask, and a transformers CLIPTextModel has one: "
+            "it cannot replace SDXL's text encoders. Export a CLIP, for example ViT-L-14."
+        )
+    block = tower.transformer.resblocks[0]
+    if not isinstance(block.ls_1, nn.Identity):
+        raise UserError("This text tower has layer scale, and a transformers CLIPTextModel has none. Export another.")
+    projection = text_state(tower).get("text_projection.weight")
+    return CLIPTextConfig(
+        vocab_size=tower.token_embedding.num_embeddings,
+        hidden_size=tower.token_embedding.embedding_dim,
+        intermediate_size=block.mlp.c_fc.out_features,
+        projection_dim=None if projection is None else len(projection),
+        num_hidden_layers=len(tower.transformer.resblocks),
+        num_attention_heads=block.attn.num_heads,
+        max_position_embeddings=backbone.context_length,
+        hidden_act=activation(block),
+        layer_norm_eps=tower.ln_final.eps,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def check_plain_text(backbone: "Backbone") -> None:
+    """Raises UserError if the attention in the text tower was replaced: weights alone would lose it."""
+    if backbone.text_attention is not None:
+        raise UserError(
+            "The attention in the text tower was replaced, and a transformers CLIP has the plain one. If it suppresses "
+            "heads with beta 0, `debias_diffusion.ablation.heads.fold_text_heads` writes them into the weights."
+        )
+
+
+def activation(block: nn.Module) -> str:
+    """transformers' name of the activation of open_clip's block."""
+    from open_clip.transformer import QuickGELU  # optional
+
+    return "quick_gelu" if isinstance(block.mlp.gelu, QuickGELU) else "gelu"
+
+
+def text_state(tower: nn.Module) -> State:
+    """The text tower's weights under transformers' names, without those of an image tower beside it."""
+    return to_transformers_names({name: t for name, t in tower.state_dict().items() if name.startswith(OPENAIS_TEXT)})
+
+
+def make_encoder(config: CLIPTextConfig, state: State, projection: bool, label: str = "the encoder") -> TextEncoder:
+    """A text encoder with copies of these tensors, in their dtype and eval mode.
+
+    Args:
+        config: the sizes of the tensors.
+        state: transformers' names with the `text_model.` prefix.
+        projection: True for a CLIPTextModelWithProjection; False ignores a projection in `state`.
+        label: the encoder in words, for errors.
+
+    Raises:
+        UserError: `state` does not hold the weights of this configuration.
+    """
+    if not projection:
+        state = {name: tensor for name, tensor in state.items() if name != "text_projection.weight"}
+    cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+    with torch.device("meta"):  # no time for random weights
+        encoder = cls(config)
+    # In memory a CLIPTextModel of transformers 5 has no prefix; older versions have.
+    names = dict(zip(prefixed_state(encoder), encoder.state_dict(), strict=True))
+    dtype = next(iter(state.values())).dtype
+    state = {names.get(name, name): tensor for name, tensor in state.items()}
+    missing, unknown = encoder.to(dtype).to_empty(device="cpu").load_state_dict(state, strict=False)
+    wrong = [f"{name} has no place in it" for name in unknown]
+    wrong += [f"{name} is of {part.dtype}" for name, part in state.items() if not part.is_floating_point()]
+    check_fit(missing, wrong, label)
+    for module in encoder.modules():
+        if "position_ids" in module._buffers:  # in no state dict
+            module.position_ids = torch.arange(config.max_position_embeddings).expand(1, -1)
+    return encoder.eval()
+
+
+def prefixed_state(encoder: TextEncoder) -> State:
+    """The encoder's weights with the `text_model.` prefix, which transformers 5 leaves out in memory."""
+    return {
+        name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
+        for name, tensor in encoder.state_dict().items()
+        if not name.endswith("position_ids")
+    }
+
+
+def to_transformers(backbone: "Backbone", projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text tower as a transformers model with copies of its weights.
+
+    Args:
+        projection: False gives a CLIPTextModel, to replace SDXL's first encoder; True a CLIPTextModelWithProjection,
+            whose `text_embeds` are the trained features, to replace its second.
+
+    Raises:
+        UserError: transformers has no such encoder.
+    """
+    check_plain_text(backbone)
+    config = text_config(backbone)
+    if projection and config.projection_dim is None:
+        raise UserError("This text tower has no projection to export.")
+    if projection and backbone.pooling != "eot":
+        raise UserError(
+            f"This text tower was trained with {backbone.pooling} pooling, and a CLIPTextModelWithProjection pools "
+            "at EOT. Export it without the projection; its hidden states are the same."
+        )
+    tokenizer: Any = backbone.tokenizer.tokenizer  # CLIP's, as the family is
+    return make_encoder(config, text_state(backbone.text.tower), projection), tokenizer
+
+
+def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None:
+    """Copies a transformers text encoder's weights into a backbone of the same sizes, in place.
+
+    The backbone keeps its projection if the encoder has none.
+
+    Raises:
+        UserError: the sizes or the activation differ.
+    """
+    config = text_config(backbone)
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+    for key in (*keys, "vocab_size", "hidden_act"):
+        size, wanted = getattr(text_encoder.config, key), getattr(config, key)
+        if size != wanted:
+            raise UserError(f"The encoder's {key} is {size}, the backbone's is {wanted}; they must be equal.")
+    parameters = dict(backbone.text.tower.named_parameters())
+    with torch.no_grad():
+        for name, tensor in to_openai_names(prefixed_state(text_encoder)).items():
+            if name in parameters:
+                parameters[name].copy_(tensor)
+            elif f"{name}.weight" in parameters:  # a projection that is a Linear, whose weight is transposed
+                parameters[f"{name}.weight"].copy_(tensor.T)

@@ -1,1 +1,0 @@
-"""Searches for attention heads that lower recall: alone, in sets, by a genetic algorithm and by descent (AAT)."""

@@ -1,1 +1,0 @@
-"""Import and export of encoders in the formats that people load."""

@@ -1,1 +1,0 @@
-"""Two-tower models of the CLIP family: load, stretch, encode, save."""

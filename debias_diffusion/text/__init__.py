@@ -1,0 +1,1 @@
+"""Captions and prompts, to sentences, token ids, chunks and embeddings: pure functions, without diffusers."""

@@ -1,0 +1,654 @@
+"""The one renderer: from prompts to embeddings to images. `generate`, the evaluations and the demo are its callers.
+
+An image depends on the models, its prompt and seed, the sampling, and its batch: batch-mates change the last bits. So
+batches are planned over all prompts of a run, finished or not, and each image has its own generator, on the CPU.
+"""
+
+import copy
+import math
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+
+import diffusers
+import numpy as np
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from diffusers import DiffusionPipeline, SchedulerMixin
+from PIL import Image
+from tqdm import tqdm
+
+from debias_diffusion.encoders.spec import EncoderSpec, Kind
+from debias_diffusion.errors import FailedError, UserError, near_matches, reason
+from debias_diffusion.jobs import Job
+from debias_diffusion.limits import Layer
+from debias_diffusion.processes import Processes
+from debias_diffusion.text.chunks import PROGRAMS
+from debias_diffusion.text.tokens import clean
+from debias_diffusion.text.weighting import BREAK
+
+from ..long_prompt import LongPromptOptions, PromptLayout
+from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, load_text_encoders
+from .png import first_difference, sampler, settings_text, write_png
+
+ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
+# in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
+EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
+# Of one UNet evaluation per step, by class, with changes to the checkpoint's configuration: DDIM would clip latents as
+# if they were pixels.
+SCHEDULERS: dict[str, dict] = {
+    "EulerDiscreteScheduler": {},
+    "EulerAncestralDiscreteScheduler": {},
+    "DPMSolverMultistepScheduler": {},
+    "DDIMScheduler": {"clip_sample": False},
+    "UniPCMultistepScheduler": {},
+}
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """What one image is rendered from. `Renderer` cleans the texts; all other functions read them as they are.
+
+    Attributes:
+        prompt: what to render.
+        seed: of the noise, equal on every device.
+        negative_prompt: what to avoid; None for the checkpoint's default.
+        prompt_2: for SDXL's second text encoder; None for `prompt`.
+    """
+
+    prompt: str
+    seed: int = 0
+    negative_prompt: str | None = None
+    prompt_2: str | None = None
+
+    def cleaned(self, options: LongPromptOptions) -> "ImagePrompt":
+        """With the texts as pipelines of these options read them, see `cleaned`."""
+        texts = {name: getattr(self, name) for name in ("prompt", "negative_prompt", "prompt_2")}
+        return replace(self, **{name: text and cleaned(text, options) for name, text in texts.items()})
+
+
+def cleaned(text: str, options: LongPromptOptions) -> str:
+    """A prompt as pipelines read it: cleaned like training captions, BREAK in capitals if it is read, and A1111's AND,
+    of which they warn.
+
+    Where another program is imitated, the text stays as it is.
+    """
+    if options.reading in PROGRAMS:
+        return text
+    pieces, start = [], 0
+    for match in re.finditer(r"\bAND\b" if options.weights == "none" else rf"{BREAK}|\bAND\b", text):
+        pieces += [clean(text[start : match.start()]), match[0]]  # cleaning lowers case
+        start = match.end()
+    return " ".join([*pieces, clean(text[start:])])
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How images are rendered.
+
+    Attributes:
+        steps: denoising steps; here and below, None is the checkpoint's own, which `Renderer` fills in.
+        guidance_scale: up to 1 there is no guidance.
+        height, width: in pixels.
+        layer: of SDXL's text encoders, see `reading_layer`.
+        scheduler: one of SCHEDULERS; None keeps the checkpoint's.
+        long_prompt: how prompts are read; the encoder says in which reading.
+    """
+
+    steps: int | None = 30
+    guidance_scale: float | None = 7.0
+    height: int | None = None
+    width: int | None = None
+    layer: Layer = "penultimate"
+    scheduler: str | None = None
+    long_prompt: LongPromptOptions = LongPromptOptions()  # noqa: RUF009 - frozen
+
+    @classmethod
+    def of(cls, settings: Mapping) -> "Sampling":
+        """From all settings of a command, by the names of these fields and of those of `LongPromptOptions`."""
+        own, long_prompt = (
+            {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
+            for kind in (cls, LongPromptOptions)
+        )
+        return cls(**own, long_prompt=LongPromptOptions(**long_prompt))
+
+
+USUAL = {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
+del USUAL["reading"]
+
+
+def without_usual(settings: dict) -> dict:
+    """An image's settings without those that are as USUAL."""
+    return {name: value for name, value in settings.items() if name not in USUAL or value != USUAL[name]}
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """One image.
+
+    Attributes:
+        name: of its file, without .png; may begin with a folder's name.
+        prompt: what it is rendered from, as a person wrote it.
+        where: the prompt's place in words: "line 3".
+    """
+
+    name: str
+    prompt: ImagePrompt
+    where: str = ""
+
+    @property
+    def file(self) -> str:
+        """Its name in the job."""
+        return f"{self.name}.png"
+
+    @property
+    def place(self) -> str:
+        """Where the prompt comes from, else the name."""
+        return self.where or self.name
+
+
+def check_scheduler(name: str) -> None:
+    """Raises UserError unless `name` is one of SCHEDULERS."""
+    if name not in SCHEDULERS:
+        hint = near_matches(name, tuple(SCHEDULERS))
+        raise UserError(f"Unknown scheduler {name!r}.{hint} Choose from: {', '.join(SCHEDULERS)}.")
+
+
+def make_scheduler(pipe: DiffusionPipeline, name: str | None) -> SchedulerMixin:
+    """A new scheduler with the configuration of the pipeline's, of a class in SCHEDULERS or, if None, of the same."""
+    cls = getattr(diffusers, name) if name else type(pipe.scheduler)
+    return cls.from_config(pipe.scheduler.config, **SCHEDULERS.get(name, {}))
+
+
+@contextmanager
+def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
+    """Within the context, SDXL's UNet reads this layer of both text encoders; pooled embeddings stay as they are.
+
+    Args:
+        layer: "penultimate", which SDXL was trained with, or "last": the last layer after the final norm, which
+            Long-CLIP's code feeds to SDXL.
+    """
+    encoders = (pipe.text_encoder, pipe.text_encoder_2) if layer == "last" else ()
+    hooks = [encoder.register_forward_hook(last_for_penultimate) for encoder in encoders]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def last_for_penultimate(encoder: torch.nn.Module, inputs, output):
+    """A forward hook that puts the last layer, after the final norm, where pipelines read the penultimate one."""
+    output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
+    return output
+
+
+def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
+    """Device and precision as every settings record of an image has them."""
+    return {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeline:
+    """A pipeline with other components, by name, which shares the rest with `pipe`; that one stays as it is."""
+    replaced = copy.copy(pipe)
+    replaced.register_modules(**components)
+    return replaced
+
+
+def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
+    """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
+    texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt}
+    if prompt.prompt_2 is not None:
+        texts["prompt_2"] = prompt.prompt_2
+    try:
+        return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guidance_scale > 1)
+    except ValueError as error:
+        raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
+
+
+def plan_batches(
+    prompts: Sequence[ImagePrompt], layouts: Mapping[int, PromptLayout], size: int, wanted: Collection[int]
+) -> list[list[int]]:
+    """Indices of prompts in batches of one length, so that none is padded further than it would be alone.
+
+    In a batch either all or no prompts have a negative prompt. Finished images keep their place in their batch, so that
+    a resumed run renders the rest with the same batch-mates, bit for bit.
+
+    Args:
+        prompts: all of the run.
+        layouts: of those that can be rendered, by index.
+        size: images in a batch at most.
+        wanted: indices of the images to render; batches without one are left out.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, layout in layouts.items():
+        key = layout.positions, prompts[index].negative_prompt is None
+        groups.setdefault(key, []).append(index)
+    batches = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
+    wanted = set(wanted)
+    return sorted(batch for batch in batches if not wanted.isdisjoint(batch))
+
+
+@torch.no_grad()
+def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Embeddings:
+    """Embeddings of one batch, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance."""
+    arguments = {"prompt": [prompt.prompt for prompt in prompts]}
+    if prompts[0].negative_prompt is not None:
+        arguments["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
+    if any(prompt.prompt_2 is not None for prompt in prompts):
+        arguments["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
+    arguments |= {
+        "device": None,
+        "num_images_per_prompt": 1,
+        "do_classifier_free_guidance": sampling.guidance_scale > 1,
+    }
+    with reading_layer(pipe, sampling.layer):
+        embeddings = pipe.encode_prompt(**arguments)
+    named = zip(EMBEDDINGS, embeddings, strict=False)
+    return {name: embedding.cpu() for name, embedding in named if embedding is not None}
+
+
+def render(
+    pipe: DiffusionPipeline,
+    embeddings: Embeddings,
+    seeds: Sequence[int],
+    sampling: Sampling,
+    on_step: Callable[[int, int], None] | None = None,
+) -> list[Image.Image | str]:
+    """Images of one batch from the embeddings of `encode`; `pipe` needs no text encoder.
+
+    Embeddings, the latents after each step and the decoded pixels must be finite. A batch without a finite image ends
+    at once. All other images are bit for bit those of the pipeline without checks.
+
+    Args:
+        pipe: may have a safety checker.
+        on_step: called after each step with the number of finished steps and of all. What it raises ends the rendering.
+
+    Returns:
+        each image, or in words why there is none: "its embeddings are not finite (NaN or infinite)"
+    """
+    decoded: list[bool] = []
+
+    def check_latents(pipe: DiffusionPipeline, index: int, timestep, tensors: dict) -> dict:
+        if not any(_finite_rows(tensors["latents"])):
+            raise _LostError(_NOT_FINITE.format(f"latents after step {index + 1}"))
+        if on_step is not None:
+            on_step(index + 1, pipe.num_timesteps)
+        return {}
+
+    hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
+    try:
+        if not any(map(all, zip(*map(_finite_rows, embeddings.values()), strict=True))):
+            raise _LostError(_NOT_FINITE.format("embeddings"))
+        with np.errstate(invalid="ignore"):  # NaN is reported below
+            output = pipe(
+                **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
+                height=sampling.height,
+                width=sampling.width,
+                num_inference_steps=sampling.steps,
+                guidance_scale=sampling.guidance_scale,
+                # On the CPU, because each kind of device draws other numbers from the same seed.
+                generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
+                callback_on_step_end=check_latents,
+                callback_on_step_end_tensor_inputs=["latents"],
+            )
+    except _LostError as lost:
+        return [str(lost)] * len(seeds)
+    finally:
+        hook.remove()
+    flagged = getattr(output, "nsfw_content_detected", None) or [False] * len(seeds)
+    if len(decoded) != len(seeds):  # in tiles
+        decoded = [all(decoded)] * len(seeds)
+    return [
+        _NOT_FINITE.format("pixels") if not finite else _FLAGGED if black else image
+        for image, finite, black in zip(output.images, decoded, flagged, strict=True)
+    ]
+
+
+_NOT_FINITE = "its {} are not finite (NaN or infinite)"
+_FLAGGED = "the safety checker of the checkpoint has blacked it out"
+
+
+class _LostError(Exception):
+    """No image of a batch is left; says why."""
+
+
+def _finite_rows(tensor: torch.Tensor) -> list[bool]:
+    """Whether all values of each row of [rows, ...] are finite."""
+    return tensor.isfinite().flatten(1).all(dim=1).tolist()
+
+
+def render_batch(
+    pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling
+) -> list[Image.Image | str]:
+    """`encode`, then `render`."""
+    return render(pipe, encode(pipe, prompts, sampling), [prompt.seed for prompt in prompts], sampling)
+
+
+@dataclass
+class Renderer:
+    """A checkpoint with one text encoder after the other; its other models are loaded once, on demand.
+
+    Args:
+        base: see `Checkpoint.parse`.
+        sampling: of all images.
+        encoder_2: replaces SDXL's second encoder, but for encoders that `align` fitted one with; see `load_pipeline`.
+        batch: images rendered at once.
+        low_memory: either the text encoders or the UNet are in memory, never both.
+        show_steps: with a progress bar for the steps of each batch, in place of one for all images.
+
+    Raises:
+        UserError: there is no such checkpoint, it is of another kind, or cannot render images of this size.
+    """
+
+    base: str
+    sampling: Sampling
+    device: torch.device
+    dtype: torch.dtype | None = None
+    encoder_2: str | None = None
+    batch: int = 1
+    low_memory: bool = False
+    show_steps: bool = False
+
+    def __post_init__(self):
+        self.checkpoint = Checkpoint.parse(self.base)
+        self.checkpoint.check_kind(PIPELINES)
+        defaults = asdict(self.checkpoint.defaults) | dict(zip(("height", "width"), self.checkpoint.size, strict=True))
+        unsaid = {name: value for name, value in defaults.items() if getattr(self.sampling, name, value) is None}
+        self.sampling = replace(self.sampling, **unsaid)
+        self.checkpoint.check_size(self.sampling.height, self.sampling.width)
+        self.dtype = self.dtype or default_dtype(self.device)
+        self._pipe: DiffusionPipeline | None = None
+        self._loaded: tuple[str | None, ...] = ()  # the encoders in `_pipe`
+        self._digests: dict[str | None, str | None] = {None: None, STRETCH: STRETCH}
+
+    def with_sampling(self, sampling: Sampling) -> "Renderer":
+        """A renderer of the same loaded models; of `sampling` nothing may be None."""
+        renderer = copy.copy(self)
+        renderer.sampling = sampling
+        return renderer
+
+    def settings(self, encoder: EncoderSpec) -> dict:
+        """Everything that affects an image besides its `ImagePrompt` and the models."""
+        sampling = asdict(self.sampling)
+        del sampling["long_prompt"]
+        return {
+            **asdict(self.options(encoder)),
+            "scheduler": sampling.pop("scheduler"),
+            **sampling,
+            **runtime_settings(self.device, self.dtype),
+        }
+
+    def options(self, encoder: EncoderSpec) -> LongPromptOptions:
+        """How prompts are read."""
+        return replace(self.sampling.long_prompt, reading=encoder.reading)
+
+    def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
+        """The digests of the models, read from their files; None for an encoder of the checkpoint."""
+        digests = {slot: self.digest(name) for slot, name in self._encoders(encoder).items()}
+        return {"base": self.checkpoint.digest, **digests}
+
+    def digest(self, encoder: str | None) -> str | None:
+        """Of an encoder, computed once, because it may have gigabytes."""
+        if encoder not in self._digests:
+            self._digests[encoder] = EncoderSpec.parse(encoder).digest
+        return self._digests[encoder]
+
+    def png_settings(self, encoder: EncoderSpec, prompt: ImagePrompt) -> dict:
+        """The settings of an image before it is rendered; its PNG holds those that are not as USUAL.
+
+        Models are named as they were given. Of an encoder in files there is the sha256, too.
+        """
+        names = self._encoders(encoder)
+        digests = {f"{slot}_sha256": (self.digest(name) or "").rpartition(":")[2] for slot, name in names.items()}
+        return {
+            **asdict(prompt),
+            "base": self.base,
+            **names,
+            **{name: digest if re.fullmatch("[0-9a-f]{64}", digest) else None for name, digest in digests.items()},
+            **self.settings(encoder),
+        }
+
+    def png_text(
+        self, pipe: DiffusionPipeline, encoder: EncoderSpec, prompt: ImagePrompt, layout: PromptLayout
+    ) -> dict[str, str]:
+        """The text chunks of an image's PNG, with all its settings, see `settings_text`."""
+        scheduler = type(pipe.scheduler).__name__
+        settings = without_usual(self.png_settings(encoder, prompt)) | layout.settings()
+        settings["scheduler"] = sampler(scheduler)
+        return settings_text(settings, scheduler)
+
+    def pipeline(self, encoder: EncoderSpec, part: Part | None = None) -> DiffusionPipeline:
+        """The checkpoint with an encoder, with the options that were asked for.
+
+        Args:
+            encoder: replaces the first one, unless it is "original".
+            part: None: all, in low memory the text encoders alone.
+
+        Raises:
+            UserError: it cannot be loaded, or does not fit.
+        """
+        return self.prepare(self._load(encoder, part or ("encoders" if self.low_memory else "all")), encoder)
+
+    def prepare(self, pipe: DiffusionPipeline, encoder: EncoderSpec) -> DiffusionPipeline:
+        """A pipeline of the same models with this renderer's options, and a scheduler without state of past steps."""
+        pipe = replace_components(pipe, scheduler=make_scheduler(pipe, self.sampling.scheduler))
+        return pipe.set_long_prompt(**asdict(self.options(encoder)))
+
+    def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
+        """How a prompt is read, see `read_layout`."""
+        return read_layout(pipe, prompt.cleaned(pipe._long_prompt), self.sampling)
+
+    def render(
+        self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]
+    ) -> Iterator[list[Image.Image | str]]:
+        """The images of each batch, see `render`; `pipe` is that of `pipeline` for this encoder.
+
+        In low memory in rounds, because the embeddings of thousands of prompts take more memory than the encoders,
+        which are removed from `pipe`.
+        """
+        options = self.options(encoder)
+        cleaned_batches = [[prompt.cleaned(options) for prompt in batch] for batch in batches]
+        if not self.low_memory:
+            for batch in cleaned_batches:
+                yield render_batch(pipe, batch, self.sampling)
+            return
+        per_round = max(1, ENCODED_AT_ONCE // self.batch)
+        for start in range(0, len(batches), per_round):
+            pipe = pipe or self.pipeline(encoder)
+            bar = tqdm(cleaned_batches[start : start + per_round], "encode", disable=self.show_steps, leave=False)
+            encoded = [(batch, encode(pipe, batch, self.sampling)) for batch in bar]
+            # The caller may hold the pipeline, too.
+            pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
+            pipe = None
+            clear_device_cache(garbage_collection=True)
+            denoiser = self.pipeline(encoder, "denoiser")
+            for batch, embeddings in encoded:
+                yield render(denoiser, embeddings, [prompt.seed for prompt in batch], self.sampling)
+            del denoiser
+            clear_device_cache(garbage_collection=True)
+
+    def _load(self, encoder: EncoderSpec, part: Part) -> DiffusionPipeline:
+        first, second = names = tuple(self._encoders(encoder).values())
+        if part == "all" and self._pipe is not None:
+            given = zip(("text_encoder", "text_encoder_2"), names, self._loaded, strict=True)
+            others = {slot: name for slot, name, loaded in given if name != loaded}
+            if not {None, STRETCH} & {*others.values()}:
+                others = load_text_encoders(self.checkpoint, others, self.device, self.dtype)
+                return replace_components(self._pipe, **others)
+        self._pipe = None  # before the next one is loaded
+        pipe = load_pipeline(self.base, first, self.device, self.dtype, second, part)
+        pipe.set_progress_bar_config(disable=not self.show_steps)
+        if part == "all":
+            self._pipe, self._loaded = pipe, names
+        return pipe
+
+    def _encoders(self, encoder: EncoderSpec) -> dict[str, str | None]:
+        """The names of the encoders that replace the checkpoint's."""
+        if encoder.kind is Kind.ORIGINAL:
+            return {"encoder": None, "encoder_2": self.encoder_2}
+        return {"encoder": encoder.name, "encoder_2": encoder.fitted_second or self.encoder_2}
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The images of one encoder.
+
+    Attributes:
+        folder: of the job.
+        files: of the images that are there, in the order of the tasks.
+        reading: for reports. "cut_at": the number of tokens, BOS and EOS included, at which prompts are cut, None if
+            they are not; "prompts_cut": how many were; "seconds": of rendering, in all runs, without loading models.
+    """
+
+    folder: Path
+    files: list[Path]
+    reading: dict
+
+
+def render_into(
+    job: Job,
+    renderer: Renderer,
+    encoder: EncoderSpec,
+    tasks: Sequence[ImageTask],
+    left_out: dict[str, str] | None = None,
+    processes: Processes | None = None,
+) -> Rendered:
+    """Renders the images that are missing in a job folder, each with its settings in its PNG.
+
+    Images of a resumed run, and of several processes, equal those of one uninterrupted run, bit for bit.
+
+    Args:
+        job: with the renderer's settings and inputs. Images are its items, `NAME.png`.
+        tasks: all images, finished or not; a finished one must be of the same prompt.
+        left_out: gets, by its place, why an image was not rendered.
+        processes: that share the work, by default this one alone; all make this call, each with a job of its own.
+
+    Raises:
+        UserError: an image is of another prompt or was not made by this job, or no prompt can be read.
+        FailedError: some images have values that are not finite, see `render`. All others are rendered.
+    """
+    left_out, processes = {} if left_out is None else left_out, processes or Processes(renderer.device)
+    missing = processes.from_main(lambda: _missing(job, tasks))
+    print(f"Images: {len(tasks) - len(missing):,} are in {job.folder}, {len(missing):,} to render")
+    if missing:
+        failed = processes.gathered(_render_share(job, renderer, encoder, tasks, missing, left_out, processes))
+        left_out |= dict(failed)
+        if failed:
+            raise FailedError(explain_failures(failed, f"{len(tasks):,} images in {str(job.folder)!r}", renderer.dtype))
+    finished = Job.read(job.folder)  # other processes have added theirs
+    there = [task.file for task in tasks if task.file in finished]
+    notes = [finished.notes(name) for name in there]
+    reading = {
+        "cut_at": max((entry["cut_at"] or 0 for entry in notes), default=0) or None,
+        "prompts_cut": sum(entry["tokens"] + 2 > (entry["cut_at"] or math.inf) for entry in notes),
+        "seconds": round(sum(entry["seconds"] for entry in notes), 3),
+    }
+    return Rendered(job.folder, [job.folder / name for name in there], reading)
+
+
+def explain_failures(failed: Sequence[tuple[str, str]], images: str, dtype: torch.dtype) -> str:
+    """What to do about those of the images, "7 images", that were not rendered, (place, reason) each."""
+    return (
+        f"{len(failed):,} of {images} were not rendered, the first: {': '.join(failed[0])}. Where values are "
+        "not finite, weights of an encoder or of the SDXL checkpoint are damaged, or too large for "
+        f"{str(dtype).removeprefix('torch.')}. Try another encoder or, with `generate`, --precision fp32. The other "
+        "images are kept."
+    )
+
+
+def _missing(job: Job, tasks: Sequence[ImageTask]) -> set[int]:
+    """Indices of the images that are not there or damaged. Raises UserError for one that is something else."""
+    missing, differing, damaged = set(), [], []
+    finished = set(job.names())
+    for index, task in enumerate(tasks):
+        name = task.file
+        if name not in finished:
+            missing.add(index)
+            if os.path.lexists(job.folder / name):
+                differing.append(f"{name} ({task.place}): it was not made by this job")
+        elif difference := first_difference(job.notes(name), asdict(task.prompt)):
+            differing.append(f"{name} ({task.place}): {difference}")
+        elif job.path(name, damaged="absent") is None:
+            missing.add(index)
+            damaged.append(name)
+    if differing:
+        raise UserError(
+            f"{len(differing):,} of the images in {str(job.folder)!r} are others, the first {differing[0]}. Give "
+            "another output, return to those prompts, or remove the images to replace."
+        )
+    if damaged:
+        print(f"Damaged: {len(damaged):,} of the images, rendered again, the first {damaged[0]}")
+    return missing
+
+
+def _render_share(
+    job: Job,
+    renderer: Renderer,
+    encoder: EncoderSpec,
+    tasks: Sequence[ImageTask],
+    missing: set[int],
+    left_out: dict[str, str],
+    processes: Processes,
+) -> list[tuple[str, str]]:
+    """Renders one process's share of the missing images. Returns the places and reasons of those that failed."""
+    pipe, failed = renderer.pipeline(encoder), []
+    layouts, prompts = _layouts(renderer, pipe, tasks, left_out), [task.prompt for task in tasks]
+    batches = plan_batches(prompts, layouts, renderer.batch, missing)[processes.index :: processes.count]
+    title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {job.folder.name}"
+    total = sum(index in missing for batch in batches for index in batch)
+    with tqdm(desc=title, total=total, unit="image", disable=not processes.is_main) as bar:
+        started = time.monotonic()
+        rendered = renderer.render(pipe, encoder, [[prompts[index] for index in batch] for batch in batches])
+        for batch, images in zip(batches, rendered, strict=True):
+            seconds = (time.monotonic() - started) / len(batch) / processes.count
+            for index, image in zip(batch, images, strict=True):
+                task = tasks[index]
+                if index in missing and isinstance(image, str):
+                    failed.append((f"{task.place}, seed {task.prompt.seed}", image))
+                elif index in missing:
+                    notes = asdict(task.prompt) | layouts[index].settings()
+                    text = renderer.png_text(pipe, encoder, task.prompt, layouts[index])
+                    with job.write(task.file, **notes, seconds=seconds) as temporary:
+                        write_png(image, temporary, text)
+                    bar.update()
+            started = time.monotonic()
+    return failed
+
+
+def _layouts(
+    renderer: Renderer, pipe: DiffusionPipeline, tasks: Sequence[ImageTask], left_out: dict[str, str]
+) -> dict[int, PromptLayout]:
+    """How the prompt of each image is read, by the image's index; prints it."""
+    read, layouts = cache(lambda prompt: renderer.layout(pipe, prompt)), {}
+    for index, task in enumerate(tasks):
+        try:
+            layouts[index] = read(replace(task.prompt, seed=0))
+        except UserError as error:
+            left_out[task.place] = str(error)
+    if not layouts:
+        place, why = next(iter(left_out.items()))
+        raise UserError(f"No prompt can be rendered. {place.capitalize()}: {why}")
+    counts = sorted(Counter(layout.positions for layout in layouts.values()).items())
+    print("Positions:", ", ".join(f"{length} for {count:,} image{'s' * (count > 1)}" for length, count in counts))
+    return layouts
+
+
+@contextmanager
+def explain_memory(device: torch.device, advice: str) -> Iterator[None]:
+    """Turns an out-of-memory error into a UserError with advice."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
+            raise
+        raise UserError(
+            f"The memory of {device} does not suffice ({reason(error)}). What is finished stays. {advice}"
+        ) from error
