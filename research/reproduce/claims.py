@@ -1,28 +1,29 @@
-"""Differences between two models over several seeds, and the claims of the papers that they decide.
+"""Differences between two models, and the claims of the papers that they decide.
 
-A seed has a training, and queries, of its own. So the difference of the two means over a seed's queries, paired by
-query, is one observation in which the spread of trainings and of queries are both; seeds are independent of each other.
-The interval is Student's over seeds, and p is of the paired t-test. Of a single seed they are those of
-`intervals.paired_difference` over its queries, and hold for that training alone.
+What varies is the unit. Where a model is trained or searched for each seed, a seed is one observation, in which the
+spread of trainings and of queries are both: the interval is Student's over seeds, and p is of the paired t-test. Where
+the models are the same in each seed, seeds are batches of queries: the queries of all seeds are pooled, and the
+interval is `intervals.paired_ratio_difference` of them, whole groups resampled. So is that of a single seed, which
+holds for that training alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from scipy import stats
 
 from debias_diffusion.errors import UserError, near_matches
-from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.intervals import paired_ratio_difference
 from debias_diffusion.files import read_json_object
 
-from .papers import Claim, Claims, Comparison, Model, Recorded
+from .papers import Claim, Claims, Comparison, Model, Queries, Recorded
 
 HOLDS, FAILS, UNDECIDED, UNTESTED = "holds", "does not hold", "not decided", "not tested"
-# (model, evaluation, score) -> {seed: values of queries, or one number}
-Lookup = Callable[[Model, str, str], dict[int, list[float] | float]]
+BySeed = Mapping[int, Queries | float]  # a score's queries, or one number, for each seed
+Lookup = Callable[[Model, str, str], BySeed]  # of (model, evaluation, score)
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,10 @@ class Difference:
     """A score of one model less that of another.
 
     Attributes:
-        difference: the mean over seeds.
-        low, high: 95% interval; None where there is neither a second seed nor queries.
+        difference: the mean over seeds, or of the pooled queries.
+        low, high: 95% interval; None where one seed has no queries, or no two seeds differ.
         p: two-sided, likewise.
+        unit: what the interval is over.
         by_seed: the difference of each seed.
     """
 
@@ -40,6 +42,7 @@ class Difference:
     low: float | None
     high: float | None
     p: float | None
+    unit: Literal["seeds", "queries"]
     by_seed: list[float]
 
     def verdict(self, sign: str, margin: float = 0.0) -> str:
@@ -55,41 +58,54 @@ class Difference:
 
     def numbers(self) -> dict:
         """As JSON values, rounded."""
-        numbers = {name: part for name, part in asdict(self).items() if name != "by_seed"}
-        rounded = {name: part if part is None else float(f"{part:.4g}") for name, part in numbers.items()}
-        return rounded | {"by_seed": [float(f"{part:.4g}") for part in self.by_seed]}
+        rounded = {name: part and float(f"{part:.4g}") for name, part in asdict(self).items() if name in _NUMBERS}
+        return rounded | {"unit": self.unit, "by_seed": [float(f"{part:.4g}") for part in self.by_seed]}
 
 
-def over_seeds(a: Mapping[int, Sequence[float] | float], b: Mapping[int, Sequence[float] | float]) -> Difference:
+_NUMBERS = ("difference", "low", "high", "p")
+
+
+def compare(a: BySeed, b: BySeed, trained: bool = True) -> Difference:
     """The difference of a score of two models.
 
     Args:
-        a, b: by seed, the values of the same queries in the same order, or one number.
+        a, b: by seed, of the same queries in the same order, or one number.
+        trained: whether each seed has models of its own; otherwise its queries are pooled with those of the others.
 
     Raises:
-        ValueError: the seeds differ, or the numbers of queries of a seed.
+        ValueError: the seeds differ, or the groups of a seed's queries.
     """
     if a.keys() != b.keys() or not a:
         raise ValueError(f"a has the seeds {sorted(a)} and b {sorted(b)}; both must have the same")
-    if any(np.shape(a[seed]) != np.shape(b[seed]) for seed in a):
-        raise ValueError("both must have values of the same queries")
-    by_seed = [float(np.mean(a[seed]) - np.mean(b[seed])) for seed in sorted(a)]
-    [first, *others] = a
-    if others or not np.ndim(a[first]):
+    by_seed = [mean_of(a[seed]) - mean_of(b[seed]) for seed in sorted(a)]
+    if (trained and len(a) > 1) or not all(isinstance(part, Queries) for part in (*a.values(), *b.values())):
         return of_numbers(by_seed)
-    return Difference(**paired_difference(a[first], b[first]), by_seed=by_seed)
+    if any(a[seed].groups != b[seed].groups for seed in a):
+        raise ValueError("both must have values of the same queries")
+    line = paired_ratio_difference(_sums(a), _sums(b))
+    return Difference(**line, unit="queries", by_seed=by_seed)
+
+
+def mean_of(score: Queries | float) -> float:
+    """The score of a seed."""
+    return score.mean if isinstance(score, Queries) else score
+
+
+def _sums(by_seed: Mapping[int, Queries]) -> tuple[np.ndarray, np.ndarray]:
+    """Above and below the line, the sums of each group of each seed."""
+    of_seeds = [by_seed[seed].group_sums() for seed in sorted(by_seed)]
+    above, below = map(np.concatenate, zip(*of_seeds, strict=True))
+    return above, below
 
 
 def of_numbers(by_seed: Sequence[float]) -> Difference:
     """From the difference of each seed: Student's interval of the mean, and p."""
     mean = float(np.mean(by_seed))
-    if len(by_seed) < 2:
-        return Difference(mean, None, None, None, list(by_seed))
-    if len(set(by_seed)) == 1:  # no seed differs: the t-test is not defined
-        return Difference(mean, mean, mean, 1.0 if mean == 0 else 0.0, list(by_seed))
+    if len(set(by_seed)) < 2:  # of one seed, or of equal ones, nothing is known of the spread
+        return Difference(mean, None, None, None, "seeds", list(by_seed))
     test = stats.ttest_1samp(by_seed, 0)
     low, high = map(float, test.confidence_interval())
-    return Difference(mean, low, high, float(test.pvalue), list(by_seed))
+    return Difference(mean, low, high, float(test.pvalue), "seeds", list(by_seed))
 
 
 def joint_verdict(verdicts: Sequence[str]) -> str:
@@ -101,15 +117,15 @@ def joint_verdict(verdicts: Sequence[str]) -> str:
     return HOLDS if all(verdict == HOLDS for verdict in verdicts) else UNDECIDED
 
 
-def compared_models(claims: Claims, claim: Claim) -> Iterator[tuple[Comparison, dict[str, Model]]]:
-    """Each comparison of a claim, with its models by name.
+def compared_models(claims: Claims, claim: Claim) -> Iterator[tuple[Comparison, list[tuple[str, Model]]]]:
+    """Each comparison of a claim, with the names and models of a, b, and of c and d.
 
     Raises:
         UserError: a comparison names an unknown model.
     """
     for comparison in claim.compare:
         names = filter(None, (comparison.a, comparison.b, comparison.c, comparison.d))
-        yield comparison, {name: _find_model(claims, name) for name in names}
+        yield comparison, [(name, _find_model(claims, name)) for name in names]
 
 
 def _find_model(claims: Claims, name: str) -> Model:
@@ -134,22 +150,22 @@ def decide(claims: Claims, scores: Lookup, repository: Path) -> dict[str, list[d
         parts += [_recorded(part, repository) for part in claim.recorded if part.file not in absent]
         reason = " ".join(f"{file} is not here." for file in absent)
         verdict = UNTESTED if reason else joint_verdict([part["verdict"] for part in parts])
-        entry = {"claim": claim.claim, "source": claim.source, "published": claim.published, "note": claim.note}
+        entry = {name: getattr(claim, name) for name in ("claim", "source", "published", "note", "main")}
         return entry | {"parts": parts, "verdict": verdict, "reason": reason}
 
     return {title: list(map(decided, group)) for title, group in claims.claims.items()}
 
 
-def _compare(comparison: Comparison, models: dict[str, Model], scores: Lookup) -> dict:
-    column, values = (comparison.evaluation, comparison.score), {}
-    for name, model in models.items():
-        values[name] = {seed: np.asarray(part, dtype=float) for seed, part in scores(model, *column).items()}
-    a, b, text = values[comparison.a], values[comparison.b], f"{comparison.a} − {comparison.b}"
-    if comparison.c is not None:
-        c, d = values[comparison.c], values[comparison.d]
-        a, b = ({seed: above[seed] - below[seed] for seed in above} for above, below in ((a, b), (c, d)))
+def _compare(comparison: Comparison, models: list[tuple[str, Model]], scores: Lookup) -> dict:
+    column = comparison.evaluation, comparison.score
+    a, b, *less = (scores(model, *column) for _, model in models)
+    text = f"{comparison.a} − {comparison.b}"
+    if less:
+        c, d = less
         text = f"({text}) − ({comparison.c} − {comparison.d})"
-    return _as_json(f"{text}: {' '.join(column)}", over_seeds(a, b), comparison)
+        a, b = ({seed: mean_of(x[seed]) - mean_of(y[seed]) for seed in x} for x, y in ((a, b), (c, d)))
+    trained = any(model.is_trained for _, model in models)
+    return _as_json(f"{text}: {' '.join(column)}", compare(a, b, trained), comparison)
 
 
 def _as_json(text: str, difference: Difference, part: Comparison | Recorded, **file: str) -> dict:
@@ -164,7 +180,8 @@ def _recorded(part: Recorded, repository: Path) -> dict:
         subtracted = follow(content, part.less, part.file)
         difference = of_numbers([a - b for a, b in zip(measured, subtracted, strict=True)])
     elif len(measured) == 1:
-        difference = Difference(*(measured[0].get(name) for name in ("difference", "low", "high", "p")), by_seed=[])
+        numbers = [measured[0].get(name) for name in _NUMBERS]
+        difference = Difference(*numbers, measured[0]["unit"], measured[0]["by_seed"])
     else:
         difference = of_numbers([entry["difference"] for entry in measured])
     return _as_json(part.text, difference, part, file=part.file)

@@ -16,10 +16,10 @@ from ..options import ReproduceConfig
 from . import papers
 from .availability import TFLOPS, missing_parts
 from .building import Work
-from .claims import Lookup, compared_models, decide, over_seeds
+from .claims import BySeed, Lookup, compare, compared_models, decide, mean_of
 from .contents import Contents
 from .evidence import evidence_page, mixed_note
-from .papers import CLAIMS, Column, Model, PaperTable
+from .papers import CLAIMS, Column, Model, PaperTable, Queries, World
 from .units import is_done, result_of, run_units
 
 ALL = "all"
@@ -97,7 +97,7 @@ class Reproduction:
         """Every model of a claim by its name, with each column it is compared in."""
         for claim in (claim for group in (self.claims.claims.values() if self.claims else ()) for claim in group):
             for comparison, models in compared_models(self.claims, claim):
-                for name, model in models.items():
+                for name, model in models:
                     yield name, model, Column(comparison.evaluation, comparison.score)
 
     def _plan(self) -> str:
@@ -112,8 +112,7 @@ class Reproduction:
         lines.append(f"to do: {len(trainings)} trainings, {len(left) - len(trainings)} other pieces; about {cost}")
         return "\n".join(lines)
 
-    def _scores(self, model: Model, evaluation: str, score: str) -> dict:
-        """{seed: values of the score}"""
+    def _scores(self, model: Model, evaluation: str, score: str) -> BySeed:
         values = {}
         for seed in self.config.seeds:
             scores = result_of(self.job, self.work.add(model, evaluation, seed))["content"]
@@ -121,7 +120,7 @@ class Reproduction:
                 raise UserError(
                     f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."
                 )
-            values[seed] = scores[score]
+            values[seed] = Queries(**scores[score]) if isinstance(scores[score], dict) else scores[score]
         return values
 
     def _programs(self, name: str, wanted: Iterable[tuple[Model, Column]]) -> list[str]:
@@ -140,7 +139,7 @@ class Reproduction:
         files = []
         for name, table in self.tables.items():
             programs = self._programs(name, _cells_of(table))
-            arguments = name, table, self._scores, self.world.title, self.config.seeds, self.output, programs
+            arguments = name, table, self._scores, self.world, self.config.seeds, self.output, programs
             files.append(write_table(*arguments))
             print(f"\n{files[-1].read_text(encoding='utf-8')}")
         return files + (self._write_claims() if self.claims else [])
@@ -160,17 +159,18 @@ class Reproduction:
         files = [self.output / "claims.json", *([Path(self.config.results)] if self.config.results else [])]
         for file in files:
             write_json(file, content)
-        page = self.output / "claims.md"
-        write_text(page, evidence_page(content))
+        pages = {self.output / "evidence.md": False, self.output / "claims.md": True}
+        for page, every in pages.items():
+            write_text(page, evidence_page(content, every))
         verdicts = [[entry["claim"], entry["verdict"]] for group in groups.values() for entry in group]
         print(f"\n{Table(['claim', 'verdict'], verdicts)}")
-        return [*files, page]
+        return [*files, *pages]
 
     def _means(self) -> dict[str, dict]:
         """{evaluation: {model: {score: {"mean", "deviation" over seeds}}}}"""
         means = {}
         for name, model, column in self._compared():
-            by_seed = [np.mean(part) for part in self._scores(model, column.evaluation, column.score).values()]
+            by_seed = [mean_of(part) for part in self._scores(model, column.evaluation, column.score).values()]
             deviation = float(f"{np.std(by_seed, ddof=1):.3g}") if len(by_seed) > 1 else None
             of_model = means.setdefault(column.evaluation, {}).setdefault(name, {})
             of_model[column.score] = {"mean": float(f"{np.mean(by_seed):.5g}"), "deviation": deviation}
@@ -179,14 +179,14 @@ class Reproduction:
 
 def _cells_of(table: PaperTable) -> Iterator[tuple[Model, Column]]:
     """Every row with every column."""
-    return ((row, column) for row in table.rows.values() for column in table.columns.values())
+    return ((row, row.column(column)) for row in table.rows.values() for column in table.columns.values())
 
 
 def write_table(
     name: str,
     table: PaperTable,
     scores: Lookup,
-    world: str,
+    world: World,
     seeds: list[int],
     output: Path,
     made_with: Sequence[str] = (),
@@ -200,50 +200,57 @@ def write_table(
         UserError: a row is compared with one that is not there.
     """
     head = {part: getattr(table, part) for part in ("paper", "title", "source", "note")}
-    content = {"name": name, **head, "world": world, "seeds": seeds, "versions": versions()}
-    content["made_with"] = list(made_with)
-    content |= {"columns": list(table.columns), "rows": {label: _cells(table, label, scores) for label in table.rows}}
+    content = {"name": name, **head, "world": world.title, "seeds": seeds, "versions": versions()}
+    content |= {"made_with": list(made_with), "of_papers": world.of_papers}
+    content["columns"] = {title: column.evaluation for title, column in table.columns.items()}
+    content["sets"] = {label: list(row.sets.values()) for label, row in table.rows.items() if row.sets}
+    content["rows"] = {label: _cells(table, label, scores) for label in table.rows}
     write_json(output / f"{name}.json", content)
     write_text(output / f"{name}.md", table_page(content))
     return output / f"{name}.md"
 
 
 def _cells(table: PaperTable, label: str, scores: Lookup) -> dict[str, dict]:
-    """{column: "ours", the mean over seeds, "by_seed", "published", "difference", and of some rows "minus"}"""
+    """{column: "ours", the mean over seeds, "by_seed", "published", and of some rows "minus"}"""
     row, cells = table.rows[label], {}
     if row.minus and row.minus not in table.rows:
         raise UserError(f"{label} is compared with {row.minus!r}, which is none of the rows {', '.join(table.rows)}.")
     published = [*row.published, *[None] * len(table.columns)]
     for (title, column), number in zip(table.columns.items(), published, strict=False):
+        column = row.column(column)
         values = scores(row, column.evaluation, column.score)
-        by_seed = [float(np.mean(of_seed)) for of_seed in values.values()]
-        ours = float(np.mean(by_seed))
-        difference = None if number is None else round(ours - number, 4)
-        cells[title] = {"ours": round(ours, 4), "by_seed": [round(value, 4) for value in by_seed]}
-        cells[title] |= {"published": number, "difference": difference}
+        by_seed = [mean_of(of_seed) for of_seed in values.values()]
+        cells[title] = {"ours": round(float(np.mean(by_seed)), 4), "by_seed": [round(value, 4) for value in by_seed]}
+        cells[title]["published"] = number
         if row.minus:
             subtracted = scores(table.rows[row.minus], column.evaluation, column.score)
-            cells[title]["minus"] = {"row": row.minus} | over_seeds(values, subtracted).numbers()
+            trained = row.is_trained or table.rows[row.minus].is_trained
+            cells[title]["minus"] = {"row": row.minus} | compare(values, subtracted, trained).numbers()
     return cells
 
 
 def table_page(content: dict) -> str:
-    """The Markdown of a written table: ours, what is published, if anything is, and differences of rows."""
+    """The Markdown of a written table: ours, what is published, if anything is, and differences of rows.
+
+    Published numbers are subtracted in a world with the papers' data alone.
+    """
     published = any(cell["published"] is not None for cells in content["rows"].values() for cell in cells.values())
-    header, rows = ["row"], []
+    subtracts, header, rows = content["of_papers"] and published, ["row"], []
     for title in content["columns"]:
-        header += [title, "published", "difference"] if published else [title]
+        header += [title, *["published"] * published, *["difference"] * subtracts]
     for label, cells in content["rows"].items():
         compared = next((numbers["minus"]["row"] for numbers in cells.values() if "minus" in numbers), None)
-        row = [f"{label} (minus {compared})" if compared else label]
+        details = [*content["sets"].get(label, []), *([f"minus {compared}"] if compared else [])]
+        row = [f"{label} ({', '.join(details)})" if details else label]
         for numbers in cells.values():
             ours, minus = cell(numbers["ours"], form=".2f"), numbers.get("minus")
             row.append(f"{ours}: {cell(minus['difference'], minus['low'], minus['high'], '+.2f')}" if minus else ours)
-            row += (
-                [cell(numbers["published"], form=".2f"), cell(numbers["difference"], form="+.2f")] if published else []
-            )
+            number = numbers["published"]
+            row += [cell(number, form=".2f")] * published
+            row += [cell(None if number is None else numbers["ours"] - number, form="+.2f")] * subtracts
         rows.append(row)
     lines = [f"# {escaped(content['paper'])}, {escaped(content['name'])}: {escaped(content['title'])}"]
     lines += [f"{content['world']}, seeds {', '.join(map(str, content['seeds']))}. Published: {content['source']}."]
-    lines += [line for line in (content["note"], mixed_note(content["made_with"])) if line]
+    sets = ", ".join(f"{title}: {evaluation}" for title, evaluation in content["columns"].items())
+    lines += [line for line in (content["note"], f"Sets: {sets}.", mixed_note(content["made_with"])) if line]
     return "\n\n".join([*lines, Table(header, rows).markdown()]) + "\n"

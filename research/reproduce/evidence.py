@@ -15,16 +15,17 @@ TEMPLATE = "evidence.md.j2"
 _SUMMARY = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not decided", UNTESTED: "are not tested"}
 
 
-def evidence_page(content: dict) -> str:
+def evidence_page(content: dict, every: bool = False) -> str:
     """The page of a written `claims.json`: each claim with its verdict and differences.
 
     Args:
         content: as `reproduce` writes it.
+        every: all claims, and not only the main ones.
     """
     groups, notes, count = {}, {}, 0
     for title, entries in content["claims"].items():
         groups[title], notes[title] = [], {}
-        for entry in entries:
+        for entry in (entry for entry in entries if every or entry["main"]):
             count += 1
             groups[title].append(_claim(entry, count))
             if text := " ".join(filter(None, (entry["note"], entry["reason"]))):
@@ -37,7 +38,7 @@ def evidence_page(content: dict) -> str:
     environment.filters |= {"escaped": escaped, "anchor": anchor}
     page = environment.get_template(TEMPLATE)
     return page.render(
-        content | {"count": count, "summary": summary, "groups": groups},
+        content | {"count": count, "summary": summary, "groups": groups, "every": every},
         notes=notes,
         mixed=mixed_note(content.get("made_with", ())),
     )
@@ -50,16 +51,14 @@ def mixed_note(made_with: Sequence[str]) -> str:
 
 def _claim(entry: dict, number: int) -> dict:
     """What the page shows of a claim."""
-    title = entry["claim"] + (f" ({entry['steps']} steps)" if entry.get("steps") else "")
     source = f"{entry['published']} ({entry['source']})" if entry["published"] else entry["source"]
-    parts = [_part(part) for part in entry["parts"]]
-    return entry | {"number": number, "title": title, "source": source, "parts": parts}
+    return entry | {"number": number, "source": source, "parts": [_part(part) for part in entry["parts"]]}
 
 
 def _part(part: dict) -> dict[str, str]:
-    """What is compared; the sign or margin that is expected; the difference with its interval."""
+    """What is compared; the sign or margin that is expected; the difference with its interval, and its unit."""
     text = part["text"].removesuffix(" t2i") + (f" [{Path(part['file']).name}]" if part.get("file") else "")
-    ends = "" if part["low"] is None else f" ({signed(part['low'])} to {signed(part['high'])})"
+    ends = "" if part["low"] is None else f" ({signed(part['low'])} to {signed(part['high'])}; {part['unit']})"
     expected = f"±{part['margin']:g}" if part["sign"] == "=" else part["sign"]
     return {"text": text, "expected": expected, "ours": signed(part["difference"]) + ends}
 

@@ -1,9 +1,10 @@
 """The files under `research/papers/`: tables, claims and worlds, read into dataclasses that name every allowed key."""
 
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
 import yaml
 
 from debias_diffusion.errors import UserError, near_matches, reason
@@ -16,6 +17,29 @@ from ..options import ReproduceConfig
 NOT_HERE, CLAIMS, WORLD = "not-here", "claims", "world-"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 _REPOSITORY = Path(__file__).parents[1] / "papers"
+
+
+@dataclass(frozen=True)
+class Queries:
+    """A score's queries: it is sum(above) / sum(below), and the queries of a group are resampled together.
+
+    Attributes:
+        above, below: of each query, [N].
+        groups: the name of what each query belongs to: an image, or a family of scenes, [N].
+    """
+
+    above: list[float]
+    below: list[float]
+    groups: list[str]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.above) / sum(self.below)
+
+    def group_sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """Above and below the line, for each group, [G] each."""
+        group = np.unique(self.groups, return_inverse=True)[1]
+        return np.bincount(group, self.above), np.bincount(group, self.below)
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,11 @@ class Model(Checked):
     reading: Reading | None = None
     evaluation: dict[str, Any] | None = None
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether each seed has a model of its own."""
+        return not (self.training is None and self.ablation is None and self.alignment is None)
+
 
 @dataclass(frozen=True)
 class Row(Model):
@@ -59,10 +88,16 @@ class Row(Model):
     Attributes:
         published: a number for each column, None where there is none.
         minus: the row whose scores are subtracted, with 95% intervals; empty: none.
+        sets: {a column's evaluation: the one that this row's published number is of}.
     """
 
     published: list[float | None] = field(default_factory=list)
     minus: str = ""
+    sets: dict[str, str] = field(default_factory=dict)
+
+    def column(self, column: Column) -> Column:
+        """A column of the table, as it is for this row."""
+        return replace(column, evaluation=self.sets.get(column.evaluation, column.evaluation))
 
 
 @dataclass(frozen=True)
@@ -139,6 +174,7 @@ class Claim(Checked):
         compare: differences that this command measures.
         recorded: differences from the results of benchmarks.
         note: on the claim.
+        main: whether it stands on the page of evidence: a paper's main claim, or one that a user decides by.
     """
 
     claim: str
@@ -147,6 +183,7 @@ class Claim(Checked):
     compare: list[Comparison] = field(default_factory=list)
     recorded: list[Recorded] = field(default_factory=list)
     note: str = ""
+    main: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,6 +235,7 @@ class World(Checked):
         keep_checkpoints: whether a finished training keeps its checkpoints.
         needs: {file or folder: the command that gets it}, what trainings and evaluations read besides benchmarks.
         budget: of a training, in words.
+        of_papers: whether data and models are the papers', so that published numbers can be subtracted.
     """
 
     title: str
@@ -214,6 +252,7 @@ class World(Checked):
     keep_checkpoints: bool = True
     needs: dict[str, str] = field(default_factory=dict)
     budget: str = ""
+    of_papers: bool = False
 
 
 def fill(value: Any, root: Path, seed: int) -> Any:

@@ -24,11 +24,11 @@ from research.reproduce import claims, contents, measuring, units
 from research.reproduce import papers as files
 from research.reproduce.availability import missing_parts
 from research.reproduce.building import Work
-from research.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, decide, of_numbers, over_seeds
+from research.reproduce.claims import FAILS, HOLDS, UNDECIDED, UNTESTED, compare, decide, of_numbers
 from research.reproduce.command import write_table
 from research.reproduce.evidence import evidence_page
 from research.reproduce.listing import reproduce
-from research.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Row
+from research.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Queries, Row, World
 from research.reproduce.units import RESULT, commit_of, program
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
@@ -266,9 +266,15 @@ def test_a_wrong_table_is_explained(settings, tmp_path, change, message):
 
 # ---- claims
 
-UP = {seed: [60.0 + seed, 100.0, 80.0] for seed in range(3)}
-DOWN = {seed: [20.0 - seed, 40.0, 30.0] for seed in range(3)}
-NOISY = {0: [60.0, 100.0, 80.0], 1: [10.0, 40.0, 0.0], 2: [20.0, 40.0, 33.0]}
+
+def queries(*values, groups="abc"):
+    return Queries(list(values), [1.0] * len(values), list(groups))
+
+
+UP = {seed: queries(60.0 + seed, 100.0, 80.0) for seed in range(3)}
+DOWN = {seed: queries(20.0 - seed, 40.0, 30.0) for seed in range(3)}
+NOISY = {0: queries(60.0, 100.0, 80.0), 1: queries(10.0, 40.0, 0.0), 2: queries(20.0, 40.0, 33.0)}
+TRAINED = {name: Model(name, training={}) for name in ("up", "down", "noisy")}
 
 
 def test_a_difference_over_seeds_is_students():
@@ -277,30 +283,51 @@ def test_a_difference_over_seeds_is_students():
     half = 4.302653 / 3**0.5
     assert [difference.difference, difference.low, difference.high] == pytest.approx([2, 2 - half, 2 + half], rel=1e-6)
     assert difference.p == pytest.approx(1 - t / (2 + t * t) ** 0.5, rel=1e-6)  # as of 2 degrees
-    assert over_seeds(UP, DOWN).by_seed == pytest.approx([50.0, 50.0 + 2 / 3, 50.0 + 4 / 3])
-    assert of_numbers([0.0, 0.0]).p == 1 and of_numbers([1.0]).low is None
+    assert compare(UP, DOWN).by_seed == pytest.approx([50.0, 50.0 + 2 / 3, 50.0 + 4 / 3])
+    assert compare(UP, DOWN).unit == "seeds"
+    for equal in [1.0], [1.0, 1.0]:  # of which nothing is known
+        assert (of_numbers(equal).difference, of_numbers(equal).low, of_numbers(equal).p) == (1.0, None, None)
+        assert of_numbers(equal).verdict("+") == UNDECIDED
 
 
 def test_a_row_is_compared_with_the_row_it_names(tmp_path):
-    columns, rows = {"c": Column("docci")}, {"up": Row("up", minus="down", published=[70]), "down": Row("down")}
-    table, scores = PaperTable("P", "T", "S", columns, rows), {"up": UP, "down": DOWN}
-    page = write_table("t", table, lambda model, *_: scores[model.base], "w", [*UP], tmp_path).read_text()
+    up = Row("up", training={}, minus="down", published=[70], sets={"docci": "docci-all"})
+    columns, rows = {"c": Column("docci")}, {"up": up, "down": Row("down")}
+    table, scores, asked = PaperTable("P", "T", "S", columns, rows), {"up": UP, "down": DOWN}, []
+
+    def look_up(model, evaluation, score):
+        asked.append((model.base, evaluation))
+        return scores[model.base]
+
+    world = World("w", {}, {}, {}, {}, of_papers=True)
+    page = write_table("t", table, look_up, world, [*UP], tmp_path).read_text()
     numbers = read_json_object(tmp_path / "t.json")["rows"]["up"]["c"]
-    assert numbers["minus"] == {"row": "down"} | over_seeds(UP, DOWN).numbers() and numbers["difference"] == 10.3333
-    assert "| up (minus down) | 80.33: +50.67 (+49.01 to +52.32) | 70.00 | +10.33 |" in page
-    assert "| down | 29.67 | - | - |" in page
+    assert numbers["minus"] == {"row": "down"} | compare(UP, DOWN).numbers()
+    assert "| up (docci-all, minus down) | 80.33: +50.67 (+49.01 to +52.32) | 70.00 | +10.33 |" in page
+    assert "| down | 29.67 | - | - |" in page and "Sets: c: docci." in page
+    assert set(asked) == {("up", "docci-all"), ("down", "docci-all"), ("down", "docci")}
+    toy = write_table("t", table, look_up, replace(world, of_papers=False), [*UP], tmp_path).read_text()
+    assert "| row | c | published |\n" in toy and "10.33" not in toy
     with pytest.raises(UserError, match="up is compared with 'low', which is none of the rows up, down"):
-        write_table("t", replace(table, rows=rows | {"up": Row("up", minus="low")}), None, "w", [0], tmp_path)
+        write_table("t", replace(table, rows=rows | {"up": Row("up", minus="low")}), None, world, [0], tmp_path)
 
 
-def test_a_single_seed_has_the_interval_of_its_queries():
+def test_queries_are_pooled_where_nothing_is_trained():
+    """In whole groups, none of which has a part in two seeds; so they are of a single training."""
     a, b = [100.0, 0.0, 100.0, 100.0] * 20, [0.0, 0.0, 100.0, 0.0] * 20
-    difference, expected = over_seeds({0: a}, {0: b}), paired_difference(a, b)
-    assert (difference.difference, difference.low, difference.high, difference.p) == tuple(
-        expected[name] for name in ("difference", "low", "high", "p")
+    names, numbers = [str(at // 4) for at in range(80)], [at // 4 for at in range(80)]
+    one = compare({0: queries(*a, groups=names)}, {0: queries(*b, groups=names)})
+    seeds = compare(
+        *({0: queries(*part[:40], groups=names[:40]), 1: queries(*part[40:], groups=names[:40])} for part in (a, b)),
+        trained=False,
     )
+    expected = paired_difference(a, b, numbers)
+    for difference in one, seeds:
+        assert difference.unit == "queries"
+        found = [difference.difference, difference.low, difference.high, difference.p]
+        assert found == pytest.approx([expected[name] for name in ("difference", "low", "high", "p")], abs=1e-9)
     with pytest.raises(ValueError, match="same queries"):
-        over_seeds({0: [1.0]}, {0: [1.0, 2.0]})
+        compare({0: queries(1.0, groups="a")}, {0: queries(1.0, 2.0, groups="ab")})
 
 
 def test_a_verdict_is_the_intervals():
@@ -309,29 +336,30 @@ def test_a_verdict_is_the_intervals():
     ranges |= {"=": {(-1, 1): HOLDS, (3, 4): FAILS, (-4, -3): FAILS, (1, 4): UNDECIDED}}  # within the margin
     for sign, verdicts in ranges.items():
         for (low, high), verdict in verdicts.items():
-            assert claims.Difference(0.0, low, high, None, []).verdict(sign, margin=2.0) == verdict
+            assert claims.Difference(0.0, low, high, None, "seeds", []).verdict(sign, margin=2.0) == verdict
 
 
 def test_a_claim_holds_if_each_of_its_comparisons_does(tmp_path):
     scores = {"up": UP, "down": DOWN, "noisy": NOISY}
-    models = {name: Model(base=name) for name in scores}
 
     def decided(*pairs, **more):
-        compare = [Comparison(*pair.split(), "docci", **more) for pair in pairs]
-        tested = Claims(models, {"group": [Claim("c", "s", compare=compare)]})
+        compared = [Comparison(*pair.split(), "docci", **more) for pair in pairs]
+        tested = Claims(TRAINED, {"group": [Claim("c", "s", compare=compared)]})
         [entry] = decide(tested, lambda model, evaluation, score: scores[model.base], tmp_path)["group"]
         return entry["verdict"]
 
     assert [decided("up down"), decided("down up"), decided("up noisy")] == [HOLDS, FAILS, UNDECIDED]
     assert decided("up down", "up noisy") == UNDECIDED and decided("up down", "up noisy", "down up") == FAILS
-    # (up - down) - (up - down) is 0 for every query
-    assert decided("up down", c="up", d="down", sign="=", margin=0.1) == HOLDS
+    # (up - down) - (noisy - noisy) is up - down; (up - down) - (up - down) is 0 for every seed, and has no interval
+    assert decided("up down", c="noisy", d="noisy", sign="=", margin=53.0) == HOLDS
+    assert decided("up down", c="up", d="down", sign="=", margin=0.1) == UNDECIDED
     with pytest.raises(UserError, match="unknown model 'upp'. Did you mean up"):
         decided("upp down")
 
 
 def test_recorded_differences_are_read(tmp_path):
-    compared = [{"a": "x", "b": "y", "difference": 2.0, "low": 1.0, "high": 3.0, "p": 0.01}]
+    numbers = {"difference": 2.0, "low": 1.0, "high": 3.0, "p": 0.01, "unit": "queries", "by_seed": []}
+    compared = [{"a": "x", "b": "y"} | numbers]
     seeds = {"0": {"x": 5.0, "y": 1.0, "compared": compared}, "1": {"x": 6.0, "y": 1.5, "compared": compared}}
     write_json(tmp_path / "results.json", {"rows": compared, "seeds": seeds})
 
@@ -379,5 +407,12 @@ def test_the_slope_of_attention_is_that_of_the_line():
     assert measuring.attention_slope(numbers) == pytest.approx(-100.0)
 
 
-def test_the_committed_page_is_a_rendering_of_the_committed_results():
-    assert evidence_page(read_json_object(RESULTS)) == PAGE.read_text()
+def test_the_committed_pages_are_renderings_of_the_committed_results_of_the_committed_claims():
+    content, known = read_json_object(RESULTS), files.read_yaml(PAPERS / "claims.yaml", Claims).claims
+    written = {
+        title: [(entry["claim"], entry["main"]) for entry in group] for title, group in content["claims"].items()
+    }
+    assert written == {title: [(claim.claim, claim.main) for claim in group] for title, group in known.items()}
+    assert 10 < sum(claim.main for group in known.values() for claim in group) <= 25
+    assert evidence_page(content) == PAGE.read_text()
+    assert evidence_page(content, every=True) == RESULTS.with_suffix(".md").read_text()
