@@ -12,7 +12,7 @@ from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.toyworld import grammar, scenes
-from debias_diffusion.toyworld.checker import compare
+from debias_diffusion.toyworld.checker import compare, read_image
 from debias_diffusion.toyworld.pairs import write_pairs
 
 NAMES = ["toy/test", "toy/train-2", "toy/short-test", "toy/referring-test", "toy/short-referring-test-2"]
@@ -44,7 +44,7 @@ def test_a_record_names_its_scene(name):
         assert record.image == record.sample_id == f"{name.removeprefix('toy/')}/{number:06}"
         shown, caption = toy_scene(record)
         assert caption.text == record.caption
-        assert all(compare(source.open(record.image), shown).correct.values())
+        assert all(compare(read_image(source.open(record.image)), shown).correct.values())
     # all four arrangements of the same objects tell from each other, and so do the captions
     least = 990 if "short" in name else 1000  # of one to three objects, some scenes are alike
     assert len({record.caption for record in captions.records}) >= least

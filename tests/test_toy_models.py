@@ -42,9 +42,10 @@ def test_an_object_counts_by_kind_colour_and_place_and_not_by_size():
         ([Thing("cross", "red", "small", "top"), Thing("ring", "blue", "large", "centre")], [False, False]),
         ([], [False, False]),
     ):
-        assert list(compare(render(Scene("grey", tuple(things)), SIZE), asked).correct.values()) == correct
+        seen = read_image(render(Scene("grey", tuple(things)), SIZE))
+        assert list(compare(seen, asked).correct.values()) == correct
     drawn = (Thing("star", "red", "large", "top"), Thing("cross", "pink", "small", "bottom"))
-    comparison = compare(render(Scene("black", drawn), SIZE), asked)
+    comparison = compare(read_image(render(Scene("black", drawn), SIZE)), asked)
     assert comparison.sizes == {"top": False, "left": False} and comparison.filled == ("top", "bottom")
     assert comparison.invented == ("bottom",) and not comparison.background
     noise = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)

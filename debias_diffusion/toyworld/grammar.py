@@ -148,27 +148,19 @@ def _compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[Thing
     """The summary, the blocks in any order, and each of `later` somewhere behind the block about its object."""
     rng.shuffle(blocks)
     for thing, sentence in later:
-        first = next(i for i, block in enumerate(blocks) if _places(block[0], thing))
+        claims = [block[0].claim for block in blocks]
+        first = next(i for i, claim in enumerate(claims) if claim and claim.about.place == thing.place)
         blocks.insert(rng.randint(first + 1, len(blocks)), [sentence])
     return Caption((_summary(scene, rng), *(sentence for block in blocks for sentence in block)))
-
-
-def _places(sentence: Sentence, thing: Thing) -> bool:
-    return sentence.claim is not None and sentence.claim.about.place == thing.place
 
 
 def _summary(scene: Scene, rng: random.Random) -> Sentence:
     """Kinds and counts only, in alphabetical order, which says nothing about places."""
     counts = Counter(thing.kind for thing in scene.things)
-    parts = [f"{_NUMBERS[counts[kind]]} {_plural(kind, counts[kind])}" for kind in sorted(counts)]
+    plurals = {kind: f"{kind}es" if kind.endswith("s") else f"{kind}s" for kind in counts}
+    parts = [f"{_NUMBERS[n]} {kind if n == 1 else plurals[kind]}" for kind, n in sorted(counts.items())]
     listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return Sentence(rng.choice(_SUMMARIES).format(listed))
-
-
-def _plural(kind: str, count: int) -> str:
-    if count == 1:
-        return kind
-    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
 
 
 def _thing(thing: Thing, rng: random.Random) -> Sentence:
@@ -225,18 +217,13 @@ def _describe(
     """(for each object the sentences that stand together, [(object, sentence that follows at some distance)])"""
     if style not in STYLES:
         raise ValueError(f"unknown style {style!r}; it must be one of {', '.join(STYLES)}")
-    return ([[_thing(thing, rng)] for thing in things], []) if style == "plain" else _by_reference(scene, things, rng)
-
-
-def _by_reference(
-    scene: Scene, things: Sequence[Thing], rng: random.Random
-) -> tuple[list[list[Sentence]], list[tuple[Thing, Sentence]]]:
-    """As `_describe`, half of the objects or more in several sentences."""
-    things = rng.sample(things, len(things))
-    alone = rng.randint(0, len(things) // 2)
+    alone = len(things)
+    if style == "referring":
+        things = rng.sample(things, len(things))
+        alone = rng.randint(0, len(things) // 2)
     blocks, later = [[_thing(thing, rng)] for thing in things[:alone]], []
     for number, thing in enumerate(things[alone:], alone):
-        name = _name_of(scene, thing)
+        name = _reference_to(scene, thing)
         orders = (_ORDERS[0], _BY_SIZE) if name and name.size else [order for order in _ORDERS if name or not order[-1]]
         at_once, by_pronoun, by_name = rng.choice(orders)
         text = rng.choice(_PLACED).format(name=" ".join(getattr(thing, a) for a in at_once), place=thing.place)
@@ -258,14 +245,14 @@ def _adding(
     alike = [other for other in compared if getattr(other, attributes[0]) == getattr(thing, attributes[0])]
     if len(attributes) == 1 and alike and rng.random() < 0.5:
         other, (attribute,) = rng.choice(alike), attributes
-        other_reference = _name_of(scene, other) or Reference(other.place, other.kind)
+        other_reference = _reference_to(scene, other) or Reference(other.place, other.kind)
         text = rng.choice(_SAME[attribute]).format(name=name, other=f"the {_spoken(other_reference)}")
         return Sentence(text, claim=Claim(reference, same=attribute, other=other_reference))
     text = rng.choice(_BY_NAME[attributes]).format(name=name, **vars(thing))
     return Sentence(text, claim=_claim(thing, attributes, reference))
 
 
-def _name_of(scene: Scene, thing: Thing) -> Reference | None:
+def _reference_to(scene: Scene, thing: Thing) -> Reference | None:
     """The shortest name that only this object of the scene has: its kind, or its size and kind."""
     alike = [other for other in scene.things if other.kind == thing.kind]
     if len(alike) == 1:

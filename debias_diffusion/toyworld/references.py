@@ -4,7 +4,7 @@ A symbolic reader: it resolves "it", "the star" and "the same colour as the ring
 So it says how much a text that is truncated, or read in chunks, can tell at most.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,16 +63,6 @@ def resolve(claims: Mapping[int, Claim | None]) -> Facts:
         for number in resolved:
             del unresolved[number]
     return known
-
-
-def resolve_apart(parts: Iterable[Mapping[int, Claim | None]]) -> Facts:
-    """`resolve`, of texts that are read one by one, such as the chunks of a prompt."""
-    places: Facts = {}
-    for part in parts:
-        for place, attributes in resolve(part).items():
-            for attribute, fact in attributes.items():
-                places.setdefault(place, {}).setdefault(attribute, fact)
-    return places
 
 
 def _learn(known: Facts, number: int, claim: Claim, claims: Mapping[int, Claim | None]) -> bool:

@@ -5,11 +5,11 @@ not the mean of the images' scores, and an image that shows nothing needs no pre
 images, not objects, because the objects of an image succeed or fail together.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from debias_diffusion.toyworld.checker import Comparison, compare
+from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.scenes import PLACES, Scene
 
 from ..intervals import drawn_ratios, ends, paired_ratio_difference
@@ -33,9 +33,10 @@ KIND_SCORES = {
     ACROSS: "objects_right_across_cut",
 }
 
-# By name: the counts above and below the line, see `count`. A count named twice is added twice.
+# By name: the counts above and below the line, see `_sums`. A count named twice is added twice.
 RATIOS = {
     "objects_right": (("right",), ("objects",)),
+    "objects_right_late": (("right_late",), ("objects_late",)),
     "objects_precision": (("right",), ("filled",)),
     "objects_f1": (("right", "right"), ("objects", "filled")),
     "objects_right_with_size": (("right_with_size",), ("objects",)),
@@ -56,8 +57,8 @@ KIND_TITLES = {score: f"objects right, {kind}, %" for kind, score in KIND_SCORES
 
 
 def compare_images(images: Sequence[ImageLike], scenes: Sequence[Scene]) -> list[Comparison]:
-    """`checker.compare` of each image and its scene."""
-    return [compare(load_image(image), scene) for image, scene in zip(images, scenes, strict=True)]
+    """What each image shows of its scene."""
+    return [compare(read_image(load_image(image)), scene) for image, scene in zip(images, scenes, strict=True)]
 
 
 def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) -> Counts:
@@ -94,14 +95,9 @@ def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
     return above, below
 
 
-def first_mentioned(mentions: Mentions, first: int, last: float = np.inf) -> list[list[str]]:
-    """Of each image, the places whose object sentences `first` to `last`, from 0, mention first."""
-    return [[place for place, number in of_image.items() if first <= number <= last] for of_image in mentions]
-
-
-def _of_kind(kinds: Sequence[Mapping[str, str]], kind: str) -> list[list[str]]:
-    """Of each image, the places whose object the prompt mentions like this."""
-    return [[place for place in of_image if of_image[place] == kind] for of_image in kinds]
+def _places(mentions: Sequence[Mapping], counts: Callable[[int | str], bool]) -> list[list[str]]:
+    """Of each image, the places whose mention, a sentence or a kind, `counts`."""
+    return [[place for place, mention in of_image.items() if counts(mention)] for of_image in mentions]
 
 
 def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None) -> dict:
@@ -113,14 +109,14 @@ def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds
         "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
         filled); with `kinds` "objects_right_by_telling", the same for each kind of mention: "told", the kind.
     """
-    numbers = {score: _number(*sums) for score, sums in _sums(comparisons, mentions).items()}
-    numbers = {score: numbers[score] for score in SCORES if numbers[score]}
+    sums = _sums(comparisons, mentions)
+    numbers = {score: number for score in sums if (number := _number(*sums[score]))}
     numbers[BY_SENTENCE] = [
-        {"sentence": sentence + 1} | _of_places(comparisons, first_mentioned(mentions, sentence, sentence))
+        {"sentence": sentence + 1} | _of_places(comparisons, _places(mentions, sentence.__eq__))
         for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()})
     ]
     if kinds:
-        places = {kind: _of_kind(kinds, kind) for kind in KIND_SCORES}
+        places = {kind: _places(kinds, kind.__eq__) for kind in KIND_SCORES}
         numbers[BY_KIND] = [
             {"told": kind} | _of_places(comparisons, places[kind]) for kind in places if any(places[kind])
         ]
@@ -139,18 +135,16 @@ def compare_objects(
 ) -> dict[str, dict[str, float]]:
     """The paired comparison of two encoders by score, in points; what belongs to an image stays together.
 
+    Args:
+        a, b: of the same images, with the same objects.
+
     Returns:
         {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES` and,
         with `kinds`, of `KIND_SCORES`; without scores that a or b lacks.
-
-    Raises:
-        ValueError: a and b are not of the same objects.
     """
-    if [seen.correct.keys() for seen in a] != [seen.correct.keys() for seen in b]:
-        raise ValueError("a and b must be of the same images, with the same objects")
     sums_a, sums_b = (_sums(comparisons, mentions, kinds) for comparisons in (a, b))
     compared = {}
-    for score in [score for score in (*SCORES, *KIND_SCORES.values()) if score in sums_a]:
+    for score in sums_a:
         if sums_a[score][1].any() and sums_b[score][1].any():
             line = paired_ratio_difference(sums_a[score], sums_b[score])
             points = {name: value and 100 * value for name, value in line.items()}  # None of a single image
@@ -162,13 +156,13 @@ def _sums(
     comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """By score, of `SCORES` and, with `kinds`, of `KIND_SCORES`, the counts of each image above and below the line."""
-    every = count(comparisons, [PLACES] * len(comparisons))
-    parts = {"objects_right_late": first_mentioned(mentions, LATE)}
-    if kinds:
-        parts |= {score: _of_kind(kinds, kind) for kind, score in KIND_SCORES.items()}
-    return {score: ratio(every, score) for score in RATIOS} | {
-        score: ratio(count(comparisons, places), "objects_right") for score, places in parts.items()
-    }
+    counts = count(comparisons, [PLACES] * len(comparisons))
+    late = count(comparisons, _places(mentions, LATE.__le__))
+    counts |= {f"{name}_late": values for name, values in late.items()}
+    sums = {score: ratio(counts, score) for score in RATIOS}
+    for kind, score in KIND_SCORES.items() if kinds else ():
+        sums[score] = ratio(count(comparisons, _places(kinds, kind.__eq__)), "objects_right")
+    return sums
 
 
 def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:

@@ -39,8 +39,8 @@ from debias_diffusion.eval.report import Table
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.toyworld.scenes import base_scene
 from research.toymodels.clip import draw_indices, draw_text, new_clip, render_all
+from research.toymodels.scenes import base_scene
 from research.toymodels.stage import run_stage
 
 from .harness import CPU, machine, publish, read_options

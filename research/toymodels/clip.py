@@ -25,8 +25,9 @@ from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.grammar import STYLES, short_caption
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, generator
 
+from .scenes import base_scene
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77
