@@ -70,7 +70,7 @@ def test_no_picture_starts_ghostscript(tmp_path, monkeypatch):
     for read in (
         lambda: opened(tmp_path, "a.jpg"),
         lambda: feature_networks.load_image(path),
-        lambda: dpg_bench.load_prompt_image([path], 0, 1),
+        lambda: dpg_bench.load_images([path], 1),
         lambda: plot_examples(["A."], [colours()], {"x": [path]}),
     ):
         with pytest.raises((OSError, UserError), match=r"cannot identify it as JPEG"):

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 
@@ -31,13 +31,12 @@ from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
 from .mentions import ALL, READERS, Mention, ceilings, read_caption, refers_back
-from .networks import ImageLike, load_image
+from .networks import FID_FEATURES, ImageLike, load_image
 from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
 from .rendered import Rendered, image_task, render_all, rendering_settings
-from .scores import ImageNumbers, ImageScores, References, compare_scores, score_titles
+from .scores import NETWORKS, ImageNumbers, ImageScores, References, compare_scores, network_name
 
-NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
 NAME = "generation"
 EXAMPLES = 6  # prompts
 OF_SENTENCE = "clip_score_"  # begins the names of scores of one sentence each, before its number
@@ -113,18 +112,40 @@ class _Generation:
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
-        self.networks, session = load_networks(self.config, self.processes.device), self.session
-        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
+        networks, session = load_networks(self.config, self.processes.device), self.session
+        scenes, captions = zip(*map(toy_scene, self.records), strict=True) if self.is_toy else ((), ())
         readings = self.readings(captions)
         mentions = [caption.first_mentions() for caption in captions]
         kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
+        # Of the captions, and of what shows that the files of the reference images have changed.
+        originals = bytes_digest(
+            self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
+            for record in self.records
+        )
+
+        @cache
+        def references() -> References:
+            images = [partial(_reference, record, self.pairs.images) for record in self.records]
+            return networks.of_references(images, self.captions)
+
+        def score(files: Sequence[Path]) -> dict:
+            return asdict(networks(files, references()))
+
+        def compare(files: Sequence[Path]) -> dict:
+            return {"images": [*map(asdict, compare_images(files, scenes))]}
+
         scores, objects, encoders = {}, {}, {}
         for label, images in rendered.items():
             digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
-            scores[label] = self._score(images.files, digest)
+            depends = {"images": digest, "originals": originals}
+            result = session.cache.result(
+                "scores", depends | {"networks": networks.digests}, partial(score, images.files)
+            )
+            scores[label] = ImageNumbers(**result)
             numbers = dict(scores[label].numbers)
             if self.is_toy:
-                objects[label] = self._objects(images.files, digest)
+                result = session.cache.result("objects", depends, partial(compare, images.files))
+                objects[label] = [Comparison(**image) for image in result["images"]]
                 numbers |= objects_numbers(objects[label], mentions, kinds)
             encoders[label] = {"scores": numbers, **images.reading, "images_digest": digest}
         compared = []
@@ -133,7 +154,7 @@ class _Generation:
             if self.is_toy:
                 differences |= compare_objects(objects[a], objects[b], mentions, kinds)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
-        notes = list(self.networks.notes)
+        notes = list(networks.notes)
         for label, numbers in encoders.items():
             if numbers["cut_at"] is not None:
                 notes.append(
@@ -141,7 +162,7 @@ class _Generation:
                     f"{numbers['prompts_cut']} of {len(self.records)} were cut."
                 )
         notes += [note for label in rendered for note in scores[label].notes]
-        session.digests |= self.networks.digests | digests
+        session.digests |= networks.digests | digests
         return session.report(
             tables,
             figures,
@@ -152,7 +173,7 @@ class _Generation:
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),
-            resize=self.networks.resize,
+            resize=networks.resize,
             ceilings=ceilings(readings),
         )
 
@@ -172,35 +193,6 @@ class _Generation:
             return Caption((replace(first, text=self.config.prefix + first.text), *further))
 
         return [read_caption(prefixed(caption), count_tokens) for caption in captions]
-
-    @cached_property
-    def _references(self) -> References:
-        images = [partial(_reference, record, self.pairs.images) for record in self.records]
-        return self.networks.of_references(images, self.captions)
-
-    @cached_property
-    def _depends(self) -> str:
-        """Digest of the captions, and of what shows that the files of the reference images have changed."""
-        return bytes_digest(
-            self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
-            for record in self.records
-        )
-
-    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
-        """The scores of one encoder's images."""
-        depends = {"images": digest, "originals": self._depends, **self.networks.depends}
-        result = self.session.cache.result("scores", depends, lambda: asdict(self.networks(files, self._references)))
-        return ImageNumbers(**result)
-
-    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
-        """What one encoder's images show of the toy world's scenes."""
-        scenes = [toy_scene(record)[0] for record in self.records]
-        result = self.session.cache.result(
-            "objects",
-            {"images": digest, "originals": self._depends},
-            lambda: {"images": [*map(asdict, compare_images(files, scenes))]},
-        )
-        return [Comparison(**image) for image in result["images"]]
 
     def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
         step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
@@ -237,7 +229,15 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
 
 def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
-    known = score_titles(report["settings"])
+    features, dino, dinov2, clip = (
+        network_name(report["settings"].get(option)) for option in ("own_features", "dino", "dinov2", "clip_score")
+    )
+    distances = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
+    known = {f"{score}_2048": title for score, title in distances.items()}
+    known |= {f"{score}_own": f"{title} ({features})" for score, title in distances.items()}
+    known |= {f"fid_{count}": f"FID ({count})" for count in FID_FEATURES}
+    known |= {"dino_score": f"DINO score ({dino})", "dinov2_score": f"DINOv2 score ({dinov2})"}
+    known["clip_score"] = f"CLIPScore ({clip})"
     for score in _single(report):
         if score.startswith(OF_SENTENCE):
             known[score] = f"{known['clip_score']}, sentence {score.removeprefix(OF_SENTENCE)}"
