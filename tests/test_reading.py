@@ -22,8 +22,8 @@ from debias_diffusion.eval.images.mentions import (
 from debias_diffusion.text.chunks import split_text
 from debias_diffusion.text.reading import tokenize_text
 from debias_diffusion.text.tokens import clean, clip_tokenizer
+from debias_diffusion.toyworld.claims import Claim, Reference
 from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
-from debias_diffusion.toyworld.references import Claim, Reference
 from debias_diffusion.toyworld.scenes import draw_scene
 
 SLOTS = 75  # of a chunk, without BOS and EOS

@@ -11,8 +11,8 @@ from scipy import ndimage
 
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import CaptionTokenizer, load_tokenizer
+from debias_diffusion.toyworld.claims import Claim, Reference, resolve
 from debias_diffusion.toyworld.grammar import STYLES, full_caption, long_caption, short_caption
-from debias_diffusion.toyworld.references import Claim, Reference, resolve
 from debias_diffusion.toyworld.render import SIZE, render
 from debias_diffusion.toyworld.scenes import (
     ARRANGEMENTS,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..text.sentences import join_sentences
-from .references import Claim, Facts, Reference, resolve
+from .claims import Claim, Facts, Reference, resolve
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
 STYLES = ("plain", "referring")

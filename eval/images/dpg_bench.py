@@ -36,6 +36,7 @@ from .rendered import image_task, render_all, rendering_settings
 
 NAME = "dpg_bench"
 GRID = 2  # images on a side of a published file
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 NOTES = (
     "The published numbers are of mPLUG-large. Another model gives another scale: compare only runs of the same VQA "
     "model.",
@@ -131,26 +132,20 @@ def find_images(folder: str, items: Iterable[str], images_per_prompt: int) -> di
 
     Raises:
         UserError: a prompt has no images, or another number of them.
+        OSError: the folder cannot be read.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise UserError(f"The folder of images {folder!r} is not there.")
-    singles: dict[str, Path] = {}
-    for path in sorted(root.iterdir()):
-        if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") and not path.name.startswith("."):
-            singles.setdefault(path.stem, path)
-    by_item, faults = {}, []
+    root, by_item, faults = Path(folder), {}, []
+    paths = sorted(path for path in root.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+    singles = {path.stem: path for path in reversed(paths)}  # the first of a name
     for item in items:
         if (root / item).is_dir():
-            files = sorted(path for path in (root / item).iterdir() if not path.name.startswith("."))
-            if len(files) != images_per_prompt:
-                faults.append(f"the folder {item} holds {len(files)} files")
+            by_item[item] = sorted(path for path in (root / item).iterdir() if not path.name.startswith("."))
+            if len(by_item[item]) != images_per_prompt:
+                faults.append(f"the folder {item} holds {len(by_item[item])} files")
         elif item in singles and images_per_prompt in (1, GRID**2):
-            files = [singles[item]]
+            by_item[item] = [singles[item]]
         else:
             faults.append(f"there is neither a folder {item} nor a file {item}.png")
-            continue
-        by_item[item] = files
     if faults:
         raise UserError(
             f"{folder!r} does not hold the images of {len(faults)} prompts: {faults[0]}. Each prompt needs "

@@ -71,11 +71,10 @@ def read_dpg_bench(data: str) -> DpgBench:
     Bad rows, and rows that depend on them, are skipped and reported in `bad`.
 
     Raises:
-        UserError: a file is missing or has other columns, or no row can be used.
+        UserError: the CSV has other columns, or no row can be used.
+        OSError: a file cannot be read.
     """
     file, folder = Path(data, "dpg_bench.csv"), Path(data, "prompts")
-    if not file.is_file() or not folder.is_dir():
-        raise UserError(f"{data!r} lacks dpg_bench.csv or prompts. Give the folder dpg_bench of ELLA's repository.")
     prompts, bad, digests = {}, [], [sha256(file)]
     for path in sorted(folder.glob("*.txt")):
         try:
@@ -111,7 +110,7 @@ def _read_rows(file: Path) -> list[dict[str, str]]:
                     f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}."
                 )
             return list(reader)
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{str(file)!r} is no CSV file in UTF-8 ({reason(error)}). Download it again.") from error
 
 

@@ -32,7 +32,7 @@ from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
 from .mentions import ALL, READERS, Mention, ceilings, read_caption, refers_back
 from .networks import FID_FEATURES, ImageLike, load_image
-from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
+from .objects import BY_KIND, BY_SENTENCE, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
 from .rendered import Rendered, image_task, render_all, rendering_settings
 from .scores import NETWORKS, ImageNumbers, ImageScores, References, compare_scores, network_name
@@ -95,7 +95,8 @@ class _Generation:
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
-        good, unreadable = _with_readable_reference(records, images)
+        bad = _unreadable(records, images)
+        unreadable, good = list(bad.values()), [index for index in range(len(records)) if index not in bad]
         print_left_out(unreadable)
         needs_fid = config.inception_weights is not None or config.own_features is not None
         if len(good) < (2 if needs_fid else 1):
@@ -154,14 +155,13 @@ class _Generation:
             if self.is_toy:
                 differences |= compare_objects(objects[a], objects[b], mentions, kinds)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
-        notes = list(networks.notes)
-        for label, numbers in encoders.items():
-            if numbers["cut_at"] is not None:
-                notes.append(
-                    f"{label} read the first {numbers['cut_at']} tokens of a prompt: "
-                    f"{numbers['prompts_cut']} of {len(self.records)} were cut."
-                )
-        notes += [note for label in rendered for note in scores[label].notes]
+        notes = [
+            f"{label} read the first {numbers['cut_at']} tokens of a prompt: {numbers['prompts_cut']} of "
+            f"{len(self.records)} were cut."
+            for label, numbers in encoders.items()
+            if numbers["cut_at"] is not None
+        ]
+        notes = networks.notes + notes + [note for label in rendered for note in scores[label].notes]
         session.digests |= networks.digests | digests
         return session.report(
             tables,
@@ -204,16 +204,10 @@ class _Generation:
         )
 
 
-def _with_readable_reference(records: Sequence[Record], images: ImageSource) -> tuple[list[int], list[BadRecord]]:
-    """The positions of the records whose image can be decoded, and the bad records."""
-    good, bad = [], []
-    for index, record in enumerate(tqdm(records, desc="check reference images")):
-        image = read_or_bad(record, images.open)
-        if isinstance(image, BadRecord):
-            bad.append(image)
-        else:
-            good.append(index)
-    return good, bad
+def _unreadable(records: Sequence[Record], images: ImageSource) -> dict[int, BadRecord]:
+    """The bad records, by position: those whose image cannot be decoded."""
+    checked = (read_or_bad(record, images.open) for record in tqdm(records, desc="check reference images"))
+    return {index: image for index, image in enumerate(checked) if isinstance(image, BadRecord)}
 
 
 def _reference(record: Record, images: ImageSource) -> Image.Image:
@@ -241,7 +235,7 @@ def titles(report: dict) -> dict[str, str]:
     for score in _single(report):
         if score.startswith(OF_SENTENCE):
             known[score] = f"{known['clip_score']}, sentence {score.removeprefix(OF_SENTENCE)}"
-    return known | OBJECTS | KIND_TITLES
+    return known | {score: title for score, (title, *_) in OBJECTS.items()}
 
 
 def tables(report: dict) -> list[Table]:
@@ -307,16 +301,16 @@ def figures(report: dict) -> dict[str, Figure]:
     names, labels = titles(report), list(scores)
     single = [name for name in _single(report) if not name.startswith(OF_SENTENCE)]
     series = _series(scores, names)
-    rows, row_height, columns = -(-len(single) // _COLUMNS), 0.9 + 0.28 * len(labels), 2 * _COLUMNS
+    rows, row_height = -(-len(single) // _COLUMNS), 0.9 + 0.28 * len(labels)
     heights = [row_height] * rows + [3.0] * bool(series)
     figure = Figure(figsize=(12, sum(heights)), layout="constrained", dpi=150)
-    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    grid = figure.add_gridspec(len(heights), _COLUMNS, height_ratios=heights)
     for place, name in enumerate(single):
         row, column = divmod(place, _COLUMNS)
-        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
+        axes = figure.add_subplot(grid[row, column])
         _draw_score(axes, {label: numbers.get(name) for label, numbers in scores.items()}, is_first=not column)
         axes.set_title(names[name], fontsize="medium")
-    width = columns // max(len(series), 1)
+    width = _COLUMNS // max(len(series), 1)
     for place, (title, lines) in enumerate(series.items()):
         axes = figure.add_subplot(grid[rows, place * width : (place + 1) * width])
         _draw_by_sentence(axes, lines)
@@ -340,20 +334,16 @@ def _draw_score(axes: Axes, numbers: Mapping[str, dict | None], is_first: bool) 
 
 def _series(scores: Mapping[str, dict], names: Mapping[str, str]) -> dict[str, dict[str, dict[int, dict]]]:
     """{title: {label: {sentence: number}}} of the scores by sentence."""
-    objects = {label: {line["sentence"]: line for line in of.get(BY_SENTENCE, ())} for label, of in scores.items()}
-    precision = {
-        label: {sentence: line["precision"] for sentence, line in lines.items() if line["precision"]}
-        for label, lines in objects.items()
-    }
-    clip = {
-        label: {int(name.removeprefix(OF_SENTENCE)): of[name] for name in of if name.startswith(OF_SENTENCE)}
-        for label, of in scores.items()
-    }
-    series = {
-        "objects right, %, by the sentence that first mentions them": objects,
-        "precision of objects, %, in the places of each sentence": precision,
-        f"{names['clip_score']}, by sentence": clip,
-    }
+    titles = ("objects right, %, by the sentence that first mentions them",)
+    titles += ("precision of objects, %, in the places of each sentence", f"{names['clip_score']}, by sentence")
+    series = {title: {} for title in titles}
+    for label, numbers in scores.items():
+        lines = {line["sentence"]: line for line in numbers.get(BY_SENTENCE, ())}
+        precision = {sentence: line["precision"] for sentence, line in lines.items() if line["precision"]}
+        sentences = [name for name in numbers if name.startswith(OF_SENTENCE)]
+        clip = {int(name.removeprefix(OF_SENTENCE)): numbers[name] for name in sentences}
+        for title, by_sentence in zip(titles, (lines, precision, clip), strict=True):
+            series[title][label] = by_sentence
     return {title: lines for title, lines in series.items() if any(lines.values())}
 
 

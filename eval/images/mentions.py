@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Reading, Tokens, split_text
 from debias_diffusion.text.tokens import clean
+from debias_diffusion.toyworld.claims import resolve
 from debias_diffusion.toyworld.grammar import Caption
-from debias_diffusion.toyworld.references import resolve
 
 ALONE, WITHIN, ACROSS = MENTION_KINDS = "told alone", "by reference within a chunk", "by reference across a cut"
 ALL = "all objects"

@@ -119,9 +119,6 @@ class InceptionFeatures:
         return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
 
 
-_EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
-
-
 class ClsFeatures:
     """A transformers vision model's CLS features after its last norm.
 
@@ -133,7 +130,6 @@ class ClsFeatures:
 
     Attributes:
         size: side of the images that the model reads, in pixels.
-        width: length of a feature vector.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -141,8 +137,8 @@ class ClsFeatures:
 
     def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
         advice = (
-            f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id such "
-            f"as {_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
+            f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id "
+            f"(facebook/dino-vits16, facebook/dinov2-small) once the hub's cache holds it, or null to skip its score."
         )
         with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_logging():
             place = shipped(model)
@@ -160,7 +156,7 @@ class ClsFeatures:
                 loaded.pooler = None  # random if its weights are missing, and the digest must not depend on it
             check_finite(loaded.state_dict().items(), repr(os.fspath(model)))
             self.model = loaded.to(device).eval()
-            self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
+            self.size = self.model.config.image_size
             if self.model.config.model_type == "dinov2":
                 self.size = min(self.size, DINOV2_SIZE)
         self.resize, self.device = RESIZE.format(size=self.size), device

@@ -1,6 +1,6 @@
 """Scores only the toy world has: what an image shows of its scene, and what it shows that nobody asked for.
 
-Every score is a ratio of two counts, each summed over all images: `RATIOS` names them. So a score of many images is
+Every score is a ratio of two counts, each summed over all images: `SCORES` names them. So a score of many images is
 not the mean of the images' scores, and an image that shows nothing needs no precision of its own. Intervals resample
 images, not objects, because the objects of an image succeed or fail together.
 """
@@ -26,34 +26,21 @@ Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]
 
 BY_SENTENCE = "objects_right_by_sentence"  # name of the list of scores by sentence
 BY_KIND = "objects_right_by_telling"  # and of the one by the kind of mention
-# By kind of mention: the name of the score of its objects right, where two encoders are compared.
-KIND_SCORES = {
-    ALONE: "objects_right_alone",
-    WITHIN: "objects_right_within_chunk",
-    ACROSS: "objects_right_across_cut",
-}
-
-# By name: the counts above and below the line, see `_sums`. A count named twice is added twice.
-RATIOS = {
-    "objects_right": (("right",), ("objects",)),
-    "objects_right_late": (("right_late",), ("objects_late",)),
-    "objects_precision": (("right",), ("filled",)),
-    "objects_f1": (("right", "right"), ("objects", "filled")),
-    "objects_right_with_size": (("right_with_size",), ("objects",)),
-    "empty_filled": (("invented",), ("empty",)),
-    "background_right": (("background",), ("images",)),
-}
-# By name, for tables; in percent.
+# By kind of mention: what is added to the names of scores and counts of these objects.
+KIND_NAMES = {ALONE: "alone", WITHIN: "within_chunk", ACROSS: "across_cut"}
+# By name: the title, and the counts above and below the line, see `_sums`. A count named twice is added twice.
 SCORES = {
-    "objects_right": "objects right, %",
-    "objects_right_late": f"first mentioned in sentence {LATE + 1} or later, %",
-    "objects_precision": "precision of objects, %",
-    "objects_f1": "F1 of objects, %",
-    "objects_right_with_size": "objects right, size too, %",
-    "empty_filled": "empty places filled, %",
-    "background_right": "background right, %",
+    "objects_right": ("objects right, %", ["right"], ["objects"]),
+    "objects_right_late": (f"first mentioned in sentence {LATE + 1} or later, %", ["right_late"], ["objects_late"]),
+    "objects_precision": ("precision of objects, %", ["right"], ["filled"]),
+    "objects_f1": ("F1 of objects, %", ["right", "right"], ["objects", "filled"]),
+    "objects_right_with_size": ("objects right, size too, %", ["right_with_size"], ["objects"]),
+    "empty_filled": ("empty places filled, %", ["invented"], ["empty"]),
+    "background_right": ("background right, %", ["background"], ["images"]),
+} | {
+    f"objects_right_{name}": (f"objects right, {kind}, %", [f"right_{name}"], [f"objects_{name}"])
+    for kind, name in KIND_NAMES.items()
 }
-KIND_TITLES = {score: f"objects right, {kind}, %" for kind, score in KIND_SCORES.items()}
 
 
 def compare_images(images: Sequence[ImageLike], scenes: Sequence[Scene]) -> list[Comparison]:
@@ -91,7 +78,7 @@ def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) 
 
 def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
     """The counts of each image above and below the line of a score, [images] each; their sums make the score."""
-    above, below = (sum(counts[name] for name in names) for names in RATIOS[score])
+    above, below = (sum(counts[name] for name in names) for names in SCORES[score][1:])
     return above, below
 
 
@@ -116,7 +103,7 @@ def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds
         for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()})
     ]
     if kinds:
-        places = {kind: _places(kinds, kind.__eq__) for kind in KIND_SCORES}
+        places = {kind: _places(kinds, kind.__eq__) for kind in KIND_NAMES}
         numbers[BY_KIND] = [
             {"told": kind} | _of_places(comparisons, places[kind]) for kind in places if any(places[kind])
         ]
@@ -139,8 +126,8 @@ def compare_objects(
         a, b: of the same images, with the same objects.
 
     Returns:
-        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES` and,
-        with `kinds`, of `KIND_SCORES`; without scores that a or b lacks.
+        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES`
+        without those that a or b lacks; of kinds of mention only with `kinds`.
     """
     sums_a, sums_b = (_sums(comparisons, mentions, kinds) for comparisons in (a, b))
     compared = {}
@@ -155,14 +142,13 @@ def compare_objects(
 def _sums(
     comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By score, of `SCORES` and, with `kinds`, of `KIND_SCORES`, the counts of each image above and below the line."""
-    counts = count(comparisons, [PLACES] * len(comparisons))
-    late = count(comparisons, _places(mentions, LATE.__le__))
-    counts |= {f"{name}_late": values for name, values in late.items()}
-    sums = {score: ratio(counts, score) for score in RATIOS}
-    for kind, score in KIND_SCORES.items() if kinds else ():
-        sums[score] = ratio(count(comparisons, _places(kinds, kind.__eq__)), "objects_right")
-    return sums
+    """The counts of each image above and below the line, by score; of kinds of mention only with `kinds`."""
+    counts, parts = count(comparisons, [PLACES] * len(comparisons)), {"late": _places(mentions, LATE.__le__)}
+    if kinds:
+        parts |= {name: _places(kinds, kind.__eq__) for kind, name in KIND_NAMES.items()}
+    for part, places in parts.items():
+        counts |= {f"{name}_{part}": values for name, values in count(comparisons, places).items()}
+    return {score: ratio(counts, score) for score, (_, above, _) in SCORES.items() if counts.keys() >= {*above}}
 
 
 def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:
