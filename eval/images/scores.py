@@ -161,11 +161,7 @@ def _interval(value: float, error: float, score: str) -> dict[str, float]:
     """The value and its interval, which ends where the score does."""
     least = -math.inf if score.startswith("kid") else 0.0
     most = 1.0 if score.startswith(("precision", "recall")) else math.inf
-    return {
-        "value": value,
-        "low": max(value - _NORMAL * error, least),
-        "high": min(value + _NORMAL * error, most),
-    }
+    return {"value": value, "low": max(value - _NORMAL * error, least), "high": min(value + _NORMAL * error, most)}
 
 
 @dataclass
@@ -232,14 +228,12 @@ class References:
 
     Attributes:
         features: of the reference images, by kind, [N, D].
-        texts: features of all different captions and sentences, [T, D].
-        rows: by score with texts, each caption's row of `texts`; None if it has no such sentence.
+        texts: by score with texts, the features [D] of each caption's text; None if it has no such sentence.
         notes: how many texts were cut.
     """
 
     features: dict[str, Tensor]
-    texts: Tensor
-    rows: dict[str, list[int | None]]
+    texts: dict[str, list[Tensor | None]]
     notes: list[str]
 
 
@@ -285,20 +279,19 @@ class ImageScores:
         """The features of reference images and of their captions, in the same order; once for all encoders."""
         features = self._features(images)
         if not self.clip:
-            return References(features, torch.empty(0), {}, [])
+            return References(features, {}, [])
         sentences = [split_sentences(caption) for caption in captions]
         columns = {"clip_score": captions}
         columns |= {f"clip_score_{number}": column for number, column in enumerate(zip_longest(*sentences), 1)}
-        different = dict.fromkeys(text for text in chain(*columns.values()) if text is not None)
-        row_of = {text: row for row, text in enumerate(different)}
-        rows = {score: [row_of.get(text) for text in column] for score, column in columns.items()}
+        different = list(dict.fromkeys(text for text in chain(*columns.values()) if text is not None))
+        encoded = dict(zip(different, self.clip.of_texts(different, self.batch_size), strict=True))
         notes, tokenizer = [], self.clip.backbone.tokenizer
         for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
             if over := sum(tokenizer.count(text) > tokenizer.context_length for text in group):
                 length = f"CLIPScore's context length of {tokenizer.context_length} tokens"
                 notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
-        texts = self.clip.of_texts(list(different), self.batch_size)
-        return References(features, texts, rows, notes)
+        texts = {score: [encoded.get(text) for text in column] for score, column in columns.items()}
+        return References(features, texts, notes)
 
     def _features(self, images: Sequence[ImageLike]) -> dict[str, Tensor]:
         features = {}
@@ -318,11 +311,11 @@ class ImageScores:
             if option in features:
                 _add_mean(result, f"{option}_score", cosines(features[option], references.features[option]))
         images = self.clip.of_images(generated, self.batch_size) if self.clip else None
-        for score, rows in references.rows.items():
-            present = [index for index, row in enumerate(rows) if row is not None]
-            values = clip_scores(images[present], references.texts[[rows[index] for index in present]])
+        for score, texts in references.texts.items():
+            present = [index for index, text in enumerate(texts) if text is not None]
+            values = clip_scores(images[present], torch.stack([texts[index] for index in present]))
             by_index = dict(zip(present, values, strict=True))
-            _add_mean(result, score, [by_index.get(index) for index in range(len(rows))])
+            _add_mean(result, score, [by_index.get(index) for index in range(len(texts))])
         result.notes += references.notes
         return result
 
@@ -346,9 +339,8 @@ def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:
     present = [value for value in values if value is not None]
     result.by_image[score] = values
-    result.numbers[score] = {"value": float(np.mean(present))} | dict(
-        zip(("low", "high"), mean_interval(present), strict=True)
-    )
+    low, high = mean_interval(present)
+    result.numbers[score] = {"value": float(np.mean(present)), "low": low, "high": high}
     if len(present) < len(values) or score.startswith("clip_score_"):
         result.numbers[score]["pictures"] = len(present)
 
