@@ -178,21 +178,6 @@ class ResultCache:
         """The same for tensors on the CPU."""
         return load_file(self._file(f"{CACHE}/{self._key(kind, depends)}.safetensors", compute, save_tensors))
 
-    def noted(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
-        """The same for a few values, in the job's list of items instead of a file."""
-        name = self._key(kind, depends)
-        if name not in self._job:
-            started = time.monotonic()
-            values = compute()
-            self._job.note(name, values=values, seconds=time.monotonic() - started)
-        notes = self._job.notes(name)
-        self.seconds += notes["seconds"]
-        return notes["values"]
-
-    def has_notes(self, kind: str) -> bool:
-        """Whether there are values of a kind, in this run or an earlier one."""
-        return bool(Job.read(self.output).names(f"{kind}-"))
-
     @cached_property
     def _job(self) -> Job:
         with Job.open(self.output, "evaluate", shared=True) as job:
