@@ -98,7 +98,5 @@ def _resolve(
             return None
         return places[0], here.union(*(known[places[0]][attribute].sentences for attribute in named))
     before = claims.get(number - 1)
-    if before is None:
-        return None
-    referent = _resolve(known, number - 1, before.about, claims)
+    referent = before and _resolve(known, number - 1, before.about, claims)
     return referent and (referent[0], here | referent[1])

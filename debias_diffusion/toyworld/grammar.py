@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from ..text.sentences import join_sentences
 from .claims import Claim, Facts, Reference, resolve
@@ -56,12 +57,12 @@ _BACKGROUNDS = (
 _EMPTY = ("The {} of the picture is empty.", "There is nothing at all in the {}.", "No object stands in the {}.")
 _COLOUR_COUNTS = ("{number} of the objects {verb} {colour}.", "Of all the objects, {number} {verb} {colour}.")
 _ACROSS = {
-    -1: ("{a} is further to the left than {b}.", "{a} stands to the left of {b}."),
-    1: ("{a} is further to the right than {b}.", "{a} stands to the right of {b}."),
+    False: ("{a} is further to the left than {b}.", "{a} stands to the left of {b}."),
+    True: ("{a} is further to the right than {b}.", "{a} stands to the right of {b}."),
 }
 _DOWN = {
-    -1: ("{a} is higher up than {b}.", "{a} stands above {b}."),
-    1: ("{a} is lower down than {b}.", "{a} stands below {b}."),
+    False: ("{a} is higher up than {b}.", "{a} stands above {b}."),
+    True: ("{a} is lower down than {b}.", "{a} stands below {b}."),
 }
 _LARGER = ("{a} is larger than {b}.", "Of the two, {a} is larger than {b}.")
 
@@ -174,12 +175,8 @@ def _background(scene: Scene, rng: random.Random) -> Sentence:
 
 def _further(scene: Scene, rng: random.Random) -> list[Sentence]:
     """True sentences about relations, empty places and how often a colour occurs; at least eight."""
-    sentences = []
-    for index, a in enumerate(scene.things):
-        for b in scene.things[index + 1 :]:
-            sentences.append(_relation(scene, *rng.sample((a, b), 2), rng))
-    taken = {thing.place for thing in scene.things}
-    empty = [place for place in PLACES if place not in taken]
+    sentences = [_relation(scene, *rng.sample(pair, 2), rng) for pair in combinations(scene.things, 2)]
+    empty = [place for place in PLACES if all(thing.place != place for thing in scene.things)]
     sentences += [Sentence(rng.choice(_EMPTY).format(place)) for place in rng.sample(empty, min(3, len(empty)))]
     counts = Counter(thing.colour for thing in scene.things)
     for colour, count in counts.items():
@@ -192,13 +189,9 @@ def _further(scene: Scene, rng: random.Random) -> list[Sentence]:
 def _relation(scene: Scene, a: Thing, b: Thing, rng: random.Random) -> Sentence:
     """One true relation between two objects: across, down, or in size."""
     (ax, ay), (bx, by) = PLACES[a.place], PLACES[b.place]
-    wordings = []
-    if ax != bx:
-        wordings.append(_ACROSS[1 if ax > bx else -1])
-    if ay != by:
-        wordings.append(_DOWN[1 if ay > by else -1])
-    if (a.size, b.size) == ("large", "small"):
-        wordings.append(_LARGER)
+    is_larger = (a.size, b.size) == ("large", "small")
+    relations = (ax != bx, _ACROSS[ax > bx]), (ay != by, _DOWN[ay > by]), (is_larger, _LARGER)
+    wordings = [wording for is_true, wording in relations if is_true]
     names, places = zip(*(_name(scene, thing) for thing in (a, b)), strict=True)
     text = rng.choice(rng.choice(wordings)).format(a=names[0], b=names[1])
     return Sentence(text[0].upper() + text[1:], tuple(place for place in places if place))

@@ -209,9 +209,9 @@ def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> di
     if not a.halves[score]:
         return {"difference": difference, "low": None, "high": None, "p": None}
     error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.count)
-    reach = _NORMAL * error
     p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
-    return {"difference": difference, "low": difference - reach, "high": difference + reach, "p": p}
+    low, high = difference - _NORMAL * error, difference + _NORMAL * error
+    return {"difference": difference, "low": low, "high": high, "p": p}
 
 
 # ---- networks and scores together
