@@ -1,7 +1,6 @@
 """DPG-Bench: the published layout, the rules of the score, the position of a proposition, and runs with tiny models."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -164,9 +163,8 @@ def test_position_is_that_of_the_last_word_read():
 
 
 def test_scores_in_a_closed_form():
-    first, second = chain((), (1,))
     style = Proposition(3, (), "global", "style", "?", "not in the prompt")
-    bench = {"p": [first, replace(second, position="76-111"), style], "q": chain(())}
+    bench = {"p": [*chain(()), Proposition(2, (1,), "entity", "whole", "?", "76-111"), style], "q": chain(())}
     # 1 of 3, because the second's parent is missing; 2 of 3
     results = outcomes(bench, {"p": [[False, True, True], [True, True, False]], "q": [[True]] * 2})
     numbers = score(results, 2)

@@ -119,7 +119,7 @@ class _Generation:
         mentions = [caption.first_mentions() for caption in captions]
         kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
         # Of the captions, and of what shows that the files of the reference images have changed.
-        originals = bytes_digest(
+        references_digest = bytes_digest(
             self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
             for record in self.records
         )
@@ -129,23 +129,23 @@ class _Generation:
             images = [partial(_reference, record, self.pairs.images) for record in self.records]
             return networks.of_references(images, self.captions)
 
-        def score(files: Sequence[Path]) -> dict:
+        def score_images(files: Sequence[Path]) -> dict:
             return asdict(networks(files, references()))
 
-        def compare(files: Sequence[Path]) -> dict:
+        def read_images(files: Sequence[Path]) -> dict:
             return {"images": [*map(asdict, compare_images(files, scenes))]}
 
         scores, objects, encoders = {}, {}, {}
         for label, images in rendered.items():
             digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
-            depends = {"images": digest, "originals": originals}
+            depends = {"images": digest, "references": references_digest}
             result = session.cache.result(
-                "scores", depends | {"networks": networks.digests}, partial(score, images.files)
+                "scores", depends | {"networks": networks.digests}, partial(score_images, images.files)
             )
             scores[label] = ImageNumbers(**result)
             numbers = dict(scores[label].numbers)
             if self.is_toy:
-                result = session.cache.result("objects", depends, partial(compare, images.files))
+                result = session.cache.result("objects", depends, partial(read_images, images.files))
                 objects[label] = [Comparison(**image) for image in result["images"]]
                 numbers |= objects_numbers(objects[label], mentions, kinds)
             encoders[label] = {"scores": numbers, **images.reading, "images_digest": digest}

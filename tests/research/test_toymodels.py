@@ -74,8 +74,6 @@ def test_the_tokenizer_is_laid_out_as_clips_and_saved_whole(tokenizer, tmp_path)
     text = "a giraffe , naïve 猫 👍"
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
-    again = learn_tokenizer((caption("train", i).text for i in range(1000)), merges=400)
-    assert again.get_vocab() == tokenizer.get_vocab()
     tokenizer.save_pretrained(tmp_path)
     assert CLIPTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids == ids
 
