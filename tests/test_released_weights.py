@@ -13,7 +13,7 @@ from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.setup import load_base_model, load_base_tokenizer, prepare_backbone
+from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone
 
 GUESSED = "does not name its activation"
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-4)

@@ -18,7 +18,6 @@ from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.files import explain_full_disk
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint, load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
-from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.run import Run
@@ -91,16 +90,6 @@ class Alignment(Run):
         )
         self.collate = collate
 
-    def run(self) -> Path | None:
-        request = StopRequest(self.accelerator)
-        with request.listening(), self.opened():
-            self.prepare(request)
-            if request.asked():
-                self.say("Stopped while latents were computed. The same command continues from there.")
-                return None
-            state = self.make_steps(request)
-            return state and self._finish(state)
-
     def prepare(self, request: StopRequest) -> None:
         """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
         # The indices of the pairs that steps read, often few of the data, by epoch and in order.
@@ -109,20 +98,12 @@ class Alignment(Run):
         trained = np.unique(keys[:, 1])
         records = [*self.held_out[:MEASURED], *(self.records[index] for index in trained.tolist())]
         self.vae.check_room(len(records), self.config.latent_folder())
-        latents, bad = cached_images(
-            self.vae,
-            records,
-            self.images,
-            self.config.latent_folder(),
-            batch=max(1, min(32, 2**22 // self.pixels**2)),
-            workers=self.config.workers,
-            stop=lambda: request.here,
-        )
-        self.report_unreadable(bad, len(records))
+        batch = max(1, min(32, 2**22 // self.pixels**2))
+        bad = self.cache_features(self.vae, records, self.config.latent_folder(), batch, request)
         self.vae.vae.to("cpu")
         make = partial(
             AlignDataset,
-            images=latents,
+            images=self.images,
             preprocess=partial(torch.reshape, shape=self.vae.shape),
             seed=self.config.seed,
             tokenizers=[slot.reader.tokenizer for slot in self.slots],
@@ -182,7 +163,7 @@ class Alignment(Run):
         self._backward(collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]]), PROBE)
         self.optimizer.clear()
 
-    def _finish(self, state: TrainState) -> Path:
+    def finish(self, state: TrainState) -> Path:
         path = self.folder
         if self.main:
             for name, slot in zip((FIRST, SECOND), self.slots, strict=True):

@@ -42,6 +42,7 @@ Tracker = Literal["tensorboard", "wandb"]
 RunSeed = between(int, 0, 2**32 - 1)  # a step's draws are seeded with it and, in the lower half of 64 bits, its number
 _Scale = Annotated[float, Rule("above 0, at most 100", lambda scale: 0 < scale <= 100)]
 CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
+VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 
 
 @dataclass(kw_only=True)
@@ -119,6 +120,20 @@ class RunConfig(Checked):
         """All settings that decide the result, as plain JSON values."""
         settings = asdict(self) | {"betas": list(self.betas)}
         return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
+
+    def held_out_count(self, records: int) -> int:
+        """How many pairs are held out; for `auto` never more than a tenth of the data."""
+        return min(VALIDATION, records // 10) if self.validation == "auto" else self.validation
+
+    def batch_size(self, records: int) -> int:
+        """Pairs of a step; for `auto` as many of so few as any usual number of processes can share, but at least 4."""
+        if self.batch != "auto":
+            return self.batch
+        return self.LARGEST_BATCH if records >= self.LARGEST_BATCH else 1 << max(records, 4).bit_length() - 1
+
+    def warmup_steps(self, steps: int) -> int:
+        """Steps of warm-up; for `auto` never more than a tenth of all."""
+        return min(self.LONGEST_WARMUP, steps // 10) if self.warmup == "auto" else self.warmup
 
 
 @dataclass(kw_only=True)
