@@ -32,7 +32,7 @@ from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import FixClip, draw_mask, mask_size
 from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.config import RECIPE_OPTIONS
-from debias_diffusion.training.feature_cache import FrozenTower
+from debias_diffusion.training.feature_cache import frozen_tower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
 
@@ -312,9 +312,9 @@ def test_caches_know_the_prompts_and_other_programs_refuse_them(finished, tmp_pa
         open_clip.create_model(f"local-dir:{finished / 'last'}")
     with pytest.raises(UserError, match="has regional prompts, whose attention cannot be replaced"):
         ablate(AblateConfig(str(finished), str(tmp_path / "ablated"), data="toy/test", search="naive"))
-    key, digest = FrozenTower(backbone, CPU, "fp32").key, backbone.digest()
+    key, digest = frozen_tower(backbone, CPU, "fp32").key, backbone.digest()
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "none"
-    assert FrozenTower(backbone, CPU, "fp32").key != key and backbone.digest() != digest
+    assert frozen_tower(backbone, CPU, "fp32").key != key and backbone.digest() != digest
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "all"
     backbone.save(tmp_path / "hostile")
     with pytest.raises(UserError, match="prompt_mask must be one of"):

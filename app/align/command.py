@@ -25,7 +25,7 @@ from debias_diffusion.training.step import sum_over_processes
 from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
-from .data import AlignBatch, AlignDataset, FrozenVAE, collate
+from .data import AlignBatch, AlignDataset, check_room, collate, frozen_vae, latent_shape
 from .encoders import make_slots, recompute_activations
 from .objective import TERMS, Objective
 from .plan import PROBE, print_plan
@@ -70,7 +70,7 @@ class Alignment(Run):
             self.seen_before = [*self.seen_before, *map(read_seen, [spec] if spec else [])]
         device, dtype = accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
-        self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
+        self.vae, self.latent_shape = pipe.vae, latent_shape(pipe.vae, self.pixels)
         names = (config.encoder, config.encoder_2)
         self.slots, self.two_tower = make_slots(names, pipe, checkpoint, dtype, config.reading == "overlap")
         slots = zip((FIRST, SECOND), self.slots, strict=True)
@@ -97,14 +97,15 @@ class Alignment(Run):
         read = {epoch: keys[keys[:, 0] == epoch, 1] for epoch in np.unique(keys[:, 0]).tolist()}
         trained = np.unique(keys[:, 1])
         records = [*self.held_out[:MEASURED], *(self.records[index] for index in trained.tolist())]
-        self.vae.check_room(len(records), self.config.latent_folder())
+        check_room(self.config.latent_folder(), self.latent_shape, len(records))
+        vae = frozen_vae(self.vae, self.pixels, self.accelerator)
         batch = max(1, min(32, 2**22 // self.pixels**2))
-        bad = self.cache_features(self.vae, records, self.config.latent_folder(), batch, request)
-        self.vae.vae.to("cpu")
+        bad = self.cache_features(vae, records, self.config.latent_folder(), batch, request)
+        self.vae.to("cpu")
         make = partial(
             AlignDataset,
             images=self.images,
-            preprocess=partial(torch.reshape, shape=self.vae.shape),
+            preprocess=partial(torch.reshape, shape=self.latent_shape),
             seed=self.config.seed,
             tokenizers=[slot.reader.tokenizer for slot in self.slots],
         )
@@ -117,13 +118,11 @@ class Alignment(Run):
 
     def backward(self, batch: AlignBatch) -> dict[str, float]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
-        scaler, sums = self.optimizer.scaler, dict.fromkeys(TERMS, 0.0)
+        sums = dict.fromkeys(TERMS, 0.0)
         for part in batch.chunks(self.config.chunk or len(batch)):
             terms = self._backward(part, self.config.batch)
             sums = {name: sums[name] + value for name, value in terms.items()}
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        sum_over_processes(gradients, self.accelerator)
-        norm = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
+        norm = sum_over_processes(self.model.parameters(), self.accelerator) / self.optimizer.scaler.get_scale()
         means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.config.batch
         terms = dict(zip(TERMS, means, strict=True))
         losses = {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
@@ -136,7 +135,7 @@ class Alignment(Run):
             losses = self.objective.losses(batch.to(self.accelerator.device))
             terms = {name: values.sum() for name, values in losses.items()}
             loss = self._weighted(terms) / samples
-            (self.optimizer.scaler.scale(loss) if self.optimizer.scaler else loss).backward()
+            self.optimizer.scaler.scale(loss).backward()
         return {name: value.detach() for name, value in terms.items()}
 
     def _weighted(self, terms: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Checks of the data, before and during training, and the report of bad records."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +27,14 @@ _ADD_SHORT = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class _CheckedRecords(Dataset):
     """(measure of the caption, BadRecord or None) of every record."""
 
-    def __init__(
-        self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer, reads_short: bool = False
-    ):
-        self.records, self.images, self.tokenizer, self.reads_short = records, images, tokenizer, reads_short
+    records: Sequence[Record]
+    images: ImageSource
+    tokenizer: CaptionTokenizer
+    reads_short: bool = False
 
     def __len__(self) -> int:
         return len(self.records)

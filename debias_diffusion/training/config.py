@@ -15,7 +15,6 @@ from ..limits import (
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Precision,
     Rule,
@@ -212,24 +211,25 @@ class TrainConfig(RunConfig):
     pretrained: str | None = None
     recipe: str = "debias-clip"
     import_file: str | None = None
+    # Of the recipe: its method holds them to their ranges, and None is its own.
     sampling: str | None = None
     padding: str | None = None
-    short_weight: Share | None = None
-    components: NonNegativeInt | None = None
-    component_parts: PositiveInt | None = None
-    label_smoothing: BelowOne | None = None
+    short_weight: float | None = None
+    components: int | None = None
+    component_parts: int | None = None
+    label_smoothing: float | None = None
     pooling: Literal["eot", "average"] | None = None
-    keep_states: NonNegativeFloat | None = None
+    keep_states: float | None = None
     method: dict[str, Any] | None = None
-    mask_ratio: BelowOne | None = None
+    mask_ratio: float | None = None
     masked_patches: Literal["replace", "discard"] | None = None
     short_positions: Literal["own", "shared"] | None = None
-    prompts: NonNegativeInt | None = None
+    prompts: int | None = None
     prompt_mask: Literal["bands", "none"] | None = None
     prompt_layers: Literal["own", "shared"] | None = None
-    groups: NonNegativeInt | None = None
-    first_group: PositiveInt | None = None
-    new_rate: PositiveFloat | None = None
+    groups: int | None = None
+    first_group: int | None = None
+    new_rate: float | None = None
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
     keep_best: NonNegativeInt = 0

@@ -23,7 +23,7 @@ from ..text.tokens import CaptionTokenizer
 from .check import check_data, look_for_short_captions
 from .checkpoints import BEST, LAST, TrainState, save_model
 from .config import CHOOSING, TrainConfig, ablated
-from .feature_cache import FrozenTower
+from .feature_cache import frozen_tower
 from .logs import make_accelerator
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
 from .plan import PROBE, print_plan
@@ -91,7 +91,7 @@ class _Training(Run):
         config, preprocess = self.config, self.backbone.read_pixels
         if config.freeze_image_tower:
             visual, preprocess = self.backbone.model.visual.eval(), _unchanged
-            tower = FrozenTower(self.backbone, self.accelerator, self.precision)
+            tower = frozen_tower(self.backbone, self.accelerator, self.precision)
             folder = config.feature_cache or self.folder.parent / "image-features"
             self.cache_features(tower, self.all_records, folder, min(64, config.batch), request)
             visual.to("cpu")
@@ -198,13 +198,10 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
     method = config.make_method()
     method.check_base(backbone, config.keep_positions, config.freeze_image_tower)
     if "keep" not in backbone.config.get("debias_diffusion", {}):
-        most = backbone.context_length - 2
-        if config.keep_positions > most:
-            raise UserError(
-                f"keep_positions is {config.keep_positions}, but must be at most {most} for {config.model!r}, which "
-                f"has {backbone.context_length} positions."
-            )
-        backbone.stretch(config.keep_positions, config.stretch)
+        try:
+            backbone.stretch(config.keep_positions, config.stretch)
+        except ValueError as error:
+            raise UserError(f"{config.model!r} cannot be stretched: {error}.") from error
     torch.manual_seed(config.seed)
     method.prepare(backbone)
     _set_scale(backbone, config)

@@ -198,7 +198,7 @@ class Run(ABC):
                     rate = learning_rate(state.step, total, config.learning_rate, config.warmup)
                     report = self.backward(batch)
                     # Gradients overflow now and then in fp16; the scaler skips such a step.
-                    checked = ("loss",) if self.optimizer.scaler else ("loss", "gradient_norm")
+                    checked = ("loss",) if self.optimizer.scaler.is_enabled() else ("loss", "gradient_norm")
                     is_finite = all(math.isfinite(report.get(name, 0.0)) for name in checked)
                     state.step += 1
                     if is_finite:
