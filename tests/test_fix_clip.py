@@ -363,7 +363,7 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
 
 
 def test_short_captions_are_whole_while_their_length_is_not_known():
-    """Before `bind`, which training calls."""
+    """Before `prepare`, which training calls."""
     tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)
     captions = find_method("fix-clip").captions("A cat. A dog runs.", tokenizer, 0, 0, "a")
     assert captions[-1].ids == tokenizer.text_ids(["A cat."])[0]

@@ -102,7 +102,7 @@ def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, fi
     # A model that is stretched already is trained as it is, and captions are counted for the length that is trained.
     run = config((str(finished_run / "last"), *world[1:]), tmp_path)
     assert load_base_tokenizer(run).context_length == 248
-    assert prepare_backbone(load_base_model(run), run).tokenizer.context_length == 248
+    assert prepare_backbone(load_base_model(run), run)[0].tokenizer.context_length == 248
 
 
 @pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])
@@ -146,11 +146,11 @@ def poison(monkeypatch):
 
     def poison(word):
         def prepare_poisoned(*arguments):
-            backbone = prepare_backbone(*arguments)
+            backbone, method = prepare_backbone(*arguments)
             (token,) = backbone.tokenizer.text_ids([word])[0]
             with torch.no_grad():
                 backbone.model.token_embedding.weight[token] = torch.nan
-            return backbone
+            return backbone, method
 
         monkeypatch.setattr(loop, "prepare_backbone", prepare_poisoned)
 

@@ -121,8 +121,9 @@ class DualCaption(KeepStates):
                 raise UserError(f"batch is {batch}, but must be a multiple of component_parts, {self.component_parts}.")
             check_components(self.components, batch // self.component_parts, embed_dim)
 
-    def prepare(self, backbone: Backbone) -> None:
+    def prepare(self, backbone: Backbone) -> "DualCaption":
         backbone.pooling = self.pooling
+        return self
 
     def captions(
         self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str, short: str | None = None

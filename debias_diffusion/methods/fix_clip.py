@@ -142,7 +142,7 @@ class FixClip(DualCaption):
     groups: NonNegativeInt = 0
     first_group: PositiveInt | None = None
     new_rate: PositiveFloat = 1.0
-    # Of the base model; `bind` sets them.
+    # Of the base model; `prepare` sets them.
     patches: int = field(default=0, repr=False, metadata={"is_setting": False})
     short_length: int = field(default=0, repr=False, metadata={"is_setting": False})
 
@@ -216,7 +216,7 @@ class FixClip(DualCaption):
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
 
-    def prepare(self, backbone: Backbone) -> None:
+    def prepare(self, backbone: Backbone) -> "FixClip":
         """Adds the prompts to the image tower, and keeps the base model's own rows of positions for short captions."""
         super().prepare(backbone)
         if self.regional_prompts and backbone.prompt_settings is None:
@@ -224,8 +224,6 @@ class FixClip(DualCaption):
         if self.has_own_positions and backbone.short_positions is None:
             tower = backbone.text.tower
             set_short_positions(tower, tower.positional_embedding[backbone.unstretched_rows])
-
-    def bind(self, backbone: Backbone) -> "FixClip":
         if self._is_plain:
             return self
         table = backbone.short_positions
@@ -250,7 +248,7 @@ class FixClip(DualCaption):
         """The long caption, then the short one, which "own" positions cut at the base model's context length."""
         captions = super().captions(caption, tokenizer, *draw, **short)
         if self.has_own_positions:
-            end = self.short_length - tokenizer.n_special if self.short_length else None  # None before `bind`
+            end = self.short_length - tokenizer.n_special if self.short_length else None  # None before `prepare`
             captions[-1] = Caption(captions[-1].ids[:end], 0, is_short=True)
         return captions
 
@@ -340,16 +338,12 @@ def _check_towers(base_model: Backbone) -> None:
             "its InfoNCE. Give one, for example ViT-B-16, or another recipe."
         )
     visual = ImageTower(base_model.model.visual).visual
-    unfit = {
-        "attention pooling": visual.attn_pool is not None,
-        f"{visual.pool_type} pooling instead of CLS": visual.pool_type != "tok",
-        "no projection": visual.proj is None,
-        "patch dropout": not isinstance(visual.patch_dropout, nn.Identity),
-    }
-    if parts := [name for name, is_unfit in unfit.items() if is_unfit]:
+    pools_cls = visual.attn_pool is None and visual.pool_type == "tok" and visual.proj is not None
+    if not (pools_cls and isinstance(visual.patch_dropout, nn.Identity)):
         raise UserError(
-            f"The base model's image tower has {' and '.join(parts)}, which Fix-CLIP's parts do not work with. Give a "
-            "CLIP with a plain vision transformer, for example ViT-B-16, or another recipe."
+            "The base model's image tower has another pooling than a projected CLS, or patch dropout, which Fix-CLIP's "
+            "parts do not work with. Give a CLIP with a plain vision transformer, for example ViT-B-16, or another "
+            "recipe."
         )
 
 

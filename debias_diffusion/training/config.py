@@ -255,9 +255,7 @@ class TrainConfig(RunConfig):
         if base.kind is Kind.CHINESE_CLIP:
             raise base.refusal()
         if base.kind is Kind.ABLATION:
-            from ..ablation.saved import read_ablation  # with torch, as the methods
-
-            raise ablated(self.model, read_ablation(base.place)[0])
+            raise ablated(self.model)
         if base.kind is not Kind.OPEN_CLIP:
             raise UserError(
                 f"{self.model!r} is not in open_clip's layout, so it cannot be trained. Give an open_clip name or "
@@ -274,11 +272,11 @@ class TrainConfig(RunConfig):
         return find_method(self.recipe, method_settings(vars(self)))
 
 
-def ablated(model: str, base: str) -> UserError:
-    """The error for a model with suppressed heads, made from `base`."""
+def ablated(model: str) -> UserError:
+    """The error for a model with suppressed heads."""
     return UserError(
         f"{model!r} has suppressed attention heads, and training would move weights that were judged without them. "
-        f"Train {base}, then search again with `debias-diffusion ablate`."
+        "Train the model that it was made from, then search again with `debias-diffusion ablate`."
     )
 
 

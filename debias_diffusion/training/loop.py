@@ -18,7 +18,7 @@ from ..devices import autocast
 from ..encoders.loading import load_backbone, load_tokenizer
 from ..errors import UserError
 from ..files import explain_full_disk, sha256
-from ..methods import Batch
+from ..methods import Batch, Method
 from ..text.tokens import CaptionTokenizer
 from .check import check_data, look_for_short_captions
 from .checkpoints import BEST, LAST, TrainState, save_model
@@ -72,8 +72,7 @@ class _Training(Run):
         self.inputs["base model"] = random if base_model.random_weights else base_model.digest()
         if config.import_file:
             self.inputs["import file"] = sha256(config.import_file)
-        self.backbone = prepare_backbone(base_model, config)
-        self.method = self.method.bind(self.backbone)
+        self.backbone, self.method = prepare_backbone(base_model, config)
         sizes = config.batch, self.backbone.config["model_cfg"]["embed_dim"]
         if config.components is None and (fitted := self.method.fit(*sizes)) is not self.method:
             self.method, self.settings["components"] = fitted, fitted.components
@@ -181,7 +180,7 @@ def load_base_model(config: TrainConfig) -> Backbone:
     torch.manual_seed(config.seed)
     backbone = load_backbone(base.place, base.weights)
     if backbone.image_attention or backbone.text_attention:
-        raise ablated(config.model, "the model that it was made from")
+        raise ablated(config.model)
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
         raise UserError(
             f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
@@ -189,8 +188,9 @@ def load_base_model(config: TrainConfig) -> Backbone:
     return backbone
 
 
-def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
-    """The base model with its context length stretched, changed as the method wants it, its scale set, in place.
+def prepare_backbone(backbone: Backbone, config: TrainConfig) -> tuple[Backbone, Method]:
+    """The base model with its context length stretched, changed as the method wants it, its scale set, in place; and
+    the method for it.
 
     Raises:
         UserError: the method or an option cannot be used with this model.
@@ -203,7 +203,7 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
         except ValueError as error:
             raise UserError(f"{config.model!r} cannot be stretched: {error}.") from error
     torch.manual_seed(config.seed)
-    method.prepare(backbone)
+    method = method.prepare(backbone)
     _set_scale(backbone, config)
     if config.freeze_image_tower:
         backbone.model.visual.requires_grad_(False)
@@ -211,7 +211,7 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> Backbone:
         backbone.checkpoint_activations()
     if config.compile:
         backbone.compile()
-    return backbone
+    return backbone, method
 
 
 def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
