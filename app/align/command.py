@@ -1,6 +1,7 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -102,19 +103,19 @@ class Alignment(Run):
         batch = max(1, min(32, 2**22 // self.pixels**2))
         bad = self.cache_features(vae, records, self.config.latent_folder(), batch, request)
         self.vae.to("cpu")
-        make = partial(
-            AlignDataset,
-            images=self.images,
-            preprocess=partial(torch.reshape, shape=self.latent_shape),
-            seed=self.config.seed,
-            tokenizers=[slot.reader.tokenizer for slot in self.slots],
-        )
         # Half of the pairs read later: another batch, and its latent is there.
         stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}
-        self.dataset = make(self.records, stand_ins=stand_ins.get if self.config.max_bad else None)
+        self.dataset = AlignDataset(
+            self.records,
+            self.images,
+            partial(torch.reshape, shape=self.latent_shape),
+            self.config.seed,
+            stand_ins=stand_ins.get if self.config.max_bad else None,
+            tokenizers=[slot.reader.tokenizer for slot in self.slots],
+        )
         unreadable = {record.where for record in bad}
         measured = [record for record in self.held_out[:MEASURED] if record.image not in unreadable]
-        self.measured = make(measured, stand_ins=None)
+        self.measured = replace(self.dataset, records=measured, stand_ins=None)
 
     def backward(self, batch: AlignBatch) -> dict[str, float]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
@@ -179,5 +180,4 @@ class Alignment(Run):
         self.say_done(state)
         option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
         self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")
-        self.accelerator.wait_for_everyone()
         return path

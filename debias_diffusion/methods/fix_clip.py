@@ -24,7 +24,7 @@ from ..clip.text_tower import set_short_positions
 from ..errors import UserError
 from ..limits import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
 from ..text.tokens import CaptionTokenizer
-from .base import Batch, Caption, at_least_float, image_features
+from .base import Batch, Caption, at_least_float
 from .dual_caption import DualCaption
 from .keep_states import KeepStates
 from .objectives import contrastive_loss
@@ -267,28 +267,24 @@ class FixClip(DualCaption):
         And kept states."""
         if not (self.mask_ratio or self.prompts or self.groups):
             return super().encode(backbone, batch, modules)
-        features, states = self._encode_images(backbone, batch, modules)
-        blocks = self.hierarchy.blocks(_depth(backbone)) if self.hierarchy else ()
-        texts, text_states = backbone.text.encode(batch.tokens, blocks)
+        hierarchy, states = self.hierarchy, torch.empty(0)
+        if batch.cached_features:
+            features = {"image": batch.images}
+        else:
+            vector = modules["mask"]["vector"] if self.mask_ratio and self.masked_patches == "replace" else None
+            masked = MaskedPatches(batch.views["is_masked"], vector) if self.mask_ratio else None
+            blocks = hierarchy.blocks(backbone.image.depth) if hierarchy else ()
+            encoded = backbone.image.encode_with_masked(backbone.as_floats(batch.images), blocks, masked)
+            image, masked_image, states = encoded
+            features = {"image": image} | ({} if masked_image is None else {"short_image": masked_image})
+        texts, text_states = backbone.text.encode(batch.tokens, hierarchy.blocks(_depth(backbone)) if hierarchy else ())
         features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
-        if self.hierarchy:
-            long_states = text_states[: len(batch)]
-            features["image_groups"] = modules["image_heads"](self.hierarchy.aggregate(at_least_float(states)))
-            features["text_groups"] = modules["text_heads"](self.hierarchy.aggregate(at_least_float(long_states)))
+        if hierarchy:
+            for tower, cls_or_eot in (("image", states), ("text", text_states[: len(batch)])):
+                aggregated = hierarchy.aggregate(at_least_float(cls_or_eot))
+                features[f"{tower}_groups"] = modules[f"{tower}_heads"](aggregated)
         features = {name: at_least_float(feature) for name, feature in features.items()}
         return features | KeepStates.encode(self, backbone, batch, modules)
-
-    def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Any]:
-        """The features of the images' views, and the states of CLS after the blocks of the compared groups."""
-        if batch.cached_features:
-            return {"image": image_features(backbone, batch)}, None
-        images, tower, masked = backbone.as_floats(batch.images), backbone.image, None
-        if self.mask_ratio:
-            vector = modules["mask"]["vector"] if self.masked_patches == "replace" else None
-            masked = MaskedPatches(batch.views["is_masked"], vector)
-        blocks = self.hierarchy.blocks(tower.depth) if self.hierarchy else ()
-        image, masked_image, states = tower.encode_with_masked(images, blocks, masked)
-        return {"image": image} | ({} if masked_image is None else {"short_image": masked_image}), states
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None

@@ -102,14 +102,15 @@ class CachedImages:
 
     def read_batch(self, read_pixels: Callable, records: Sequence[Record]) -> list[tuple | BadRecord]:
         """Stamp and digest of each image, and its pixels or, where those of the digest are there, its features."""
-        return [read_or_bad(record, partial(self._read_image, read_pixels)) for record in records]
 
-    def _read_image(self, read_pixels: Callable, name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor]:
-        # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
-        stamp, image = self.images.stamp(name), self.images.open(name)
-        digest = pixels_digest(image)
-        row = self.find([digest])[0]
-        return (stamp, digest, read_pixels(image), None) if row < 0 else (stamp, digest, None, self[row])
+        def read(name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor | None]:
+            # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
+            stamp, image = self.images.stamp(name), self.images.open(name)
+            digest = pixels_digest(image)
+            row = self.find([digest])[0]
+            return (stamp, digest, read_pixels(image), None) if row < 0 else (stamp, digest, None, self[row])
+
+        return [read_or_bad(record, read) for record in records]
 
     @torch.inference_mode()
     def fill(self, encoder: FrozenEncoder, loader: DataLoader, stop: Callable[[], bool]) -> list[BadRecord]:

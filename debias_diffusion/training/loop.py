@@ -89,7 +89,7 @@ class _Training(Run):
         """With a frozen image tower, whose features are then the images, and which rests from then on."""
         config, preprocess = self.config, self.backbone.read_pixels
         if config.freeze_image_tower:
-            visual, preprocess = self.backbone.model.visual.eval(), _unchanged
+            visual, preprocess = self.backbone.model.visual.eval(), nn.Identity()
             tower = frozen_tower(self.backbone, self.accelerator, self.precision)
             folder = config.feature_cache or self.folder.parent / "image-features"
             self.cache_features(tower, self.all_records, folder, min(64, config.batch), request)
@@ -132,7 +132,7 @@ class _Training(Run):
                 *(self.backbone, records, self.images, batch_size, device),
                 progress=False,
                 read=self.dataset.preprocess,
-                encode=_unchanged if frozen else None,
+                encode=nn.Identity() if frozen else None,
             )
             captions = [records[index].caption for index in good]
             text = encode_texts(self.backbone, captions, batch_size, device, progress=False)
@@ -160,7 +160,6 @@ class _Training(Run):
             )
         if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
             self.say(f"Next: debias-diffusion export --model {folder} --output {folder / 'export'}")
-        self.accelerator.wait_for_everyone()
         return folder / LAST
 
 
@@ -227,7 +226,3 @@ def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
     if scale is not None:
         with torch.no_grad():
             backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
-
-
-def _unchanged(features: torch.Tensor) -> torch.Tensor:
-    return features

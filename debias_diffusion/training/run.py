@@ -139,7 +139,9 @@ class Run(ABC):
                 self.say("Stopped before the next step. The same command continues from there.")
                 return None
             state = self.make_steps(request)
-            return state and self.finish(state)
+            result = state and self.finish(state)
+            self.accelerator.wait_for_everyone()
+            return result
 
     def check_bad(self, bad: Sequence[BadRecord], count: int, is_reported: bool = False) -> None:
         """Reports the bad ones of `count` records. Raises UserError if they are too many."""
@@ -250,14 +252,12 @@ class Run(ABC):
 
     def _count_replaced(self, batch, state: TrainState) -> None:
         """Logs the bad records of the batch. Raises UserError when they become too many."""
-        count = len(batch.bad)
-        if count:
+        if batch.bad:
             add_bad(batch.bad, self.folder)
             first = batch.bad[0]
             tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder / BAD_RECORDS})")
-        if self.accelerator.num_processes > 1:
-            device = self.accelerator.device
-            count = int(self.accelerator.reduce(torch.tensor(count, device=device), reduction="sum").item())
+        count = torch.tensor(len(batch.bad), device=self.accelerator.device)
+        count = int(self.accelerator.reduce(count, reduction="sum"))
         state.replaced += count
         if count:
             # The share of a few samples says nothing about the rest.
