@@ -272,7 +272,7 @@ def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys)
         ({"components": 8}, "components is 8, but must be at least 1 and less than 7"),
         ({"model": "toy/long-clip"}, "'toy/long-clip' is not in open_clip's layout, so it cannot be trained"),
         ({"keep_positions": 76}, r"keep must be in \[0, 75\] for a table of 77 positions, got 76"),
-        ({"images": str(Path(__file__).parent)}, "holds none of the images, for example '6.png'"),
+        ({"images": str(Path(__file__).parent)}, "looked up in .*, 18 are missing, for example '6.png'"),
     ],
 )
 def test_bad_settings_are_named(world, tmp_path, settings, message):
