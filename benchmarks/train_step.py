@@ -152,9 +152,8 @@ class FixClipSteps:
         self.accelerator, self.precision = accelerator, options.precision
         self.backbone = load_backbone(options.model)
         self.backbone.stretch()
-        method.prepare(self.backbone)
+        self.method = method.prepare(self.backbone)
         self.backbone.to(accelerator.device).train()
-        self.method = method.bind(self.backbone)
         modules = self.method.modules(self.backbone)
         self.modules = torch.nn.ModuleDict(modules).to(accelerator.device) if modules else None
         named = dict(self.backbone.model.named_parameters())

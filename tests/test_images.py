@@ -26,7 +26,7 @@ from debias_diffusion.eval.images.generation import _reference, _unreadable, plo
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.training.check import _CheckedRecords
-from debias_diffusion.training.feature_cache import FrozenTower, cached_images
+from debias_diffusion.training.feature_cache import cached_images, frozen_tower
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
 
@@ -208,7 +208,7 @@ def test_a_bad_image_does_not_stop_any_reader(three):
     images, backbone = Failing(folder, RuntimeError("Failed to decode")), tiny_clip().eval()
     sample = dataset(records, images, backbone.read_pixels)[(0, 1, 0)]
     checked = _CheckedRecords(records, images, TOKENIZER)
-    tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
+    tower = frozen_tower(backbone, Accelerator(cpu=True), "fp32")
     for bad in (
         sample.bad,
         [fault for *_, fault in (checked[index] for index in range(3)) if fault],

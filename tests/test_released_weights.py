@@ -13,7 +13,7 @@ from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.setup import load_base_model, load_base_tokenizer, prepare_backbone
+from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone
 
 GUESSED = "does not name its activation"
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-4)
@@ -27,7 +27,7 @@ def test_it_loads_everywhere_and_is_not_stretched_again(known, tmp_path, prefix)
     config = TrainConfig(data="x.json", output=str(tmp_path / "run"), model="deep-quickgelu", pretrained=str(file))
     assert load_base_tokenizer(replace(config, keep_positions=0)).context_length == 248
     load_two_tower(file).save(tmp_path / "saved")
-    backbones = [*map(load_two_tower, (file, named)), prepare_backbone(load_base_model(config), config)]
+    backbones = [*map(load_two_tower, (file, named)), prepare_backbone(load_base_model(config), config)[0]]
     for backbone in (*backbones, load_backbone(str(tmp_path / "saved"))):
         assert (backbone.context_length, backbone.kept_positions, backbone.random_weights) == (248, 20, False)
         close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected)

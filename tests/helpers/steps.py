@@ -34,8 +34,8 @@ def prepared(backbone, method, size=6, first=0):
     """
     backbone.stretch()
     torch.manual_seed(1)
-    method.prepare(backbone)
-    method, modules = method.bind(backbone), method.modules(backbone)
+    method = method.prepare(backbone)
+    modules = method.modules(backbone)
     modules = nn.ModuleDict(modules) if modules else None
     backbone.double()
     everyday(backbone.model)
