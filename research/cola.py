@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
-from debias_diffusion.data.bad_records import BadRecord, print_left_out, refused
+from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_out
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
@@ -81,10 +81,8 @@ def read_cola(file: str | Path) -> Cola:
         )
     good, bad = [], []
     for index, entry in enumerate(entries):
-        try:
+        with leave_out(f"{file.name}, entry {index}", bad):
             good.append(_item(entry) if classes is None else _labelled(entry, len(classes)))
-        except ValueError as error:
-            bad.append(refused(f"{file.name}, entry {index}", error))
     if not good:
         raise UserError(f"{str(file)!r} has no record that can be used. The first: {bad[0] if bad else 'none'}.")
     if classes is None:

@@ -62,7 +62,7 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
         ("entry 3", "no caption"),
         ("entry 4", "no image path"),
         ("entry 5", "not an object"),
-        ("entry 7", "bad entry of JSON"),
+        ("entry 7", "bad JSON"),
     ]
     assert "2.jpg" in captions.bad[0].detail
 
@@ -97,7 +97,7 @@ def test_jsonl_is_read_and_its_bad_lines_named(tmp_path):
     captions = read_captions(tmp_path / "d.jsonl")
     expected = {"1.jpg": "One. Two.", "2.jpg": "Größe – 大きい.", "8.jpg": "Last."}
     assert list(captions.records) == [Record(name, name, caption) for name, caption in expected.items()]
-    broken = "bad line of JSON"
+    broken = "bad JSON"
     faults = {4: broken, 5: broken, 6: "no caption", 7: "no image path", 8: broken}
     assert [(bad.where, bad.kind) for bad in captions.bad] == [(f"line {n}", kind) for n, kind in faults.items()]
 

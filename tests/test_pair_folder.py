@@ -72,7 +72,7 @@ def test_what_has_no_partner_or_cannot_be_read_is_left_out_and_named(tmp_path):
 def test_a_folder_without_pairs_is_refused_with_every_layout(tmp_path):
     put(tmp_path, "1.jpg", "a/2.jpg")
     layouts = r"no \*.tar. Give a folder of image and caption files .*WebDataset shards .*JSON or JSONL file"
-    with pytest.raises(UserError, match="2 images and 0 captions .* such as '1.jpg', and " + layouts):
+    with pytest.raises(UserError, match="2 images and 0 captions .* and " + layouts):
         open_data(tmp_path)
 
 

@@ -96,7 +96,7 @@ class _Synthesis:
         config, self.bad = self.config, []
         if config.data is None:
             names, self.images = list_images(config.images)
-            self.records = PackedRecords(Record(name, name, "") for name in names)
+            self.records = PackedRecords.pack(Record(name, name, "") for name in names)
             return bytes_digest(f"{name}\n".encode() for name in names)
         captions, self.images = open_data(config.data, config.images)
         self.records, self.bad = captions.records, captions.bad

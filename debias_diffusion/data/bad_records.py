@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -36,10 +37,16 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def refused(where: str, error: ValueError) -> BadRecord:
-    """The bad record that a reader refused with ValueError("kind: detail")."""
-    kind, _, detail = str(error).partition(": ")
-    return BadRecord(where, kind, detail)
+@contextmanager
+def leave_out(where: str, bad: list[BadRecord]) -> Iterator[None]:
+    """Adds the record at `where` to `bad` if its reading raises ValueError("kind: detail") or an OSError."""
+    try:
+        yield
+    except ValueError as error:
+        kind, _, detail = str(error).partition(": ")
+        bad.append(BadRecord(where, kind, detail))
+    except OSError as error:
+        bad.append(BadRecord(where, "unreadable file", f"its file: {error.strerror}"))
 
 
 def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:

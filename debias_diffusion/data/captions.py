@@ -1,19 +1,19 @@
 """Captions in entries and files: where they are, and which ones can be used."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
-from .bad_records import BadRecord, refused
+from .bad_records import BadRecord
 from .records import Record
 
+LARGEST_FILE = 1 << 20  # bytes of a caption's file
 LONGEST_CAPTION = 32_768  # characters: thirty times the average; sampling from it takes at most about 0.1 s
 # Control characters but white space, as UTF-8. Those from U+0080 on may stay: ftfy reads them as Windows-1252.
 _CONTROLS = bytes([*range(9), *range(14, 28), 127])
 _ANSWERS, _QUESTIONS = ("gpt", "assistant"), ("human", "user", "system")
-
-Part, T = TypeVar("Part"), TypeVar("T")
+_DECODER = json.JSONDecoder(strict=False)
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,20 @@ class Captions:
     bad: list[BadRecord]
 
 
-def usable(parts: Iterable[tuple[str, Part]], read: Callable[[Part], T], bad: list[BadRecord]) -> Iterator[T]:
-    """What `read` makes of each of `parts`, (where it is, part).
+def parse_object(content: str | bytes | bytearray) -> dict:
+    """The JSON object in a text; control characters in strings are allowed. Raises ValueError("kind: detail")."""
+    try:
+        value = _DECODER.decode(content if isinstance(content, str) else content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError's text would name a line 1
+        raise ValueError(f"bad JSON: {getattr(error, 'msg', error)}, it begins {content[:40]!r}") from None
+    return check_object(value)
 
-    Args:
-        read: raises ValueError("kind: detail"), or an OSError, for a part that cannot be used, which is added to `bad`.
-    """
-    for where, part in parts:
-        try:
-            result = read(part)
-        except ValueError as error:
-            bad.append(refused(where, error))
-        except OSError as error:
-            bad.append(BadRecord(where, "unreadable file", f"its file: {error.strerror}"))
-        else:
-            yield result
+
+def check_object(value) -> dict:
+    """`value`, which must be a JSON object. Raises ValueError("kind: detail")."""
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object: found {type(value).__name__}")
+    return value
 
 
 def caption_of(entry: dict, where: str):
@@ -109,7 +108,13 @@ def folded(caption, where: str) -> str:
 
 
 def utf8(content: bytes, where: str) -> str:
-    """The text of a caption file. Raises ValueError("kind: `where` ...") unless it is UTF-8, with or without BOM."""
+    """The text of a caption file, of at most `LARGEST_FILE` bytes, of which one more may have been read.
+
+    Raises:
+        ValueError("kind: `where` ..."): it has more, or is not UTF-8, with or without BOM.
+    """
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"absurdly large caption: {where} has more than {LARGEST_FILE} bytes")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

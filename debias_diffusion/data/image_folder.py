@@ -8,15 +8,14 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular
-from .bad_records import BadRecord
-from .captions import Captions, folded, is_text, usable, utf8
+from .bad_records import BadRecord, leave_out
+from .captions import LARGEST_FILE, Captions, folded, is_text, utf8
 from .images import ImageFolder
 from .records import PackedRecords, Record
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 _ALONE = (*IMAGES, "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm")  # endings of images without captions
 CAPTION = "txt"
-_LARGEST = 1 << 20  # bytes of a caption file, as in shards
 
 
 def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
@@ -37,17 +36,20 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
             pairs.setdefault(stem, ([], []))[_ending(name) == CAPTION].append(name)
     counts = [sum(len(pair[kind]) for pair in pairs.values()) for kind in (0, 1)]
     if not all(counts):
-        example = next((f", such as {name!r}" for pair in pairs.values() for name in (*pair[0], *pair[1])), "")
         raise UserError(
             f"The folder {os.fspath(root)!r} holds no image-caption pairs: {counts[0]} images and {counts[1]} captions "
-            f"(.{CAPTION}){example}, and no *.tar. Give a folder of image and caption files (photo.jpg and photo.txt); "
-            "a folder of WebDataset shards (*.tar, not compressed); or a JSON or JSONL file, with its image folder "
-            "as images."
+            f"(.{CAPTION}), and no *.tar. Give a folder of image and caption files (photo.jpg and photo.txt); a folder "
+            "of WebDataset shards (*.tar, not compressed); or a JSON or JSONL file, with its image folder as images."
         )
-    bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
-    parts = ((_shown((pair[0] or pair[1])[0]), pair) for _, pair in bar)
     bad: list[BadRecord] = []
-    records = PackedRecords(usable(parts, lambda pair: _read(images.root, *pair), bad))
+
+    def read() -> Iterator[Record]:
+        bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
+        for _, pair in bar:
+            with leave_out(_shown((pair[0] or pair[1])[0]), bad):
+                yield _read(images.root, *pair)
+
+    records = PackedRecords.pack(read())
     if not records:
         raise UserError(
             f"The folder {os.fspath(root)!r} has {len(pairs)} pairs and none is usable. The first fault: {bad[0]}."
@@ -105,9 +107,7 @@ def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     if not is_text(image):
         raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
     with open_regular(root / caption) as file:
-        content = file.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise ValueError(f"absurdly large caption: {caption} has more than {_LARGEST} bytes")
+        content = file.read(LARGEST_FILE + 1)
     return Record(image, image, folded(utf8(content, caption), f"image {image}"))
 
 

@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular, read_file
-from .bad_records import refused
-from .captions import Captions, caption_of, check_caption, fold, is_text, short_of
-from .records import InFile, PackedRecords, Record, as_places
+from .bad_records import BadRecord, leave_out
+from .captions import Captions, caption_of, check_caption, check_object, fold, is_text, parse_object, short_of
+from .records import InFile, PackedRecords, Record
 
 SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
 LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
@@ -25,7 +25,7 @@ _DECODER = json.JSONDecoder(strict=False)  # control characters in strings are a
 _OPENING = re.compile(r"(?:\xef\xbb\xbf)?[ \t\n\r]*\[")  # after the mark of UTF-8, if there is one
 _SPACE, _COMMA, _CLOSING = (re.compile(rf"[ \t\n\r]*{mark}") for mark in ("", r",[ \t\n\r]*", r"\]"))
 
-# (number, start, end, value or ValueError("kind: detail")) of each entry or line; positions are in bytes
+# (number, start, end, value or its bytes) of each entry or line; positions are in bytes
 Parts = Iterable[tuple[int, int, int, object]]
 
 
@@ -58,18 +58,17 @@ def read_jsonl(path: str | os.PathLike) -> Captions:
 
 def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]) -> Captions:
     """Reads a data file: `parts` parses it, `label` names a part in messages."""
-    places, bad, shape = array("q"), [], f"It must have the shape {shape}"
+    bad: list[BadRecord] = []
+    places, shape = array("q"), f"It must have the shape {shape}"
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             is_large = size > _IN_MEMORY
             with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
                 for number, start, end, value in parts(file):
-                    try:
-                        _fields(value)
+                    with leave_out(f"{label} {number}", bad):
+                        _image_and_caption(parse_object(value) if isinstance(value, bytes) else check_object(value))
                         places.extend((start, end))
-                    except ValueError as error:
-                        bad.append(refused(f"{label} {number}", error))
                     bar.update(end - bar.n)
         content = InFile(path) if is_large else read_file(path)
     except OSError as error:
@@ -82,7 +81,7 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
     if not places:
         first = f" The first fault: {bad[0]}." if bad else ""
         raise UserError(f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} {shape}")
-    return Captions(PackedRecords.at(content, as_places(places), _record_at), bad)
+    return Captions(PackedRecords(content, places, _record_at), bad)
 
 
 class BrokenList(Exception):
@@ -96,7 +95,7 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
     """(start, end, value) of each entry of a JSON list; positions are in bytes.
 
     The file is read as Latin-1: each byte is one character, so positions are bytes, and a byte that is not UTF-8
-    affects only its own entry, whose value is then a ValueError("kind: detail").
+    affects only its own entry. An entry that is not ASCII is given by its bytes, to be decoded as UTF-8.
 
     Raises:
         BrokenList: the file is not a JSON list.
@@ -120,20 +119,11 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
             continue
         if fault:
             raise fault
-        yield base + start, base + end, _as_utf8(value, text[start:end])
+        entry = text[start:end]
+        yield base + start, base + end, value if entry.isascii() else entry.encode("latin-1")
         at, separator = end, _COMMA
     if (text[closing.end() :] + file.read().decode("latin-1")).strip(" \t\n\r"):
         raise BrokenList("Extra data", base + closing.end())
-
-
-def _as_utf8(value, entry: str):
-    """The value of an entry that was read as Latin-1."""
-    if entry.isascii():
-        return value
-    try:
-        return _DECODER.decode(entry.encode("latin-1").decode())
-    except UnicodeDecodeError as error:
-        return ValueError(f"bad entry of JSON: not UTF-8 ({error.reason})")
 
 
 def _lines(file: BinaryIO) -> Parts:
@@ -141,31 +131,18 @@ def _lines(file: BinaryIO) -> Parts:
     for number, line in enumerate(file, 1):
         start, end = end, end + len(line)
         if line.strip():
-            yield number, start, end, _parse(line)
-
-
-def _parse(line: bytes | bytearray):
-    """The value of a line of JSON, or a ValueError("kind: detail")."""
-    try:
-        return _DECODER.decode(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", error)  # JSONDecodeError's text would name a line 1
-        return ValueError(f"bad line of JSON: {reason}, it begins {line[:40]!r}")
+            yield number, start, end, line
 
 
 def _record_at(raw: bytes | bytearray) -> Record:
     """The record of a usable entry or line."""
-    entry = _parse(raw)
-    image, caption = _fields(entry)
+    entry = parse_object(raw)
+    image, caption = _image_and_caption(entry)
     return Record(sample_id=image, image=image, caption=fold(caption), short=short_of(entry))
 
 
-def _fields(entry) -> tuple[str, str]:
-    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for another shape."""
-    if isinstance(entry, ValueError):
-        raise entry
-    if not isinstance(entry, dict):
-        raise ValueError(f"not an object: found {type(entry).__name__}")
+def _image_and_caption(entry: dict) -> tuple[str, str]:
+    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for one that cannot be used."""
     image = entry.get("image")
     if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")

@@ -2,20 +2,20 @@
 
 import csv
 import io
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from ..errors import UserError
 from ..files import open_regular, read_file, read_json
-from .captions import answer_of, is_text, utf8
+from .bad_records import BadRecord, leave_out
+from .captions import answer_of, check_object, is_text, parse_object, utf8
+from .records import SHAREGPT4V_HELD_OUT
 
 FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
-SHAREGPT4V_HELD_OUT = 1000  # its first entries, which nobody trains on
 SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
 # Where the images of ImageInWords' three parts lie, and the key of their name.
 IIW_PARTS = {"IIW-400": ("images_aar", "image/key"), "DCI_Test": ("photos", "image"), "DOCCI_Test": ("images", "image")}
@@ -35,40 +35,25 @@ class Entry:
     captions: Sequence[object]
 
 
+Entries = Iterator[Entry]
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """How one benchmark is read.
 
     Attributes:
-        parts: the folder -> (where it stands, part) for each part that an entry is made of.
-        read: (where, part) -> Entry; ValueError("kind: detail") for one that cannot be read.
+        read: (the folder, a list to which it adds the entries that cannot be decoded) -> the others.
         needs: the files and folders that must be there.
         images: the folders that images lie in. With several, an image's name begins with its folder. Where the only one
             is not there, images lie in the benchmark's own folder.
         page: where it is downloaded from.
     """
 
-    parts: Callable[[Path], Iterable[tuple]]
-    read: Callable[..., Entry]
+    read: Callable[[Path, list[BadRecord]], Entries]
     needs: tuple[str, ...]
     images: tuple[str, ...]
     page: str
-
-
-def _fields(part) -> dict:
-    """A part that must be a JSON object. Raises ValueError("kind: detail")."""
-    if not isinstance(part, dict):
-        raise ValueError(f"not an object: found {type(part).__name__}")
-    return part
-
-
-def _parsed(text: str) -> dict:
-    """A JSON object in text. Raises ValueError("kind: detail")."""
-    try:
-        part = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"bad JSON: {getattr(error, 'msg', error)}, it begins {text[:40]!r}") from None
-    return _fields(part)
 
 
 def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -88,8 +73,8 @@ def _open_text(path: Path, newline: str | None = None) -> TextIO:
 
 
 def _text(path: Path) -> str:
-    """A text file; empty where there is none. Raises OSError, or ValueError("kind: detail") unless it is UTF-8."""
-    return utf8(read_file(path), path.name) if path.exists() else ""
+    """A text file. Raises OSError, or ValueError("kind: detail") unless it is UTF-8."""
+    return utf8(read_file(path), path.name)
 
 
 def _objects(path: Path, key: str) -> list[dict]:
@@ -100,148 +85,116 @@ def _objects(path: Path, key: str) -> list[dict]:
     return objects
 
 
-# ---- Urban1k
-
-
-def _urban1k(root: Path) -> Iterator[tuple[str, Path]]:
-    # Names from both folders, so that neither an image nor a caption can go missing unnoticed.
-    names = {
-        path.stem
-        for folder, ending in (("caption", ".txt"), ("image", ".jpg"))
-        for path in (root / folder).iterdir()
-        if path.suffix.lower() == ending and not path.name.startswith(".")
-    }
-    for name in sorted(names):
-        yield f"caption/{name}.txt", root / "caption" / f"{name}.txt"
-
-
-def _read_urban1k(where: str, path: Path) -> Entry:
+def _urban1k(root: Path, bad: list[BadRecord]) -> Entries:
     """The caption is the file's first line, as in Long-CLIP's script."""
-    return Entry(where, f"{path.stem}.jpg", _text(path).split("\n")[:1])
+    # Names from both folders, so that neither an image nor a caption can go missing unnoticed.
+    files = [*(root / "caption").glob("*.txt"), *(root / "image").glob("*.jpg")]
+    for name in sorted({file.stem for file in files if not file.name.startswith(".")}):
+        path = root / "caption" / f"{name}.txt"
+        with leave_out(f"caption/{name}.txt", bad):
+            yield Entry(f"caption/{name}.txt", f"{name}.jpg", _text(path).split("\n")[:1] if path.exists() else ())
 
 
-# ---- DCI and Long-DCI
+def _dci(root: Path, bad: list[BadRecord]) -> Entries:
+    """Every annotation of every split: 7,805, the whole benchmark.
+
+    Short and extra caption together, as DCI's `get_extended_caption`; a full stop between them where none is.
+    """
+    for name in (name for names in read_json(root / "splits.json", dict, _AGAIN).values() for name in names):
+        path = root / "annotations" / str(name)
+        if not path.is_file():
+            raise UserError(f"splits.json of dci names {str(path)!r}, which is not there. Unpack all of it.")
+        with leave_out(f"annotations/{name}", bad):
+            fields = parse_object(_text(path))
+            captions = (fields.get(key) for key in ("short_caption", "extra_caption"))
+            parts = [caption.strip() for caption in captions if is_text(caption) and caption.strip()]
+            parts[:-1] = [part if part[-1] in ".!?" else f"{part}." for part in parts[:-1]]
+            yield Entry(f"annotations/{name}", fields.get("image"), (" ".join(parts),))
 
 
-def _dci(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every annotation of every split: 7,805, the whole benchmark."""
-    for names in read_json(root / "splits.json", dict, _AGAIN).values():
-        for name in names if isinstance(names, list) else []:
-            path = root / "annotations" / str(name)
-            if not path.is_file():
-                raise UserError(f"splits.json of dci names {str(path)!r}, which is not there. Unpack all of it.")
-            yield f"annotations/{name}", path
-
-
-def _read_dci(where: str, path: Path) -> Entry:
-    """Short and extra caption together, as DCI's `get_extended_caption`; a full stop between them where none is."""
-    fields = _parsed(_text(path))
-    captions = (fields.get(key) for key in ("short_caption", "extra_caption"))
-    parts = [caption.strip() for caption in captions if is_text(caption) and caption.strip()]
-    parts[:-1] = [part if part[-1] in ".!?" else f"{part}." for part in parts[:-1]]
-    return Entry(where, fields.get("image"), (" ".join(parts),))
-
-
-def _long_dci(root: Path) -> Iterator[tuple[str, object, tuple]]:
+def _long_dci(root: Path, bad: list[BadRecord]) -> Entries:
     path = root / "dci_long.csv"
-    try:
-        with _open_text(path, newline="") as file:
+    with _open_text(path, newline="") as file:
+        try:
             for row in csv.DictReader(file, delimiter="\t"):
-                yield f"dci_long.csv, image {row.get('filepath')}", row.get("filepath"), (row.get("title"),)
-    except csv.Error as error:
-        raise UserError(f"{str(path)!r} cannot be read as tab-separated values ({error}). {_AGAIN}") from None
+                image = row.get("filepath")
+                yield Entry(f"dci_long.csv, image {image}", image, (row.get("title"),))
+        except csv.Error as error:
+            raise UserError(f"{str(path)!r} cannot be read as tab-separated values ({error}). {_AGAIN}") from None
 
 
-# ---- DOCCI and ImageInWords
-
-
-def _docci(root: Path) -> Iterator[tuple[str, str]]:
-    """Lines of the test split, and those whose split cannot be read."""
+def _docci(root: Path, bad: list[BadRecord]) -> Entries:
     for where, line in _lines(root, "docci_descriptions.jsonlines"):
-        with suppress(ValueError):
-            if _parsed(line).get("split") != "test":
-                continue
-        yield where, line
+        with leave_out(where, bad):
+            fields = parse_object(line)
+            if fields.get("split") == "test":
+                yield Entry(where, fields.get("image_file"), (fields.get("description"),))
 
 
-def _read_docci(where: str, line: str) -> Entry:
-    fields = _parsed(line)
-    return Entry(where, fields.get("image_file"), (fields.get("description"),))
-
-
-def _iiw(root: Path) -> Iterator[tuple[str, str]]:
-    for part in IIW_PARTS:
-        yield from _lines(root, f"{part}/data.jsonl")
-
-
-def _read_iiw(where: str, line: str) -> Entry:
+def _iiw(root: Path, bad: list[BadRecord]) -> Entries:
     """The description that a person wrote ("IIW"). DOCCI's images are named there without .jpg."""
-    folder, key = IIW_PARTS[where.partition("/")[0]]
-    fields = _parsed(line)
-    image = fields.get(key)
-    if is_text(image):
-        image = f"{folder}/{image if image.lower().endswith('.jpg') else f'{image}.jpg'}"
-    return Entry(where, image, (fields.get("IIW"),))
+    for part, (folder, key) in IIW_PARTS.items():
+        for where, line in _lines(root, f"{part}/data.jsonl"):
+            with leave_out(where, bad):
+                fields = parse_object(line)
+                image = fields.get(key)
+                if is_text(image):
+                    image = f"{folder}/{image if image.lower().endswith('.jpg') else f'{image}.jpg'}"
+                yield Entry(where, image, (fields.get("IIW"),))
 
 
-# ---- ShareGPT4V
-
-
-def _sharegpt4v(root: Path) -> Iterator[tuple[str, object]]:
+def _sharegpt4v(root: Path, bad: list[BadRecord]) -> Entries:
     for index, entry in enumerate(read_json(root / SHAREGPT4V_FILE, list, _AGAIN)[:SHAREGPT4V_HELD_OUT]):
-        yield f"{SHAREGPT4V_FILE}, entry {index}", entry
-
-
-def _read_sharegpt4v(where: str, entry) -> Entry:
-    return Entry(where, _fields(entry).get("image"), (answer_of(entry),))
-
-
-# ---- COCO and Flickr30k
+        where = f"{SHAREGPT4V_FILE}, entry {index}"
+        with leave_out(where, bad):
+            yield Entry(where, check_object(entry).get("image"), (answer_of(entry),))
 
 
 def _coco(*splits: str, captions_an_image: int | None = None) -> Benchmark:
     """The images of these splits, each with its first captions in the file's order; None: all captions."""
     files = {split: f"annotations/captions_{split}.json" for split in splits}
 
-    def parts(root: Path) -> Iterator[tuple[str, object, list]]:
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
         for split, name in files.items():
-            captions: dict[str, list] = {}
+            captions: dict[str, list] = defaultdict(list)
             for annotation in _objects(root / name, "annotations"):
-                captions.setdefault(str(annotation.get("image_id")), []).append(annotation.get("caption"))
+                captions[str(annotation.get("image_id"))].append(annotation.get("caption"))
             for image in _objects(root / name, "images"):
-                file, texts = image.get("file_name"), captions.get(str(image.get("id")), [])
+                file = image.get("file_name")
                 if len(splits) > 1 and is_text(file):
                     file = f"{split}/{file}"
-                yield f"{name}, image {image.get('id')}", file, texts[:captions_an_image]
+                number = str(image.get("id"))
+                yield Entry(f"{name}, image {number}", file, captions[number][:captions_an_image])
 
-    return Benchmark(parts, Entry, (*files.values(), *splits), splits, "https://cocodataset.org/#download")
+    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download")
 
 
-_FLICKR30K_IMAGES = "flickr30k-images"
+_FLICKR30K, _FLICKR30K_IMAGES = "results_20130124.token", "flickr30k-images"
 
 
 def _karpathy(*splits: str) -> Benchmark:
     """The images of Flickr30k in these parts of Karpathy's split: 29,000 train, 1,014 val, 1,000 test."""
     name, page = "dataset_flickr30k.json", "https://cs.stanford.edu/people/karpathy/deepimagesent/"
 
-    def parts(root: Path) -> Iterator[tuple[str, object, list]]:
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
         for image in _objects(root / name, "images"):
             if image.get("split") in splits:
-                sentences = image.get("sentences")
-                sentences = sentences if isinstance(sentences, list) else []
+                file, sentences = image.get("filename"), image.get("sentences") or ()
                 raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
-                yield f"{name}, image {image.get('filename')}", image.get("filename"), raw
+                yield Entry(f"{name}, image {file}", file, raw)
 
-    return Benchmark(parts, Entry, (name, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
+    return Benchmark(read, (name, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
 
 
-def _read_flickr30k(where: str, line: str) -> Entry:
-    """A line "name.jpg#0<tab>caption". The five of an image are joined afterwards, as all entries of one image are."""
-    image, tab, caption = line.rstrip("\r\n").partition("\t")
-    name, number_sign, _ = image.rpartition("#")
-    if not tab or not number_sign:
-        raise ValueError(f"not a line of image#number, tab, caption: it begins {line[:40]!r}")
-    return Entry(where, name, (caption,))
+def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
+    """Lines "name.jpg#0<tab>caption". The five of an image are joined afterwards, as all entries of one image are."""
+    for where, line in _lines(root, _FLICKR30K):
+        image, tab, caption = line.rstrip("\r\n").partition("\t")
+        name, number_sign, _ = image.rpartition("#")
+        with leave_out(where, bad):
+            if not tab or not number_sign:
+                raise ValueError(f"not a line of image#number, tab, caption: it begins {line[:40]!r}")
+            yield Entry(where, name, (caption,))
 
 
 # ---- COCO-CN and Flickr30k-CNA: Chinese captions of COCO's and Flickr30k's images
@@ -266,26 +219,26 @@ def _coco_cn(*splits: str) -> Benchmark:
     """
     lists = [f"coco-cn_{split}.txt" for split in splits]
 
-    def parts(root: Path) -> Iterator[tuple[str, str]]:
-        lines: dict[str, list[tuple[str, str]]] = {}
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
+        entries: dict[str, list[Entry]] = {}
         for where, line in _lines(root, COCO_CN_FILE):
-            lines.setdefault(_split_key(line)[0], []).append((where, line))
-        yield from (part for image, of_image in lines.items() if not COCO_2014.fullmatch(image) for part in of_image)
-        for name in lists:
-            for where, line in _lines(root, name):
-                image = line.strip()
-                yield from lines.pop(image, [(where, image)])  # without a caption: an error that names it
+            image, caption = _split_key(line)
+            with leave_out(where, bad):
+                entries.setdefault(image, []).append(Entry(where, _coco_cn_image(image), (caption,)))
+        for where, line in (part for name in lists for part in _lines(root, name)):
+            with leave_out(where, bad):
+                image = line.strip()  # one without a caption is an error that names it
+                yield from entries.pop(image, [Entry(where, _coco_cn_image(image), ("",))])
 
     folders = ("train2014", "val2014")
-    return Benchmark(parts, _read_coco_cn, (COCO_CN_FILE, *lists), folders, f"{_HUB}/AIMClab-RUC/COCO-CN")
+    return Benchmark(read, (COCO_CN_FILE, *lists), folders, f"{_HUB}/AIMClab-RUC/COCO-CN")
 
 
-def _read_coco_cn(where: str, line: str) -> Entry:
-    image, caption = _split_key(line)
+def _coco_cn_image(image: str) -> str:
     name = COCO_2014.fullmatch(image)
     if name is None:
-        raise ValueError(f"not a line of COCO image#number, tab, caption: it begins {line[:40]!r}")
-    return Entry(where, f"{name[1]}/{image}.jpg", (caption,))
+        raise ValueError(f"not a line of COCO image#number, tab, caption: it begins {image[:40]!r}")
+    return f"{name[1]}/{image}.jpg"
 
 
 def _flickr30k_cna(*splits: str) -> Benchmark:
@@ -297,33 +250,22 @@ def _flickr30k_cna(*splits: str) -> Benchmark:
     https://zero.so.com/detail.html, https://github.com/yuxie11/R2D2, and public scripts that read and count these
     files; the archive was not seen.
     """
-    page = "https://zero.so.com/download.html"
 
-    def parts(root: Path) -> Iterator[tuple[str, str]]:
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
         for split in splits:
             names = [f"{split}/flickr30k_cna_{split}.txt", f"{split}/flickr30k_cn_{split}.txt"]
-            name = next((name for name in names if (root / name).exists()), None)
-            if name is None:
-                raise UserError(
-                    f"The folder {str(root)!r} has neither {names[0]!r} nor {names[1]!r}, so it is not Flickr30k-CNA "
-                    f"as published. They come from {page}."
-                )
-            yield from _lines(root, name)
+            for where, line in _lines(root, next((name for name in names if (root / name).exists()), names[1])):
+                image, caption = _split_key(line)
+                with leave_out(where, bad):
+                    if not image.isdecimal():
+                        raise ValueError(f"not a line of image, tab, caption: it begins {line[:40]!r}")
+                    yield Entry(where, f"{image}.jpg", (caption,))
 
-    return Benchmark(parts, _read_flickr30k_cna, (*splits, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
-
-
-def _read_flickr30k_cna(where: str, line: str) -> Entry:
-    image, caption = _split_key(line)
-    if not image.isdecimal():
-        raise ValueError(f"not a line of image, tab, caption: it begins {line[:40]!r}")
-    return Entry(where, f"{image}.jpg", (caption,))
+    page = "https://zero.so.com/download.html"
+    return Benchmark(read, (*splits, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
 
 
-# ---- ReCoS
-
-
-def _recos(root: Path) -> Iterator[tuple[str, object]]:
+def _recos(root: Path, bad: list[BadRecord]) -> Entries:
     """The pairs of ReCoS-v1, of all its twelve tasks.
 
     `recos_v1.json` holds the texts, of 1,000 images; those of four tasks come with it in `images`, the rest are COCO's
@@ -334,49 +276,43 @@ def _recos(root: Path) -> Iterator[tuple[str, object]]:
     Raises:
         UserError: the file has other keys; the message names them.
     """
-    entries = read_json(root / RECOS_FILE, object, _AGAIN)
-    objects = [entry for entry in (entries if isinstance(entries, list) else [entries]) if isinstance(entry, dict)]
-    keys = {key for entry in objects for key in entry}
-    if not isinstance(entries, list) or not keys >= set(RECOS_KEYS):
-        listed = ", ".join(sorted(keys)[:20]) or "none"
+    entries = read_json(root / RECOS_FILE, list, f"Expected is a list of objects with {' and '.join(RECOS_KEYS)}.")
+    keys = {key for entry in entries if isinstance(entry, dict) for key in entry}
+    if not keys >= set(RECOS_KEYS):
         raise UserError(
-            f"{str(root / RECOS_FILE)!r} is a {type(entries).__name__} of objects with the keys {listed}. Expected is "
-            f"a list of objects with {' and '.join(RECOS_KEYS)}; the published file's keys are not known here. Write "
-            "its content under these keys, and please report which it has."
+            f"{str(root / RECOS_FILE)!r} is a list of objects with the keys {', '.join(sorted(keys)[:20]) or 'none'}. "
+            f"Expected are {' and '.join(RECOS_KEYS)}; the published file's keys are not known here. Write its content "
+            "under these keys, and please report which it has."
         )
     for index, entry in enumerate(entries):
-        yield f"{RECOS_FILE}, entry {index}", entry
+        where = f"{RECOS_FILE}, entry {index}"
+        with leave_out(where, bad):
+            image, captions = (check_object(entry).get(key) for key in RECOS_KEYS)
+            yield Entry(where, image, captions if isinstance(captions, list) else (captions,))
 
-
-def _read_recos(where: str, entry) -> Entry:
-    image, captions = (_fields(entry).get(key) for key in RECOS_KEYS)
-    return Entry(where, image, captions if isinstance(captions, list) else (captions,))
-
-
-# ---- all of them
 
 _IIW_FOLDERS = tuple(folder for folder, _ in IIW_PARTS.values())
-_IIW_NEEDS = (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS)
-_IIW_PAGE = f"{_GITHUB}/google/imageinwords/tree/main/datasets"
-_DCI_NEEDS, _DCI_PAGE = ("splits.json", "annotations", "photos"), f"{_GITHUB}/facebookresearch/DCI"
-_DOCCI_NEEDS, _DOCCI_PAGE = ("docci_descriptions.jsonlines", "images"), "https://google.github.io/docci/#downloads"
-_FLICKR30K = "results_20130124.token"
-_SHAREGPT4V_PAGE = f"{_HUB}/Lin-Chen/ShareGPT4V"
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "urban1k": Benchmark(_urban1k, _read_urban1k, ("caption", "image"), ("image",), f"{_HUB}/BeichenZhang/Urban1k"),
-    "dci": Benchmark(_dci, _read_dci, _DCI_NEEDS, ("photos",), _DCI_PAGE),
-    "long-dci": Benchmark(_long_dci, Entry, ("dci_long.csv",), ("photos",), f"{_HUB}/mderakhshani/Long-DCI"),
-    "docci": Benchmark(_docci, _read_docci, _DOCCI_NEEDS, ("images",), _DOCCI_PAGE),
-    "iiw": Benchmark(_iiw, _read_iiw, _IIW_NEEDS, _IIW_FOLDERS, _IIW_PAGE),
-    "sharegpt4v-1k": Benchmark(_sharegpt4v, _read_sharegpt4v, (SHAREGPT4V_FILE,), (".",), _SHAREGPT4V_PAGE),
+    "urban1k": Benchmark(_urban1k, ("caption", "image"), ("image",), f"{_HUB}/BeichenZhang/Urban1k"),
+    "dci": Benchmark(_dci, ("splits.json", "annotations", "photos"), ("photos",), f"{_GITHUB}/facebookresearch/DCI"),
+    "long-dci": Benchmark(_long_dci, ("dci_long.csv",), ("photos",), f"{_HUB}/mderakhshani/Long-DCI"),
+    "docci": Benchmark(
+        _docci, ("docci_descriptions.jsonlines", "images"), ("images",), "https://google.github.io/docci/#downloads"
+    ),
+    "iiw": Benchmark(
+        _iiw,
+        (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS),
+        _IIW_FOLDERS,
+        f"{_GITHUB}/google/imageinwords/tree/main/datasets",
+    ),
+    "sharegpt4v-1k": Benchmark(_sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{_HUB}/Lin-Chen/ShareGPT4V"),
     "coco": _coco("val2017"),
     "coco-five": _coco("val2017", captions_an_image=FIVE),
     "coco-train": _coco("train2017"),
     "coco-all": _coco("train2017", "val2017"),
     "flickr30k": Benchmark(
-        lambda root: _lines(root, _FLICKR30K),
-        _read_flickr30k,
+        _flickr30k,
         (_FLICKR30K, _FLICKR30K_IMAGES),
         (_FLICKR30K_IMAGES,),
         "https://shannon.cs.illinois.edu/DenotationGraph/",
@@ -389,5 +325,5 @@ BENCHMARKS: dict[str, Benchmark] = {
     "flickr30k-cna-val": _flickr30k_cna("val"),
     "flickr30k-cna-test": _flickr30k_cna("test"),
     "flickr30k-cna-all": _flickr30k_cna("train", "val", "test"),
-    "recos-v1": Benchmark(_recos, _read_recos, (RECOS_FILE, "images"), ("images",), f"{_GITHUB}/Bruce-XJChen/ReCos"),
+    "recos-v1": Benchmark(_recos, (RECOS_FILE, "images"), ("images",), f"{_GITHUB}/Bruce-XJChen/ReCos"),
 }

@@ -2,16 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import UserError, near_matches
 from ..files import bytes_digest
 from .bad_records import BadRecord
-from .captions import fold, is_text, usable
+from .captions import fold, is_text
 from .images import ImageFolder, ImageSource, is_there
-from .retrieval_layouts import BENCHMARKS, Benchmark, Entry
+from .retrieval_layouts import BENCHMARKS, Entry
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RetrievalSet:
 
 
 def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
-    """A benchmark of `BENCHMARKS` from its folder, in the order of its files.
+    """A benchmark of `BENCHMARKS` from the folder that `find_root` finds, in the order of its files.
 
     Entries with the same image file become one image with several captions. An entry that cannot be decoded, and an
     empty caption of an image that has others, are bad records. Images are not opened.
@@ -59,29 +59,36 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         UserError: there is no such benchmark, the folder has another layout, a file is damaged as a whole, or an
             entry is without its image or without a caption, by the file's name.
     """
-    benchmark, root = _find_benchmark(name), Path(root)
-    missing = [part for part in benchmark.needs if not (root / part).exists()]
+    root = find_root(name, root)
+    benchmark, source, label = BENCHMARKS[name], ImageFolder(root), f"{name} in {str(root)!r}"
+    # Of several folders the names of images begin with their folder.
+    if len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir():
+        source = ImageFolder(root / benchmark.images[0])
+    bad: list[BadRecord] = []
+    by_image: dict[str, list[Entry]] = {}
+    for entry in benchmark.read(root, bad):
+        if not is_text(entry.image):
+            raise UserError(f"{entry.where} of {label} names no image, found {entry.image!r}. Download it again.")
+        by_image.setdefault(entry.image, []).append(entry)
+    if not by_image:
+        first = f" The first fault: {bad[0]}." if bad else ""
+        raise UserError(f"{label} has no entry that can be read.{first} Download it again.")
+    missing = [image for image in by_image if not is_there(source, image)]
     if missing:
         raise UserError(
-            f"The folder {str(root)!r} has no {missing[0]!r}, so it is not {name} as published. It must hold "
-            f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
+            f"{len(missing)} of the {len(by_image)} images of {label} are not in {str(source.root)!r}. The first is "
+            f"{missing[0]!r}, of {by_image[missing[0]][0].where}. A benchmark is evaluated whole: unpack all of it."
         )
-    bad: list[BadRecord] = []
-    parts = ((part[0], part) for part in benchmark.parts(root))
-    entries = usable(parts, lambda part: benchmark.read(*part), bad)
-    # Of several folders the names of images begin with their folder.
-    is_below = len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir()
-    images = ImageFolder(root / benchmark.images[0] if is_below else root)
-    return _grouped(f"{name} in {str(root)!r}", entries, bad, images)
-
-
-def _find_benchmark(name: str) -> Benchmark:
-    if name not in BENCHMARKS:
-        raise UserError(
-            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
-            f"Choose one of: {', '.join(BENCHMARKS)}."
-        )
-    return BENCHMARKS[name]
+    captions, image_of = [], []
+    for position, (image, entries) in enumerate(by_image.items()):
+        where, given = entries[0].where, [caption for entry in entries for caption in entry.captions]
+        texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
+        if not texts:
+            raise UserError(f"{where} of {label} has no caption for the image {image!r}. Download it again.")
+        bad += [BadRecord(where, "empty caption", f"image {image}")] * (len(given) - len(texts))
+        captions += texts
+        image_of += [position] * len(texts)
+    return RetrievalSet(list(by_image), captions, image_of, source, bad)
 
 
 def find_root(name: str, root: str | os.PathLike) -> Path:
@@ -93,7 +100,12 @@ def find_root(name: str, root: str | os.PathLike) -> Path:
     Raises:
         UserError: there is no such benchmark, or none of these folders has its files.
     """
-    benchmark, parts = _find_benchmark(name), name.removeprefix("long-").split("-")
+    if name not in BENCHMARKS:
+        raise UserError(
+            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
+            f"Choose one of: {', '.join(BENCHMARKS)}."
+        )
+    benchmark, parts = BENCHMARKS[name], name.removeprefix("long-").split("-")
     folders = dict.fromkeys([name, *("-".join(parts[:count]) for count in range(len(parts), 0, -1)), "."])
     places = [Path(root) / folder for folder in folders]
     for place in places:
@@ -103,32 +115,3 @@ def find_root(name: str, root: str | os.PathLike) -> Path:
         f"{name} is in none of {', '.join(map(repr, map(str, places)))}. A folder of it must hold "
         f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
     )
-
-
-def _grouped(name: str, entries: Iterable[Entry], bad: list[BadRecord], source: ImageSource) -> RetrievalSet:
-    """The entries by image. Raises UserError for one without image or caption, and when there are none."""
-    by_image: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if not is_text(entry.image):
-            raise UserError(f"{entry.where} of {name} names no image, found {entry.image!r}. Download it again.")
-        by_image.setdefault(entry.image, []).append(entry)
-    if not by_image:
-        first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(f"{name} has no entry that can be read.{first} Download it again.")
-    missing = [image for image in by_image if not is_there(source, image)]
-    if missing:
-        raise UserError(
-            f"{len(missing)} of the {len(by_image)} images of {name} are not in {str(source.root)!r}. The first is "
-            f"{missing[0]!r}, of {by_image[missing[0]][0].where}. A benchmark is evaluated whole: unpack all of it."
-        )
-    captions, image_of, empty = [], [], []
-    for position, (image, same_image) in enumerate(by_image.items()):
-        given = [caption for entry in same_image for caption in entry.captions]
-        texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
-        if not texts:
-            where = same_image[0].where
-            raise UserError(f"{where} of {name} has no caption for the image {image!r}. Download it again.")
-        empty += [BadRecord(same_image[0].where, "empty caption", f"image {image}")] * (len(given) - len(texts))
-        captions += texts
-        image_of += [position] * len(texts)
-    return RetrievalSet(list(by_image), captions, image_of, source, bad + empty)

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -27,13 +28,13 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
     Raises:
         UserError: `images` is missing or too much, or the data cannot be used.
     """
-    if _holds_images(data):
+    if read := _reader(data):
         if images is not None:
             raise UserError(
                 f"The data {os.fspath(data)!r} hold their images, but images is {os.fspath(images)!r}. Leave images "
                 "out, or give a JSON or JSONL file as the data."
             )
-        return _read_with_images(data)
+        return read(data)
     if images is None:
         raise UserError(
             f"The data file {os.fspath(data)!r} names its images by their paths, but images is not given. Give the "
@@ -49,23 +50,22 @@ def read_captions(data: str | os.PathLike) -> Captions:
     Raises:
         UserError: the data cannot be used.
     """
-    return _read_with_images(data)[0] if _holds_images(data) else _read_file(Path(data))
+    read = _reader(data)
+    return read(data)[0] if read else _read_file(Path(data))
 
 
-def _holds_images(data: str | os.PathLike) -> bool:
-    """Whether the data hold their images. Raises UserError if they are not there."""
-    if not (is_toy_scenes(data) or Path(data).exists()):
+def _reader(data: str | os.PathLike) -> Callable[[str | os.PathLike], tuple[Captions, ImageSource]] | None:
+    """What reads data that hold their images; None for a file that names them. Raises UserError if none are there."""
+    if is_toy_scenes(data):
+        return read_toy_scenes
+    if not Path(data).exists():
         raise UserError(
             f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file; WebDataset shards, a folder of "
             "*.tar or one tar; a folder of image and caption files; or scenes of the toy world, such as toy/test."
         )
-    return is_toy_scenes(data) or is_shards(Path(data)) or Path(data).is_dir()
-
-
-def _read_with_images(data: str | os.PathLike) -> tuple[Captions, ImageSource]:
-    if is_toy_scenes(data):
-        return read_toy_scenes(data)
-    return read_shards(data) if is_shards(Path(data)) else read_pair_folder(data)
+    if is_shards(Path(data)):
+        return read_shards
+    return read_pair_folder if Path(data).is_dir() else None
 
 
 def _read_file(path: Path) -> Captions:
@@ -84,9 +84,10 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
 
     Images count by name only, in shards by position and size too, toy scenes by their pixels.
     """
-    if not _holds_images(data):
+    read = _reader(data)
+    if read is None:
         return sha256(data)
     records = chain(captions.records, captions.bad)
     rows = (json.dumps([*vars(record).values()]).encode() + b"\n" for record in records)
-    scenes = ToyScenes(data) if is_toy_scenes(data) else None
+    scenes = ToyScenes(data) if read is read_toy_scenes else None
     return bytes_digest(chain(rows, (scenes.stamp(record.image) for record in captions.records if scenes)))

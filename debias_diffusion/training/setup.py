@@ -8,14 +8,12 @@ from torch import nn
 
 from ..clip.backbone import Backbone
 from ..data.captions import Captions
-from ..data.records import Record
+from ..data.records import SHAREGPT4V_HELD_OUT, Record
 from ..encoders.loading import load_backbone, load_tokenizer
 from ..errors import UserError
 from ..text.tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig, ablated
 from .optimizer import MAX_LOGIT_SCALE
-
-VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 
 
 def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
@@ -87,7 +85,7 @@ def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
 
 def held_out_count(config: RunConfig, records: int) -> int:
     """How many pairs are held out; for `auto` never more than a tenth of the data."""
-    return min(VALIDATION, records // 10) if config.validation == "auto" else config.validation
+    return min(SHAREGPT4V_HELD_OUT, records // 10) if config.validation == "auto" else config.validation
 
 
 def batch_size(config: RunConfig, records: int) -> int:
