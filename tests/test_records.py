@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from debias_diffusion.data import json_files
 from debias_diffusion.data.captions import LONGEST_CAPTION
-from debias_diffusion.data.json_files import BrokenList, read_entries, read_sharegpt4v
+from debias_diffusion.data.json_files import BrokenList, read_data_file, read_entries
 from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.sources import read_captions
 from debias_diffusion.errors import UserError
@@ -84,7 +84,7 @@ def test_a_broken_file_says_where(tmp_path):
     ):
         (tmp_path / "d.json").write_text(broken)
         with pytest.raises(UserError, match=f"is not a JSON list .*{message}"):
-            read_sharegpt4v(tmp_path / "d.json")
+            read_data_file(tmp_path / "d.json")
 
 
 # ---- what of an entry is its caption
@@ -154,7 +154,7 @@ def test_records_are_a_sequence_whose_slices_are_views():
 def test_workers_and_threads_read_the_file_and_are_sent_none_of_it(tmp_path, on_disk):
     path = tmp_path / "d.json"
     path.write_text(json.dumps([entry(f"{number}.jpg", f"Number {number}. " + "x " * 500) for number in range(300)]))
-    records = read_sharegpt4v(path).records
+    records = read_data_file(path).records
     sent = pickle.dumps(records)
     assert len(sent) < 50 * len(records) < path.stat().st_size / 20
     captions = [record.caption for record in records]

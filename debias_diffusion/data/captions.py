@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ..errors import UserError
 from .bad_records import BadRecord
 from .records import Record
 
@@ -22,6 +23,14 @@ class Captions:
 
     records: Sequence[Record]
     bad: list[BadRecord]
+
+
+def usable_captions(name: str, records: Sequence[Record], bad: list[BadRecord], advice: str) -> Captions:
+    """What was read of `name`. Raises UserError, with the first bad record and `advice`, if no record is usable."""
+    if not records:
+        first = f" The first fault: {bad[0]}." if bad else ""
+        raise UserError(f"{name} has no usable record, and {len(bad)} bad ones.{first} {advice}")
+    return Captions(records, bad)
 
 
 def parse_object(content: str | bytes | bytearray) -> dict:

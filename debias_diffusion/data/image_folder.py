@@ -1,6 +1,7 @@
 """Folders of image and caption files, `photo.jpg` beside `photo.txt`, as image-text trainers keep them."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,8 +9,8 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular
-from .bad_records import BadRecord, leave_out
-from .captions import LARGEST_FILE, Captions, folded, is_text, utf8
+from .bad_records import leave_out
+from .captions import LARGEST_FILE, Captions, folded, is_text, usable_captions, utf8
 from .images import ImageFolder
 from .records import PackedRecords, Record
 
@@ -26,35 +27,28 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     records.
 
     Raises:
-        UserError: there is no pair, or no usable one.
+        UserError: there is no usable pair.
     """
-    images = ImageFolder(root)
-    pairs: dict[str, tuple[list[str], list[str]]] = {}  # by name without ending: images and captions
+    images, bad = ImageFolder(root), []
+    groups: dict[str, list[str]] = defaultdict(list)  # names of files by their name without ending
     for name in sorted(_files(images.root)):
         stem = name.rpartition(".")[0]
         if stem and _ending(name) in (*IMAGES, CAPTION):
-            pairs.setdefault(stem, ([], []))[_ending(name) == CAPTION].append(name)
-    counts = [sum(len(pair[kind]) for pair in pairs.values()) for kind in (0, 1)]
-    if not all(counts):
-        raise UserError(
-            f"The folder {os.fspath(root)!r} holds no image-caption pairs: {counts[0]} images and {counts[1]} captions "
-            f"(.{CAPTION}), and no *.tar. Give a folder of image and caption files (photo.jpg and photo.txt); a folder "
-            "of WebDataset shards (*.tar, not compressed); or a JSON or JSONL file, with its image folder as images."
-        )
-    bad: list[BadRecord] = []
+            groups[stem].append(name)
 
     def read() -> Iterator[Record]:
-        bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
-        for _, pair in bar:
-            with leave_out(_shown((pair[0] or pair[1])[0]), bad):
-                yield _read(images.root, *pair)
+        bar = tqdm(sorted(groups.items()), desc="reading captions", unit=" captions", disable=len(groups) < 10_000)
+        for _, names in bar:
+            pictures = [name for name in names if _ending(name) != CAPTION]
+            captions = [name for name in names if _ending(name) == CAPTION]
+            with leave_out(_shown((pictures or captions)[0]), bad):
+                yield _read(images.root, pictures, captions)
 
-    records = PackedRecords.pack(read())
-    if not records:
-        raise UserError(
-            f"The folder {os.fspath(root)!r} has {len(pairs)} pairs and none is usable. The first fault: {bad[0]}."
-        )
-    return Captions(records, bad), images
+    advice = (
+        "Give a folder of image and caption files (photo.jpg and photo.txt); a folder of WebDataset shards (*.tar, not "
+        "compressed); or a JSON or JSONL file, with its image folder as images."
+    )
+    return usable_captions(f"The folder {os.fspath(root)!r}", PackedRecords.pack(read()), bad, advice), images
 
 
 def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:

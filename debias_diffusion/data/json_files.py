@@ -4,7 +4,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +13,17 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import open_regular, read_file
 from .bad_records import BadRecord, leave_out
-from .captions import Captions, caption_of, check_caption, check_object, fold, is_text, parse_object, short_of
+from .captions import (
+    Captions,
+    caption_of,
+    check_caption,
+    check_object,
+    fold,
+    is_text,
+    parse_object,
+    short_of,
+    usable_captions,
+)
 from .records import InFile, PackedRecords, Record
 
 SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
@@ -25,12 +35,15 @@ _DECODER = json.JSONDecoder(strict=False)  # control characters in strings are a
 _OPENING = re.compile(r"(?:\xef\xbb\xbf)?[ \t\n\r]*\[")  # after the mark of UTF-8, if there is one
 _SPACE, _COMMA, _CLOSING = (re.compile(rf"[ \t\n\r]*{mark}") for mark in ("", r",[ \t\n\r]*", r"\]"))
 
-# (number, start, end, value or its bytes) of each entry or line; positions are in bytes
-Parts = Iterable[tuple[int, int, int, object]]
+# (where, start, end, value or its bytes) of each entry or line; positions are in bytes
+Parts = Iterator[tuple[str, int, int, object]]
 
 
-def read_sharegpt4v(path: str | os.PathLike) -> Captions:
-    """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
+def read_data_file(path: str | os.PathLike) -> Captions:
+    """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`), or JSON lines.
+
+    Lines, of a file that ends in .jsonl, are {"image": path, "caption": text} or as in ShareGPT4V's layout; blank ones
+    are skipped. Either may bring a "short_caption", which `train --sampling given` reads.
 
     Runs of white space in captions become one space. An entry is bad if it has no image path, no caption that
     `check_caption` accepts, or is not UTF-8.
@@ -38,35 +51,19 @@ def read_sharegpt4v(path: str | os.PathLike) -> Captions:
     A large file stays on the disk. Its records are read from it when they are needed, and it must not change meanwhile.
 
     Raises:
-        UserError: the file is missing, is not a JSON list, or has no usable entry.
+        UserError: the file is missing, is no JSON list, or has no usable entry.
     """
-    return _read(Path(path), SHAPE, "entry", lambda file: ((n, *part) for n, part in enumerate(read_entries(file))))
-
-
-def read_jsonl(path: str | os.PathLike) -> Captions:
-    """Reads JSON lines of {"image": path, "caption": text}, or as in ShareGPT4V's layout.
-
-    Either may bring a "short_caption", which `train --sampling given` reads.
-
-    Blank lines are skipped. For bad lines and large files see `read_sharegpt4v`.
-
-    Raises:
-        UserError: the file is missing, or has no usable line.
-    """
-    return _read(Path(path), f"{LINE_SHAPE} in each line", "line", _lines)
-
-
-def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]) -> Captions:
-    """Reads a data file: `parts` parses it, `label` names a part in messages."""
+    path, places = Path(path), array("q")
     bad: list[BadRecord] = []
-    places, shape = array("q"), f"It must have the shape {shape}"
+    is_lines = path.suffix.lower() == ".jsonl"
+    shape = f"It must have the shape {f'{LINE_SHAPE} in each line' if is_lines else SHAPE}"
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             is_large = size > _IN_MEMORY
             with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
-                for number, start, end, value in parts(file):
-                    with leave_out(f"{label} {number}", bad):
+                for where, start, end, value in (_lines if is_lines else _entries)(file):
+                    with leave_out(where, bad):
                         _image_and_caption(parse_object(value) if isinstance(value, bytes) else check_object(value))
                         places.extend((start, end))
                     bar.update(end - bar.n)
@@ -78,17 +75,11 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
         raise UserError(
             f"Data file {str(path)!r} is not a JSON list ({error}, after {count} whole entries). {shape}"
         ) from None
-    if not places:
-        first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} {shape}")
-    return Captions(PackedRecords(content, places, _record_at), bad)
+    return usable_captions(f"Data file {str(path)!r}", PackedRecords(content, places, _record_at), bad, shape)
 
 
 class BrokenList(Exception):
-    """A file that is not a JSON list: the fault, and its position in bytes."""
-
-    def __init__(self, fault: str, at: int):
-        super().__init__(f"{fault}: byte {at}")
+    """A file that is not a JSON list: "fault: byte ..." """
 
 
 def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
@@ -102,7 +93,7 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
     """
     text, base, separator = file.read(_CHUNK).decode("latin-1"), 0, _SPACE
     if not (opening := _OPENING.match(text)):
-        raise BrokenList(f"it begins with {text[:20]!r}", 0)
+        raise BrokenList(f"it begins with {text[:20]!r}: byte 0")
     at = opening.end()
     while not (closing := _CLOSING.match(text, at)):
         fault, value, start, end = None, None, at, at
@@ -112,7 +103,7 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
             start = separated.end()
             value, end = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError) as error:  # broken, or cut by the chunk
-            fault = BrokenList(getattr(error, "msg", str(error)), base + getattr(error, "pos", start))
+            fault = BrokenList(f"{getattr(error, 'msg', error)}: byte {base + getattr(error, 'pos', start)}")
         is_cut = fault or end + len("e+1") > len(text)  # a number may go on
         if is_cut and (more := file.read(max(_CHUNK, len(text) - at))):
             base, text, at = base + at, text[at:] + more.decode("latin-1"), 0
@@ -123,7 +114,11 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
         yield base + start, base + end, value if entry.isascii() else entry.encode("latin-1")
         at, separator = end, _COMMA
     if (text[closing.end() :] + file.read().decode("latin-1")).strip(" \t\n\r"):
-        raise BrokenList("Extra data", base + closing.end())
+        raise BrokenList(f"Extra data: byte {base + closing.end()}")
+
+
+def _entries(file: BinaryIO) -> Parts:
+    return ((f"entry {number}", *part) for number, part in enumerate(read_entries(file)))
 
 
 def _lines(file: BinaryIO) -> Parts:
@@ -131,7 +126,7 @@ def _lines(file: BinaryIO) -> Parts:
     for number, line in enumerate(file, 1):
         start, end = end, end + len(line)
         if line.strip():
-            yield number, start, end, line
+            yield f"line {number}", start, end, line
 
 
 def _record_at(raw: bytes | bytearray) -> Record:

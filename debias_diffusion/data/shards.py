@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..files import file_stamp, open_regular
 from ..jobs import Job
 from .bad_records import BadRecord, leave_out
-from .captions import LARGEST_FILE, Captions, caption_of, folded, is_text, parse_object, short_of, utf8
+from .captions import LARGEST_FILE, Captions, caption_of, folded, is_text, parse_object, short_of, usable_captions, utf8
 from .image_folder import CAPTION, IMAGES
 from .images import decode_image, stamp_of
 from .records import PackedRecords, Record
@@ -112,12 +112,8 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     records = PackedRecords.pack(read())
     missing = sorted(expected.keys() - set(names)) if Path(data).is_dir() else []
     bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
-    if not records:
-        raise UserError(
-            f"{os.fspath(data)!r} has {len(names)} shards and no usable sample{f', first: {bad[0]}' if bad else ''}. "
-            "A sample is an image (key.jpg) and a caption (key.txt or key.json)."
-        )
-    return Captions(records, bad), images
+    advice = "A sample is an image (key.jpg) and a caption (key.txt or key.json)."
+    return usable_captions(f"{os.fspath(data)!r}, {len(names)} shards,", records, bad, advice), images
 
 
 def _shards(data: Path) -> tuple[Path, list[str]]:

@@ -11,7 +11,7 @@ from ..files import bytes_digest, sha256
 from .captions import Captions
 from .image_folder import read_pair_folder
 from .images import ImageFolder, ImageSource
-from .json_files import read_jsonl, read_sharegpt4v
+from .json_files import read_data_file
 from .shards import read_shards
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
@@ -41,7 +41,7 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
             "folder that the paths start from."
         )
     folder = ImageFolder(images)
-    return _read_file(Path(data)), folder
+    return read_data_file(data), folder
 
 
 def read_captions(data: str | os.PathLike) -> Captions:
@@ -51,7 +51,7 @@ def read_captions(data: str | os.PathLike) -> Captions:
         UserError: the data cannot be used.
     """
     read = _reader(data)
-    return read(data)[0] if read else _read_file(Path(data))
+    return read(data)[0] if read else read_data_file(data)
 
 
 def _reader(data: str | os.PathLike) -> Callable[[str | os.PathLike], tuple[Captions, ImageSource]] | None:
@@ -66,10 +66,6 @@ def _reader(data: str | os.PathLike) -> Callable[[str | os.PathLike], tuple[Capt
     if is_shards(Path(data)):
         return read_shards
     return read_pair_folder if Path(data).is_dir() else None
-
-
-def _read_file(path: Path) -> Captions:
-    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path)
 
 
 def is_shards(path: Path) -> bool:

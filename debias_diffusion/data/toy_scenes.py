@@ -19,7 +19,7 @@ _PREFIX, _TRAINED_ON = "toy/", "train"
 _NAMES = tuple(_PREFIX + split for split in reversed(SPLITS) if split != _TRAINED_ON)
 _SHORT, _REFERRING = "short-", "referring-"  # before a split: within 77 tokens; captions that refer back
 _SPLIT = re.compile(rf"({_SHORT})?({_REFERRING})?((?:{'|'.join(SPLITS)})(?:-[\w-]+)?)")
-_IMAGE = re.compile(r"([^/]+)/(\d+)", re.ASCII)
+_IMAGE = re.compile(rf"{_SPLIT.pattern}/(\d+)", re.ASCII)
 
 
 class ToyScenes:
@@ -34,7 +34,7 @@ class ToyScenes:
 
     def open(self, image: str) -> Image.Image:
         """The RGB image of 48 x 48 pixels. Raises ValueError for a name that is no scene."""
-        return render(scene_and_caption(*_locate(image))[0])
+        return render(toy_scene(image)[0])
 
     def stamp(self, image: str) -> bytes:
         """16 bytes of the name and the pixels. Raises ValueError for a name that is no scene."""
@@ -75,36 +75,26 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
             "suffix, such as toy/test-2."
         )
     names = [f"{split}/{index:06}" for index in range(SHAREGPT4V_HELD_OUT)]
-    records = PackedRecords.pack(Record(image, image, scene_and_caption(*_locate(image))[1].text) for image in names)
+    records = PackedRecords.pack(Record(image, image, toy_scene(image)[1].text) for image in names)
     return Captions(records, []), ToyScenes(name)
-
-
-def toy_scene(record: Record) -> tuple[Scene, Caption]:
-    """What a record of `read_toy_scenes` shows, and its caption sentence by sentence.
-
-    Raises:
-        ValueError: the record is of other data.
-    """
-    return scene_and_caption(*_locate(record.image))
 
 
 # One command may read a split several times: captions and stamps are kept, which take most of that time.
 @lru_cache(2 * SHAREGPT4V_HELD_OUT)
-def scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
-    """Scene number `index` of a split, such as "test" or "short-referring-test-2", and its caption."""
-    short, referring, split = _SPLIT.fullmatch(split).groups()
+def toy_scene(image: str) -> tuple[Scene, Caption]:
+    """What an image shows, such as "test/000012" or "short-referring-test-2/000012", and its caption.
+
+    Raises:
+        ValueError: no scene has this name.
+    """
+    place = _IMAGE.fullmatch(image)
+    if place is None:
+        raise ValueError(f"{image!r} is no scene of the toy world")
+    short, referring, split, index = *place.groups()[:3], int(place[4])
     style = "referring" if referring else "plain"
     return short_prompt(split, index, style) if short else (scene(split, index), caption(split, index, style))
 
 
 @lru_cache(2 * SHAREGPT4V_HELD_OUT)
 def _stamp(image: str) -> bytes:
-    return digest_of(image, render(scene_and_caption(*_locate(image))[0]).tobytes().hex())
-
-
-def _locate(image: str) -> tuple[str, int]:
-    """(split, index) of a record's image. Raises ValueError for a name of another shape."""
-    place = _IMAGE.fullmatch(image)
-    if place is None or not _SPLIT.fullmatch(place[1]):
-        raise ValueError(f"{image!r} is no scene of the toy world")
-    return place[1], int(place[2])
+    return digest_of(image, render(toy_scene(image)[0]).tobytes().hex())

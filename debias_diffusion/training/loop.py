@@ -1,6 +1,7 @@
 """The training run: set up, print the plan, make the steps, save the model."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..data.bad_records import report_bad
-from ..data.dataset import CaptionDataset, Collate
+from ..data.dataset import CaptionDataset, collate
 from ..data.records import Record
 from ..data.retrieval import encode_images, encode_texts, recall_at_k
 from ..data.seen import read_seen
@@ -80,7 +81,9 @@ class _Training(Run):
         self.backbone.to(accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
-        self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)
+        self.collate = partial(
+            collate, tokenizer=self.backbone.tokenizer, recipe=self.method, cached_features=config.freeze_image_tower
+        )
 
     def run(self) -> Path | None:
         request = StopRequest(self.accelerator)
@@ -94,10 +97,10 @@ class _Training(Run):
                 self.records,
                 self.images,
                 _unchanged if self.config.freeze_image_tower else self.backbone.read_pixels,
-                self.backbone.tokenizer,
-                self.method,
                 self.config.seed,
                 self.batches.stand_ins if self.config.max_bad else None,
+                self.backbone.tokenizer,
+                self.method,
             )
             state = self.make_steps(request)
             return state and self._finish(state)

@@ -114,7 +114,7 @@ class _Generation:
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
         self.networks, session = load_networks(self.config, self.processes.device), self.session
-        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
+        captions = [toy_scene(record.image)[1] for record in self.records] if self.is_toy else []
         readings = self.readings(captions)
         mentions = [caption.first_mentions() for caption in captions]
         kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
@@ -194,7 +194,7 @@ class _Generation:
 
     def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
         """What one encoder's images show of the toy world's scenes."""
-        scenes = [toy_scene(record)[0] for record in self.records]
+        scenes = [toy_scene(record.image)[0] for record in self.records]
         result = self.session.cache.result(
             "objects",
             {"images": digest, "originals": self._depends},
