@@ -3,7 +3,7 @@
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -112,7 +112,8 @@ def _write_shard(
 ) -> None:
     """Writes one shard. A sample's key is its position in the data; bad records are noted when it is written."""
     left_out: list[dict] = []
-    with job.write(name, left_out=left_out) as temporary, tarfile.open(temporary, "w") as tar:
+
+    def members() -> Iterator[tuple[str, bytes]]:
         for index in part:
             image, record = next(images), records[index]
             if isinstance(image, BadRecord):
@@ -120,12 +121,16 @@ def _write_shard(
                 continue
             caption = {"id": record.sample_id, "caption": record.caption}
             caption |= {} if record.short is None else {"short_caption": record.short}
-            add_file(tar, f"{index:09}.jpg", image)
-            add_file(tar, f"{index:09}.json", json.dumps(caption).encode())
+            yield f"{index:09}.jpg", image
+            yield f"{index:09}.json", json.dumps(caption).encode()
+
+    write_tar(job, name, members(), left_out=left_out)
 
 
-def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Adds a file without time and owner, so that the same content gives the same bytes."""
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
+def write_tar(job: Job, name: str, members: Iterable[tuple[str, bytes]], **notes) -> None:
+    """Writes an item of (name, content) without times and owners, so that the same members give the same bytes."""
+    with job.write(name, **notes) as temporary, tarfile.open(temporary, "w") as tar:
+        for member, content in members:
+            header = tarfile.TarInfo(member)
+            header.size = len(content)
+            tar.addfile(header, io.BytesIO(content))

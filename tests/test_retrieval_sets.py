@@ -9,9 +9,8 @@ from helpers.coco_cn import coco_cn, draw, write
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import entry
 
-from debias_diffusion.data import retrieval_layouts
-from debias_diffusion.data.retrieval_layouts import BENCHMARKS, COCO_CN_FILE, SHAREGPT4V_FILE
-from debias_diffusion.data.retrieval_sets import find_root, read_retrieval_set
+from debias_diffusion.data import retrieval_sets
+from debias_diffusion.data.retrieval_sets import BENCHMARKS, COCO_CN_FILE, SHAREGPT4V_FILE, read_retrieval_set
 from debias_diffusion.data.seen import SEEN
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
@@ -163,8 +162,8 @@ def lay(name: str, root: Path) -> dict:
 
 @pytest.fixture(autouse=True)
 def fewer_of_sharegpt4v(monkeypatch):
-    assert retrieval_layouts.SHAREGPT4V_HELD_OUT == 1000
-    monkeypatch.setattr(retrieval_layouts, "SHAREGPT4V_HELD_OUT", 3)
+    assert retrieval_sets.SHAREGPT4V_HELD_OUT == 1000
+    monkeypatch.setattr(retrieval_sets, "SHAREGPT4V_HELD_OUT", 3)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -244,7 +243,7 @@ def test_benchmarks_are_found_below_a_folder_and_misspelt_ones_named(tmp_path):
     folders = {"coco-cn-val": "coco-cn", "flickr30k-karpathy": "flickr30k", "long-dci": "dci", "urban1k": "."}
     for name, folder in folders.items():
         lay(name, tmp_path / folder)
-        assert find_root(name, tmp_path).resolve() == (tmp_path / folder).resolve()
+        assert retrieval_sets.find_root(name, tmp_path).resolve() == (tmp_path / folder).resolve()
     for name, root, message in (("urban", ".", "Did you mean urban1k"), ("coco", "nowhere", "in none of .*'nowhere'")):
         with pytest.raises(UserError, match=message):
             read_retrieval_set(name, root)

@@ -80,10 +80,9 @@ def test_the_digest_is_of_captions_and_pictures(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("toy/train", "learned from the scenes of 'toy/train'. Give toy/test.*toy/train-2 and the like"),
+        ("toy/train", "no scenes of that name but those that the models .* have learned from.*, toy/train-2"),
         ("toy/tset", "no file or folder 'toy/tset'.*Did you mean toy/test.*a suffix, such as toy/test-2"),
         ("toy/test/000012", "no file or folder"),
-        ("toy/clip", "no scenes of that name"),
     ],
 )
 def test_other_names_are_refused_with_what_to_do(name, message):

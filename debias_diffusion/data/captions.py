@@ -49,15 +49,16 @@ def check_object(value) -> dict:
     return value
 
 
-def caption_of(entry: dict, where: str):
-    """The "caption" of an entry, or the answer in its "conversations".
+def caption_of(entry: dict, where: str) -> str:
+    """The "caption" of an entry, or the answer in its "conversations", before folding.
 
     Raises:
-        ValueError("kind: `where`"): the entry has neither.
+        ValueError("kind: `where`"): the entry has neither, or `check_caption` refuses it.
     """
     caption = answer_of(entry) if entry.get("caption") is None else entry["caption"]
     if caption is None:
         raise ValueError(f"no caption: {where}")
+    check_caption(caption, where)
     return caption
 
 

@@ -74,12 +74,10 @@ def _ending(name: str) -> str:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """All files that are not hidden, as posix paths relative to the root."""
+    """All files that are not hidden, as posix paths relative to the root. Raises OSError for an unreadable folder."""
 
     def refuse(error: OSError):
-        raise UserError(
-            f"The folder {error.filename!r} cannot be read ({error.strerror}). Make it readable, or move it."
-        )
+        raise error
 
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -13,17 +13,7 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import open_regular, read_file
 from .bad_records import BadRecord, leave_out
-from .captions import (
-    Captions,
-    caption_of,
-    check_caption,
-    check_object,
-    fold,
-    is_text,
-    parse_object,
-    short_of,
-    usable_captions,
-)
+from .captions import Captions, caption_of, check_object, fold, is_text, parse_object, short_of, usable_captions
 from .records import InFile, PackedRecords, Record
 
 SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
@@ -141,6 +131,4 @@ def _image_and_caption(entry: dict) -> tuple[str, str]:
     image = entry.get("image")
     if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")
-    caption = caption_of(entry, f"image {image}")
-    check_caption(caption, f"image {image}")
-    return image, caption
+    return image, caption_of(entry, f"image {image}")

@@ -63,9 +63,6 @@ class PackedRecords(Sequence[Record]):
             return NotImplemented
         return len(self) == len(other) and all(map(eq, self, other))
 
-    def __repr__(self) -> str:
-        return f"<{len(self)} records>"
-
 
 def _unpack(row: bytes | bytearray) -> Record:
     return Record(*json.loads(row))

@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..files import file_stamp, open_regular
 from ..jobs import Job
 from .bad_records import BadRecord, leave_out
-from .captions import LARGEST_FILE, Captions, caption_of, folded, is_text, parse_object, short_of, usable_captions, utf8
+from .captions import LARGEST_FILE, Captions, caption_of, fold, is_text, parse_object, short_of, usable_captions, utf8
 from .image_folder import CAPTION, IMAGES
 from .images import decode_image, stamp_of
 from .records import PackedRecords, Record
@@ -114,6 +114,11 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
     advice = "A sample is an image (key.jpg) and a caption (key.txt or key.json)."
     return usable_captions(f"{os.fspath(data)!r}, {len(names)} shards,", records, bad, advice), images
+
+
+def is_shards(path: Path) -> bool:
+    """Whether `path` is a tar, or a folder with tars."""
+    return bool(_shards(path)[1]) if path.is_dir() else path.suffix.lower() == ".tar"
 
 
 def _shards(data: Path) -> tuple[Path, list[str]]:
@@ -210,8 +215,9 @@ def _record(sample: str, parts: list[_Part]) -> Record:
     if txt is None and entry is None:
         raise ValueError(f"no caption: image {image.name}")
     fields = {} if entry is None else parse_object(utf8(entry.text, entry.name))
-    where = f"image {image.name}"
-    caption = folded(caption_of(fields, where) if txt is None else utf8(txt.text, txt.name), where)
+    if txt is not None:
+        fields["caption"] = utf8(txt.text, txt.name)
+    caption = fold(caption_of(fields, f"image {image.name}"))
     names = (fields.get("image"), fields.get("id"), sample)
     sample_id = next(str(name) for name in names if is_text(name) or type(name) is int)
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption, short_of(fields))

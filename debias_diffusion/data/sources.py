@@ -12,7 +12,7 @@ from .captions import Captions
 from .image_folder import read_pair_folder
 from .images import ImageFolder, ImageSource
 from .json_files import read_data_file
-from .shards import read_shards
+from .shards import is_shards, read_shards
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 
@@ -66,13 +66,6 @@ def _reader(data: str | os.PathLike) -> Callable[[str | os.PathLike], tuple[Capt
     if is_shards(Path(data)):
         return read_shards
     return read_pair_folder if Path(data).is_dir() else None
-
-
-def is_shards(path: Path) -> bool:
-    """Whether `path` is a tar, or a folder with tars."""
-    if not path.is_dir():
-        return path.suffix.lower() == ".tar"
-    return any(not tar.name.startswith(".") for tar in path.glob("*.tar"))
 
 
 def data_digest(data: str | os.PathLike, captions: Captions) -> str:

@@ -16,7 +16,6 @@ from .images import digest_of
 from .records import SHAREGPT4V_HELD_OUT, PackedRecords, Record
 
 _PREFIX, _TRAINED_ON = "toy/", "train"
-_NAMES = tuple(_PREFIX + split for split in reversed(SPLITS) if split != _TRAINED_ON)
 _SHORT, _REFERRING = "short-", "referring-"  # before a split: within 77 tokens; captions that refer back
 _SPLIT = re.compile(rf"({_SHORT})?({_REFERRING})?((?:{'|'.join(SPLITS)})(?:-[\w-]+)?)")
 _IMAGE = re.compile(rf"{_SPLIT.pattern}/(\d+)", re.ASCII)
@@ -61,18 +60,13 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
     name = os.fspath(name)
     split = name.removeprefix(_PREFIX)
     parts = _SPLIT.fullmatch(split)
-    if parts and parts[3] == _TRAINED_ON:
-        raise UserError(
-            f"The models that come with the package have learned from the scenes of {name!r}. Give "
-            f"{', '.join(_NAMES)}, or others such as toy/test-2; to train a model, {name}-2 and the like."
-        )
-    if not parts:
+    if not parts or parts[3] == _TRAINED_ON:
         kinds = ("", _SHORT, _REFERRING, _SHORT + _REFERRING)
-        variants = [known.replace(_PREFIX, _PREFIX + kind) for kind in kinds for known in _NAMES]
+        variants = [f"{_PREFIX}{kind}{known}" for kind in kinds for known in reversed(SPLITS) if known != _TRAINED_ON]
         raise UserError(
-            f"There is no file or folder {name!r}, and there are no scenes of that name."
-            f"{near_matches(name, variants, most=1)} The toy world's scenes are {', '.join(variants)}; and others by a "
-            "suffix, such as toy/test-2."
+            f"There is no file or folder {name!r}, and no scenes of that name but those that the models of the package "
+            f"have learned from.{near_matches(name, variants, most=1)} The toy world's scenes are "
+            f"{', '.join(variants)}; and others by a suffix, such as toy/test-2 or, to train a model, toy/train-2."
         )
     names = [f"{split}/{index:06}" for index in range(SHAREGPT4V_HELD_OUT)]
     records = PackedRecords.pack(Record(image, image, toy_scene(image)[1].text) for image in names)

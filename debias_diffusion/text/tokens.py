@@ -192,7 +192,7 @@ class CaptionTokenizer:
         cleaning: what a caption goes through before the tokenizer.
 
     Raises:
-        ValueError: CLIP's EOT is not the highest id (open_clip pools there), or the context length is below 3.
+        ValueError: CLIP's EOT is not the highest id (open_clip pools there).
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -209,8 +209,6 @@ class CaptionTokenizer:
                     f"this tokenizer's {tokenizer.eos_token!r} is {tokenizer.eos_token_id}"
                 )
             self.markers = Markers(tokenizer.bos_token_id, tokenizer.eos_token_id, PAD)
-        if self.context_length < 3:
-            raise ValueError(f"a context length of {self.context_length} leaves no room for text between SOT and EOT")
         self.n_special = 1 if self.markers.sot is None else 2  # tokens of a row that are neither text nor PAD
 
     def with_context_length(self, context_length: int) -> "CaptionTokenizer":
