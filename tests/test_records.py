@@ -68,11 +68,11 @@ def test_a_list_whole_or_damaged_is_read_as_the_json_module_reads_it(data, mark,
         assert not isinstance(whole, list)
     else:
         if whole is None:
-            assert any(isinstance(value, bytes) and not is_utf8(value) for _, _, value in parts)
+            assert any(isinstance(value, bytes) and not is_utf8(value) for *_, value in parts)
         else:
-            values = [json.loads(value, strict=False) if isinstance(value, bytes) else value for _, _, value in parts]
+            values = [json.loads(value, strict=False) if isinstance(value, bytes) else value for *_, value in parts]
             assert repr(values) == repr(whole)  # in which NaN is NaN
-            assert repr([json.loads(content[start:end], strict=False) for start, end, _ in parts]) == repr(whole)
+            assert repr([json.loads(content[start:end], strict=False) for _, start, end, _ in parts]) == repr(whole)
 
 
 def test_a_broken_file_says_where(tmp_path):

@@ -326,7 +326,7 @@ def test_what_cannot_be_opened_is_refused_with_what_to_do(folder, tmp_path):
     (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 99)
     for data, images, message in (
         (tmp_path / "s.tar", folder[1], "hold their images, but images is.*Leave images out"),
-        (folder[0], None, "images is not given. Give the folder"),
+        (folder[0], None, "name their images by paths, but images is None. Give the folder"),
         (tmp_path / "nowhere.tar", None, "are not there. Give a JSON or JSONL file; WebDataset shards"),
         (tmp_path / "bad.tar", None, "no usable record, and 1 bad ones. The first fault: bad.tar: broken shard"),
     ):

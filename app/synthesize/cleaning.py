@@ -123,7 +123,7 @@ def _meaningless(text: str, words: list[str]) -> Iterator[str]:
 def _short(text: str, words: list[str], kind: str) -> Iterator[str]:
     if kind == "short" and len(words) < FEWEST_WORDS:
         yield f"short: {len(words)} words, fewer than {FEWEST_WORDS}"
-    tokenizer = _tokenizer()
+    tokenizer = counting_tokenizer()
     if kind == "long" and (tokens := tokenizer.count(text) - tokenizer.n_special) < FEWEST_TOKENS:
         yield f"short: {tokens} tokens, fewer than {FEWEST_TOKENS}"
 
@@ -139,5 +139,6 @@ def _prompt_grams() -> frozenset[tuple[str, ...]]:
 
 
 @lru_cache
-def _tokenizer() -> CaptionTokenizer:
+def counting_tokenizer() -> CaptionTokenizer:
+    """CLIP's, which counts tokens whatever its context length is."""
     return CaptionTokenizer(clip_tokenizer(77), 77)

@@ -23,7 +23,6 @@ from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.sentences import split_sentences
-from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.check import look_for_images
 
 from ..options import SynthesizeConfig
@@ -34,7 +33,6 @@ from .instructions import draw_instruction
 from .sheet import Sheet
 
 CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
-_CONTEXT_LENGTH = 248  # of the tokenizer that counts for the report
 
 # What became of one image: as captions.jsonl, removed.jsonl or bad-records.jsonl has it.
 Row = dict[str, str]
@@ -175,8 +173,7 @@ class _Synthesis:
         """
         job = Job.read(self.output)  # with what the others wrote; and every checksum is compared now
         kept, total = {part: job.notes(part)["kept"] for part in self.parts}, len(self.records) + len(self.bad)
-        tokenizer = CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH)
-        bad, sheet = list(self.bad), Sheet(sum(kept.values()), tokenizer, self.images)
+        bad, sheet = list(self.bad), Sheet(sum(kept.values()), self.images)
         (self.output / BAD_RECORDS).unlink(missing_ok=True)
         with ExitStack() as stack:
             names = (REMOVED,) if self.into_shards else (REMOVED, CAPTIONS)
@@ -198,14 +195,10 @@ class _Synthesis:
             check_share(bad, total, self.config.max_bad, advice)
         if self.into_shards:
             self.job.note(FINISHED, samples={_shard(part): count for part, count in kept.items()})
-        counts = {
-            "images": total,
-            "kept": len(sheet.measures),
-            "removed": dict(sorted(sheet.removed.items())),
-            "unreadable": len(bad),
-        }
+        removed = dict(sorted(sheet.removed.items()))
+        counts = {"images": total, "kept": len(sheet.measures), "removed": removed, "unreadable": len(bad)}
         statistics = summarise(sheet.measures) if sheet.measures else None
-        sheet.write(self.output / REPORT, settings, counts, statistics)
+        sheet.write(self.output / REPORT, settings=settings, counts=counts, statistics=statistics)
         content = {"settings": settings, "versions": versions(), "counts": counts}
         write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
         self._tell(counts, statistics)

@@ -52,7 +52,7 @@ def read_data_file(path: str | os.PathLike) -> Captions:
             size = os.fstat(file.fileno()).st_size
             is_large = size > _IN_MEMORY
             with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
-                for where, start, end, value in (_lines if is_lines else _entries)(file):
+                for where, start, end, value in (_lines if is_lines else read_entries)(file):
                     with leave_out(where, bad):
                         _image_and_caption(parse_object(value) if isinstance(value, bytes) else check_object(value))
                         places.extend((start, end))
@@ -72,8 +72,8 @@ class BrokenList(Exception):
     """A file that is not a JSON list: "fault: byte ..." """
 
 
-def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
-    """(start, end, value) of each entry of a JSON list; positions are in bytes.
+def read_entries(file: BinaryIO) -> Parts:
+    """The entries of a JSON list.
 
     The file is read as Latin-1: each byte is one character, so positions are bytes, and a byte that is not UTF-8
     affects only its own entry. An entry that is not ASCII is given by its bytes, to be decoded as UTF-8.
@@ -84,7 +84,7 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
     text, base, separator = file.read(_CHUNK).decode("latin-1"), 0, _SPACE
     if not (opening := _OPENING.match(text)):
         raise BrokenList(f"it begins with {text[:20]!r}: byte 0")
-    at = opening.end()
+    at, number = opening.end(), 0
     while not (closing := _CLOSING.match(text, at)):
         fault, value, start, end = None, None, at, at
         try:
@@ -101,14 +101,10 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
         if fault:
             raise fault
         entry = text[start:end]
-        yield base + start, base + end, value if entry.isascii() else entry.encode("latin-1")
-        at, separator = end, _COMMA
+        yield f"entry {number}", base + start, base + end, value if entry.isascii() else entry.encode("latin-1")
+        at, separator, number = end, _COMMA, number + 1
     if (text[closing.end() :] + file.read().decode("latin-1")).strip(" \t\n\r"):
         raise BrokenList(f"Extra data: byte {base + closing.end()}")
-
-
-def _entries(file: BinaryIO) -> Parts:
-    return ((f"entry {number}", *part) for number, part in enumerate(read_entries(file)))
 
 
 def _lines(file: BinaryIO) -> Parts:

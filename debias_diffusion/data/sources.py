@@ -28,18 +28,13 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
     Raises:
         UserError: `images` is missing or too much, or the data cannot be used.
     """
-    if read := _reader(data):
-        if images is not None:
-            raise UserError(
-                f"The data {os.fspath(data)!r} hold their images, but images is {os.fspath(images)!r}. Leave images "
-                "out, or give a JSON or JSONL file as the data."
-            )
+    read = _reader(data)
+    if bool(read) == (images is not None):
+        fault = "hold their images" if read else "name their images by paths"
+        advice = "Leave images out" if read else "Give the folder that the paths start from"
+        raise UserError(f"The data {os.fspath(data)!r} {fault}, but images is {images and str(images)!r}. {advice}.")
+    if read:
         return read(data)
-    if images is None:
-        raise UserError(
-            f"The data file {os.fspath(data)!r} names its images by their paths, but images is not given. Give the "
-            "folder that the paths start from."
-        )
     folder = ImageFolder(images)
     return read_data_file(data), folder
 
