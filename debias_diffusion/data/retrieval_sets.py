@@ -26,7 +26,11 @@ SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
 # Where the images of ImageInWords' three parts lie, and the key of their name.
 IIW_PARTS = {"IIW-400": ("images_aar", "image/key"), "DCI_Test": ("photos", "image"), "DOCCI_Test": ("images", "image")}
 COCO_CN_FILE = "imageid.human-written-caption.txt"
-COCO_2014 = re.compile(r"COCO_(train2014|val2014)_\d{12}")  # an image of COCO-CN, and the folder that it lies in
+# Lines of captions: a key "image#number", in which "#number" may be missing, then the caption. A tab ends the key; in
+# some copies of COCO-CN it is a space, and no key of COCO-CN or Flickr30k-CNA holds one.
+_FLICKR30K_LINE = re.compile(r"([^\t]+)#[^\t#]*\t(.*)")
+_COCO_CN_LINE = re.compile(r"\s*((?:COCO_(train2014|val2014))_\d{12})(?:#\S*)?(?:\s+(.*))?$")  # with the image's folder
+_CNA_LINE = re.compile(r"\s*(\d+)(?:#\S*)?(?:\s+(.*))?$")
 RECOS_FILE, RECOS_KEYS = "recos_v1.json", ("image", "caption")
 _HUB, _GITHUB = "https://huggingface.co/datasets", "https://github.com"
 _AGAIN = "Download it again."
@@ -68,6 +72,15 @@ def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield f"{name}, line {number}", line
+
+
+def _matches(root: Path, name: str, pattern: re.Pattern, bad: list[BadRecord]) -> Iterator[tuple[str, tuple]]:
+    """(where, groups) of each line that is not blank and matches one of the patterns of lines above."""
+    for where, line in _lines(root, name):
+        with leave_out(where, bad):
+            if not (match := pattern.match(line)):
+                raise ValueError(f"not a line of image, tab, caption: it begins {line[:40]!r}")
+            yield where, match.groups()
 
 
 def _open_text(path: Path, newline: str | None = None) -> TextIO:
@@ -200,25 +213,11 @@ def _karpathy(*splits: str) -> Benchmark:
 
 def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
     """Lines "name.jpg#0<tab>caption". The five of an image are joined afterwards, as all entries of one image are."""
-    for where, line in _lines(root, _FLICKR30K):
-        image, tab, caption = line.rstrip("\r\n").partition("\t")
-        name, number_sign, _ = image.rpartition("#")
-        with leave_out(where, bad):
-            if not tab or not number_sign:
-                raise ValueError(f"not a line of image#number, tab, caption: it begins {line[:40]!r}")
-            yield Entry(where, name, (caption,))
+    for where, (image, caption) in _matches(root, _FLICKR30K, _FLICKR30K_LINE, bad):
+        yield Entry(where, image, (caption,))
 
 
 # ---- COCO-CN and Flickr30k-CNA: Chinese captions of COCO's and Flickr30k's images
-
-
-def _split_key(line: str) -> tuple[str, str]:
-    """(image, caption) of a line "image#number caption", in which "#number" may be missing.
-
-    A tab ends the key; in some copies of COCO-CN it is a space, and no key holds one.
-    """
-    key, *caption = line.split(maxsplit=1)
-    return key.partition("#")[0], caption[0] if caption else ""
 
 
 def _coco_cn(*splits: str) -> Benchmark:
@@ -233,24 +232,15 @@ def _coco_cn(*splits: str) -> Benchmark:
 
     def read(root: Path, bad: list[BadRecord]) -> Entries:
         entries: dict[str, list[Entry]] = {}
-        for where, line in _lines(root, COCO_CN_FILE):
-            image, caption = _split_key(line)
-            with leave_out(where, bad):
-                entries.setdefault(image, []).append(Entry(where, _coco_cn_image(image), (caption,)))
-        for where, line in (part for name in lists for part in _lines(root, name)):
-            with leave_out(where, bad):
-                image = line.strip()  # one without a caption is an error that names it
-                yield from entries.pop(image, [Entry(where, _coco_cn_image(image), ("",))])
+        for where, (image, folder, caption) in _matches(root, COCO_CN_FILE, _COCO_CN_LINE, bad):
+            entries.setdefault(image, []).append(Entry(where, f"{folder}/{image}.jpg", (caption,)))
+        for name in lists:
+            for where, (image, folder, _) in _matches(root, name, _COCO_CN_LINE, bad):
+                # One without a caption is an error that names it.
+                yield from entries.pop(image, [Entry(where, f"{folder}/{image}.jpg", (None,))])
 
     folders = ("train2014", "val2014")
     return Benchmark(read, (COCO_CN_FILE, *lists), folders, f"{_HUB}/AIMClab-RUC/COCO-CN")
-
-
-def _coco_cn_image(image: str) -> str:
-    name = COCO_2014.fullmatch(image)
-    if name is None:
-        raise ValueError(f"not a line of COCO image#number, tab, caption: it begins {image[:40]!r}")
-    return f"{name[1]}/{image}.jpg"
 
 
 def _flickr30k_cna(*splits: str) -> Benchmark:
@@ -266,12 +256,9 @@ def _flickr30k_cna(*splits: str) -> Benchmark:
     def read(root: Path, bad: list[BadRecord]) -> Entries:
         for split in splits:
             names = [f"{split}/flickr30k_cna_{split}.txt", f"{split}/flickr30k_cn_{split}.txt"]
-            for where, line in _lines(root, next((name for name in names if (root / name).exists()), names[1])):
-                image, caption = _split_key(line)
-                with leave_out(where, bad):
-                    if not image.isdecimal():
-                        raise ValueError(f"not a line of image, tab, caption: it begins {line[:40]!r}")
-                    yield Entry(where, f"{image}.jpg", (caption,))
+            name = next((name for name in names if (root / name).exists()), names[1])
+            for where, (image, caption) in _matches(root, name, _CNA_LINE, bad):
+                yield Entry(where, f"{image}.jpg", (caption,))
 
     page = "https://zero.so.com/download.html"
     return Benchmark(read, (*splits, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
