@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
+from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import FINISHED
@@ -49,13 +49,8 @@ def write_shards(config: ShardsConfig) -> Path:
                 _write_shard(job, name, part, records, small)
         left_out = {name: [BadRecord(**bad) for bad in job.notes(name)["left_out"]] for name in shards}
         bad = sum(left_out.values(), start=captions.bad)
-        (job.folder / BAD_RECORDS).unlink(missing_ok=True)
-        report_bad(bad, job.folder)
-        advice = (
-            f"All are named in {str(job.folder / BAD_RECORDS)!r}. Mend them and give a new output, or raise --max-bad "
-            "to keep the shards that are written."
-        )
-        check_share(bad, pairs, config.max_bad, advice)
+        advice = "Mend them and give a new output, or raise --max-bad to keep the shards that are written."
+        report_all(bad, pairs, config.max_bad, job.folder, advice)
         job.note(FINISHED, samples={name: len(part) - len(left_out[name]) for name, part in shards.items()})
     size = sum((job.folder / name).stat().st_size for name in shards)
     written = f"{pairs - len(bad)} of {pairs} pairs in {len(shards)} shards"

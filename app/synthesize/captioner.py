@@ -108,8 +108,7 @@ class Captioner:
 
     def _shapes(self, size: tuple[int, int]) -> tuple:
         processed = self.image_processor(Image.new("RGB", size), return_tensors="pt")
-        tensors = {name: tensor for name, tensor in processed.items() if isinstance(tensor, torch.Tensor)}
-        return tuple(sorted((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items()))
+        return tuple(sorted((name, part.shape[1:]) for name, part in processed.items() if torch.is_tensor(part)))
 
     def _answers(self, group: list[Asked]) -> list[tuple[int, str]]:
         contents = [[{"type": "image", "image": one.image}, {"type": "text", "text": one.prompt}] for one in group]

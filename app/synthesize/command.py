@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from debias_diffusion.app.shards import divide, read_images, write_tar
-from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
+from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
 from debias_diffusion.data.caption_statistics import CaptionStatistics, summarise
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.image_folder import list_images
@@ -174,7 +174,6 @@ class _Synthesis:
         job = Job.read(self.output)  # with what the others wrote; and every checksum is compared now
         kept, total = {part: job.notes(part)["kept"] for part in self.parts}, len(self.records) + len(self.bad)
         bad, sheet = list(self.bad), Sheet(sum(kept.values()), self.images)
-        (self.output / BAD_RECORDS).unlink(missing_ok=True)
         with ExitStack() as stack:
             names = (REMOVED,) if self.into_shards else (REMOVED, CAPTIONS)
             paths = {name: stack.enter_context(atomic_file(self.output / name)) for name in names}
@@ -190,9 +189,7 @@ class _Synthesis:
                     sheet.add(row, self.records[index])
                     if file := files.get(REMOVED if "reason" in row else CAPTIONS):
                         file.write(line)
-            report_bad(bad, self.output)
-            advice = f"All are named in {str(self.output / BAD_RECORDS)!r}; raise --max-bad to go on without them."
-            check_share(bad, total, self.config.max_bad, advice)
+            report_all(bad, total, self.config.max_bad, self.output, "Raise --max-bad to go on without them.")
         if self.into_shards:
             self.job.note(FINISHED, samples={_shard(part): count for part, count in kept.items()})
         removed = dict(sorted(sheet.removed.items()))

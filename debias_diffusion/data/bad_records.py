@@ -106,6 +106,14 @@ def check_share(bad: Sequence[BadRecord], count: int, max_bad: float, advice: st
         check_count(len(bad), count, max_bad, f"The first: {bad[0]}. {advice}".rstrip())
 
 
+def report_all(bad: Sequence[BadRecord], count: int, max_bad: float, output: Path, advice: str) -> None:
+    """`report_bad` in place of what an earlier run reported, then `check_share`, whose error says where they are named."""
+    path = output / BAD_RECORDS
+    path.unlink(missing_ok=True)
+    report_bad(bad, output)
+    check_share(bad, count, max_bad, f"All are named in {str(path)!r}. {advice}")
+
+
 def check_count(bad: int, count: int, max_bad: float, advice: str) -> None:
     """Raises UserError, which ends with `advice`, if `too_many` of `count` records are bad."""
     if too_many(bad, count, max_bad):

@@ -58,14 +58,13 @@ def caption_of(entry: dict, where: str) -> str:
     caption = answer_of(entry) if entry.get("caption") is None else entry["caption"]
     if caption is None:
         raise ValueError(f"no caption: {where}")
-    check_caption(caption, where)
-    return caption
+    return check_caption(caption, where)
 
 
 def short_of(entry: dict) -> str | None:
     """The "short_caption" of an entry, folded; None where there is none that can be used."""
     with suppress(ValueError):
-        return folded(entry.get("short_caption"), "")
+        return fold(check_caption(entry.get("short_caption"), ""))
 
 
 def answer_of(entry: dict):
@@ -87,8 +86,8 @@ def _role(turn) -> str | None:
     return role.lower() if isinstance(role, str) else None
 
 
-def check_caption(caption, where: str) -> None:
-    """The one rule of what may be trained on, and what `synthesize` keeps.
+def check_caption(caption, where: str) -> str:
+    """`caption`, by the one rule of what may be trained on, and what `synthesize` keeps.
 
     Raises:
         ValueError("kind: `where`"): `caption` is not text, empty, absurdly long, or holds a control character that is
@@ -104,17 +103,12 @@ def check_caption(caption, where: str) -> None:
         raise ValueError(f"control character in a caption: {where}")
     if len(caption) > LONGEST_CAPTION and (length := len(fold(caption))) > LONGEST_CAPTION:
         raise ValueError(f"absurdly long caption: {where}: {length} characters, at most {LONGEST_CAPTION} are read")
+    return caption
 
 
 def fold(caption: str) -> str:
     """`caption` with each run of white space replaced by one space."""
     return " ".join(caption.split())
-
-
-def folded(caption, where: str) -> str:
-    """`fold` of a caption. Raises as `check_caption`."""
-    check_caption(caption, where)
-    return fold(caption)
 
 
 def utf8(content: bytes, where: str) -> str:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import open_regular
 from .bad_records import leave_out
-from .captions import LARGEST_FILE, Captions, folded, is_text, usable_captions, utf8
+from .captions import LARGEST_FILE, Captions, check_caption, fold, is_text, usable_captions, utf8
 from .images import ImageFolder
 from .records import PackedRecords, Record
 
@@ -41,7 +41,7 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
         for _, names in bar:
             pictures = [name for name in names if _ending(name) != CAPTION]
             captions = [name for name in names if _ending(name) == CAPTION]
-            with leave_out(_shown((pictures or captions)[0]), bad):
+            with leave_out(_escape((pictures or captions)[0]), bad):
                 yield _read(images.root, pictures, captions)
 
     advice = (
@@ -90,19 +90,19 @@ def _files(root: Path) -> Iterator[str]:
 def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     """One pair. Raises ValueError("kind: detail") or OSError."""
     if not captions:
-        raise ValueError(f"no caption: {_shown(images[0])} has none (.{CAPTION})")
+        raise ValueError(f"no caption: {_escape(images[0])} has none (.{CAPTION})")
     if not images:
-        raise ValueError(f"no image: {_shown(captions[0])} has none (.{', .'.join(IMAGES)})")
+        raise ValueError(f"no image: {_escape(captions[0])} has none (.{', .'.join(IMAGES)})")
     if len(images) > 1 or len(captions) > 1:
-        raise ValueError(f"same name: {' and '.join(map(_shown, images if len(images) > 1 else captions))}")
+        raise ValueError(f"same name: {' and '.join(map(_escape, images if len(images) > 1 else captions))}")
     image, caption = images[0], captions[0]
     if not is_text(image):
-        raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
+        raise ValueError(f"bad file name: {_escape(image)} is not UTF-8")
     with open_regular(root / caption) as file:
         content = file.read(LARGEST_FILE + 1)
-    return Record(image, image, folded(utf8(content, caption), f"image {image}"))
+    return Record(image, image, fold(check_caption(utf8(content, caption), f"image {image}")))
 
 
-def _shown(name: str) -> str:
+def _escape(name: str) -> str:
     """A file name as printable UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
