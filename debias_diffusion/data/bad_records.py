@@ -107,7 +107,7 @@ def check_share(bad: Sequence[BadRecord], count: int, max_bad: float, advice: st
 
 
 def report_all(bad: Sequence[BadRecord], count: int, max_bad: float, output: Path, advice: str) -> None:
-    """`report_bad` in place of what an earlier run reported, then `check_share`, whose error says where they are named."""
+    """`report_bad` in place of an earlier run's, then `check_share`, whose error says where all are named."""
     path = output / BAD_RECORDS
     path.unlink(missing_ok=True)
     report_bad(bad, output)

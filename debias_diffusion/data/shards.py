@@ -100,20 +100,14 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
         UserError: there are no shards, their writing was not finished, or they hold no usable sample.
     """
     root, names = _shards(Path(data))
-    images, expected = ShardImages(root), _written_here(root)[1]
+    expected = _written_here(root)[1]
     bad: list[BadRecord] = []
-
-    def read() -> Iterator[Record]:
-        for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
-            records, faults = _read_shard(images, name, expected.get(name))
-            bad.extend(faults)
-            yield from records
-
-    records = PackedRecords.pack(read())
+    bar = tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20)
+    records = PackedRecords.pack(record for name in bar for record in _read_shard(root, name, expected.get(name), bad))
     missing = sorted(expected.keys() - set(names)) if Path(data).is_dir() else []
     bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
     advice = "A sample is an image (key.jpg) and a caption (key.txt or key.json)."
-    return usable_captions(f"{os.fspath(data)!r}, {len(names)} shards,", records, bad, advice), images
+    return usable_captions(f"{os.fspath(data)!r}, {len(names)} shards,", records, bad, advice), ShardImages(root)
 
 
 def is_shards(path: Path) -> bool:
@@ -139,11 +133,15 @@ class _Part(NamedTuple):
     text: bytes
 
 
-def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[list[Record], list[BadRecord]]:
-    """One shard's usable samples and its faults; `expected` is how many samples it had when it was written."""
-    samples, bad, records, broken, key = {}, [], [], None, None
+def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecord]) -> list[Record]:
+    """One shard's usable samples; the others are added to `bad`.
+
+    Args:
+        expected: how many samples it had when it was written.
+    """
+    samples, records, broken, key = {}, [], None, None
     try:
-        with open_regular(images.root / shard) as file:
+        with open_regular(root / shard) as file:
             for member in _members(file):
                 fault, name = _fault(member), _NAME.fullmatch(member.name)
                 if fault:
@@ -163,7 +161,7 @@ def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[
     if broken is not None:
         missing = "" if expected is None else f"; {expected - len(records)} of {expected} samples are missing"
         bad.append(BadRecord(shard, "broken shard", f"{broken}{missing}"))
-    return records, bad
+    return records
 
 
 def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
