@@ -20,7 +20,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
 from debias_diffusion.data.images import ImageSource
-from debias_diffusion.data.records import Record
+from debias_diffusion.data.records import SHAREGPT4V_HELD_OUT, Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
@@ -33,7 +33,6 @@ from debias_diffusion.jobs import Job
 from .report import Table, versions, write_png
 
 CACHE = "cache"  # in an evaluation's output folder
-AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
 
 Result = TypeVar("Result")
 Content = TypeVar("Content", dict, dict[str, Tensor])
@@ -104,7 +103,7 @@ def read_source(
     captions, source = (read_captions(config.data), None) if only_captions else open_data(config.data, config.images)
     print_left_out(captions.bad)
     check_share(captions.bad, len(captions.records) + len(captions.bad), config.max_bad)
-    digest, limit = data_digest(config.data, captions), AUTO_LIMIT if limit == "auto" else limit
+    digest, limit = data_digest(config.data, captions), SHAREGPT4V_HELD_OUT if limit == "auto" else limit
     positions, seen = choose(config.data, digest, len(captions.records), limit)
     records = captions.records[positions]
     texts = [record.caption for record in records]

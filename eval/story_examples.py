@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from debias_diffusion.data.toy_scenes import scene_and_caption
+from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.toyworld.checker import Verdict, describe, judge, read_image
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES, Scene
@@ -39,7 +39,7 @@ def examples(split: str, count: int, folders: Mapping[str, Path]) -> list[dict]:
 
 
 def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
-    asked, prompt = scene_and_caption(split, index)
+    asked, prompt = toy_scene(f"{split}/{index:06}")
     images = {name: load_image(file) for name, file in files.items()}
     seen = {name: judge(read_image(image), asked) for name, image in images.items()}
     words = {name: describe(verdicts, asked) for name, verdicts in seen.items()}

@@ -22,7 +22,7 @@ from debias_diffusion import methods, pipelines
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.options import AblateConfig, AlignConfig
-from debias_diffusion.data import retrieval_layouts
+from debias_diffusion.data import retrieval_sets
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
 from debias_diffusion.encoders import spec as encoders
 from debias_diffusion.errors import UserError, near_matches
@@ -70,7 +70,7 @@ def check_ours(arguments: list[str], program: str = "debias-diffusion", commands
     if is_toy_scenes(values.get("data") or ""):
         read_toy_scenes(values["data"])
     if values.get("dataset"):
-        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_layouts.BENCHMARKS
+        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_sets.BENCHMARKS
         assert set([values["dataset"]] if isinstance(values["dataset"], str) else values["dataset"]) <= known.keys()
     if command is RESEARCH["reproduce"]:
         assert set(values["target"]) <= {"all", "claims", *tables(values.get("papers", "research/papers"))}

@@ -138,7 +138,8 @@ def test_generators_and_networks_are_never_in_memory_together(tmp_path, settings
 def evaluated(output, data, limit, steps):
     encoders, toy = ["cut:toy/clip", "toy/debias-clip"], {"base": "toy/sdxl", "device": "cpu"}
     config = GenerationConfig(encoders, str(output), data=data, limit=limit, steps=steps, **toy)
-    return config, evaluate_generation(config), list(map(toy_scene, read_toy_scenes(data)[0].records[:limit]))
+    scenes = [toy_scene(record.image) for record in read_toy_scenes(data)[0].records[:limit]]
+    return config, evaluate_generation(config), scenes
 
 
 def test_the_toy_world_has_scores_of_objects(tmp_path):

@@ -200,7 +200,7 @@ def test_whatever_an_image_raises_its_record_is_named(three, kind, error):
 
 
 def dataset(records, images, preprocess):
-    return CaptionDataset(records, images, preprocess, TOKENIZER, RECIPES["debias-clip"], 0, lambda epoch: [2])
+    return CaptionDataset(records, images, preprocess, 0, lambda epoch: [2], TOKENIZER, RECIPES["debias-clip"])
 
 
 def test_a_bad_image_does_not_stop_any_reader(three):
@@ -244,7 +244,7 @@ def test_loops_of_links_are_bad_records(three):
     assert not is_there(images, "1.png") and not is_there(ShardImages(folder), "s.tar/a.jpg@0+1")
     bad = _unreadable(records, images)
     assert [*bad] == [1] and (bad[1].where, bad[1].kind) == ("1.png", "unreadable image")
-    with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar: broken shard"):
+    with pytest.raises(UserError, match=r"no usable record, and 1 bad ones. The first fault: s.tar: broken shard"):
         read_shards(folder)
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(folder / "1.png")

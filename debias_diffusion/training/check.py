@@ -13,8 +13,8 @@ from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
 from ..data.dataset import NO_SHORT_CAPTION, without_short_caption
 from ..data.images import ImageSource, is_there
 from ..data.records import Record
-from ..data.shards import verify_shards
-from ..data.sources import is_shards, open_data
+from ..data.shards import is_shards, verify_shards
+from ..data.sources import open_data
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..text.tokens import CaptionTokenizer

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..data.records import SHAREGPT4V_HELD_OUT
 from ..encoders.spec import EncoderSpec, Kind
 from ..errors import UserError
 from ..limits import (
@@ -41,7 +42,6 @@ Tracker = Literal["tensorboard", "wandb"]
 RunSeed = between(int, 0, 2**32 - 1)  # a step's draws are seeded with it and, in the lower half of 64 bits, its number
 _Scale = Annotated[float, Rule("above 0, at most 100", lambda scale: 0 < scale <= 100)]
 CHOOSING = "choosing_"  # begins the names of numbers on the pairs that choose the best model
-VALIDATION = 1000  # pairs held out by default: ShareGPT4V's validation split
 
 
 @dataclass(kw_only=True)
@@ -122,7 +122,7 @@ class RunConfig(Checked):
 
     def held_out_count(self, records: int) -> int:
         """How many pairs are held out; for `auto` never more than a tenth of the data."""
-        return min(VALIDATION, records // 10) if self.validation == "auto" else self.validation
+        return min(SHAREGPT4V_HELD_OUT, records // 10) if self.validation == "auto" else self.validation
 
     def batch_size(self, records: int) -> int:
         """Pairs of a step; for `auto` as many of so few as any usual number of processes can share, but at least 4."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from ..clip.backbone import Backbone
 from ..data.bad_records import report_bad
-from ..data.dataset import CaptionDataset, Collate
+from ..data.dataset import CaptionDataset, collate
 from ..data.records import Record
 from ..data.retrieval import encode_images, encode_texts, recall_at_k
 from ..data.seen import read_seen
@@ -83,7 +84,9 @@ class _Training(Run):
         self.backbone.to(accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
-        self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)
+        self.collate = partial(
+            collate, tokenizer=self.backbone.tokenizer, recipe=self.method, cached_features=config.freeze_image_tower
+        )
 
     def prepare(self, request: StopRequest) -> None:
         """With a frozen image tower, whose features are then the images, and which rests from then on."""
@@ -95,7 +98,7 @@ class _Training(Run):
             self.cache_features(tower, self.all_records, folder, min(64, config.batch), request)
             visual.to("cpu")
         stand_ins = self.batches.stand_ins if config.max_bad else None
-        parts = self.backbone.tokenizer, self.method, config.seed, stand_ins
+        parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
         self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts)
 
     def backward(self, batch: Batch) -> dict[str, float]:

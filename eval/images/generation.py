@@ -114,7 +114,9 @@ class _Generation:
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
         networks, session = load_networks(self.config, self.processes.device), self.session
-        scenes, captions = zip(*map(toy_scene, self.records), strict=True) if self.is_toy else ((), ())
+        scenes, captions = (
+            zip(*(toy_scene(record.image) for record in self.records), strict=True) if self.is_toy else ((), ())
+        )
         readings = self.readings(captions)
         mentions = [caption.first_mentions() for caption in captions]
         kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
