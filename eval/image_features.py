@@ -1,6 +1,7 @@
-"""An evaluation on images, which are encoded and cached in pieces."""
+"""An evaluation on images, which are encoded and cached in pieces, or on image-caption pairs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images, none_readable
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import bytes_digest
+from debias_diffusion.files import bytes_digest, json_digest
 
-from .session import Session, TwoTower
+from .session import Session, TwoTower, read_source
 
 PIECE = 2048  # images whose features are in one file of the cache
 
@@ -91,6 +92,56 @@ class ImageSession(Session):
         if isinstance(image, BadRecord):
             return image
         return BadRecord(record.image, "unreadable image", f"{record.image}: it could not be read when it was encoded")
+
+
+@dataclass(frozen=True)
+class Readable:
+    """The readable images of the data, encoded, and their captions.
+
+    Attributes:
+        features: of the readable images, [N, D].
+        good: their positions among all images, [N].
+        captions: of these images, [M].
+        image_of: the row of `features` of each caption's image, [M].
+    """
+
+    features: Tensor
+    good: list[int]
+    captions: list[str]
+    image_of: list[int]
+
+
+class PairSession(ImageSession):
+    """What the evaluations of two-towers on image-caption pairs share.
+
+    Attributes:
+        pairs: the images and captions.
+
+    Raises:
+        UserError: the data cannot be used.
+    """
+
+    def __init__(self, name: str, config: Any):
+        self.pairs = read_source(config, config.labelled, config.held_out)
+        # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
+        super().__init__(name, config, self.pairs, self.pairs.bad if config.dataset else ())
+
+    def read(self, encoder: TwoTower) -> Readable:
+        """The features of the images, and the captions of those that can be read.
+
+        Raises:
+            UserError: more images or records than the share `max_bad` are unreadable, or all.
+        """
+        features, good = self.encode(encoder)
+        row_of = {position: row for row, position in enumerate(good)}
+        pairs = zip(self.pairs.captions, self.pairs.image_of, strict=True)
+        kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
+        return Readable(features, good, [caption for caption, _ in kept], [row for _, row in kept])
+
+    def depends(self, encoder: TwoTower, readable: Readable) -> dict:
+        """Everything that affects a result of this encoder on this data, for the cache."""
+        texts = json_digest({"all": [readable.good, readable.captions, readable.image_of]})
+        return {"encoder": encoder.digest, "pixels": self.image_digest, "texts": texts}
 
 
 def stamps_digest(records: Sequence[Record], images: ImageSource) -> str:
