@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import encode_images, none_readable
+from debias_diffusion.data.retrieval import encode_images, encode_texts, none_readable, recall_ranks
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, json_digest
 
@@ -138,10 +139,33 @@ class PairSession(ImageSession):
         kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
         return Readable(features, good, [caption for caption, _ in kept], [row for _, row in kept])
 
-    def depends(self, encoder: TwoTower, readable: Readable) -> dict:
-        """Everything that affects a result of this encoder on this data, for the cache."""
-        texts = json_digest({"all": [readable.good, readable.captions, readable.image_of]})
-        return {"encoder": encoder.digest, "pixels": self.image_digest, "texts": texts}
+    def rank(
+        self, encoder: TwoTower, readable: Readable, texts: Sequence[str], progress: str | Literal[False] = False
+    ) -> dict:
+        """How an encoder ranks these texts in place of the captions, in JSON values, from the cache if it is there.
+
+        Args:
+            progress: title of the progress bar; False shows none.
+
+        Returns:
+            `ranks` by direction, see `recall_ranks`; `similarities`, the cosine of each text with its image, [M]; and
+            `longer_than_context`, how many texts exceed the context length.
+        """
+        tokenizer, batch_size = encoder.backbone.tokenizer, self.config.batch_size
+
+        def compute() -> dict:
+            features = encode_texts(encoder.backbone, texts, batch_size, self.device, progress)
+            ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
+            similarities = F.cosine_similarity(readable.features[readable.image_of].double(), features.double(), dim=1)
+            return {
+                "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
+                "ranks": {direction: values.tolist() for direction, values in ranks.items()},
+                "similarities": similarities.tolist(),
+            }
+
+        of_texts = json_digest({"all": [readable.good, texts, readable.image_of]})
+        depends = {"encoder": encoder.digest, "pixels": self.image_digest, "texts": of_texts}
+        return self.cache.result("ranks", depends, compute)
 
 
 def stamps_digest(records: Sequence[Record], images: ImageSource) -> str:

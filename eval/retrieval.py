@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from debias_diffusion.data.retrieval import encode_texts, recall_ranks
 from debias_diffusion.data.retrieval_sets import find_root
 
 from .image_features import PairSession
@@ -28,25 +27,10 @@ def hits(ranks: Sequence[int], k: int) -> np.ndarray:
 
 
 def _retrieve(session: PairSession, encoder: TwoTower) -> dict:
-    """One encoder's ranks, and what they are of, as JSON."""
-    readable = session.read(encoder)
-    tokenizer = encoder.backbone.tokenizer
-
-    def compute() -> dict:
-        batch_size, title = session.config.batch_size, f"captions, {encoder.label}"
-        texts = encode_texts(encoder.backbone, readable.captions, batch_size, session.device, title)
-        ranks = recall_ranks(readable.features, texts, image_of=readable.image_of)
-        return {
-            "images": len(readable.features),
-            "image_of": readable.image_of,
-            "window": tokenizer.context_length,
-            "captions_longer_than_context": sum(
-                tokenizer.count(caption) > tokenizer.context_length for caption in readable.captions
-            ),
-            "ranks": {direction: values.tolist() for direction, values in ranks.items()},
-        }
-
-    return session.cache.result("retrieval", session.depends(encoder, readable), compute)
+    """One encoder's ranks, see `PairSession.rank`, and what they are of."""
+    readable, window = session.read(encoder), encoder.backbone.tokenizer.context_length
+    ranks = session.rank(encoder, readable, readable.captions, f"captions, {encoder.label}")
+    return ranks | {"images": len(readable.features), "image_of": readable.image_of, "window": window}
 
 
 def query_groups(image_of: Sequence[int]) -> dict[str, Sequence[int] | None]:
@@ -63,7 +47,7 @@ def _numbers(result: dict) -> dict:
     mean_r, mean_r_interval = mean_recall(result)
     return {
         "window": result["window"],
-        "captions_longer_than_context": result["captions_longer_than_context"],
+        "captions_longer_than_context": result["longer_than_context"],
         "recall_percent": recall,
         "interval_percent": interval,
         "mean_r_percent": mean_r,

@@ -6,17 +6,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
-from debias_diffusion.data.retrieval import encode_texts, recall_ranks
-from debias_diffusion.files import bytes_digest
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
-from .image_features import PairSession, Readable
+from .image_features import PairSession
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from .options import RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars, error_lengths
@@ -65,7 +62,7 @@ def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tu
     longer, succeeded, similarities = {}, {}, {}
     for edit in tqdm(edits, desc=f"edits, {encoder.label}"):
         texts = [[join_sentences(variant(sentences)) for sentences in captions] for variant in EDITS[edit].variants]
-        ranked = [_rank(session, encoder, readable, of_variant) for of_variant in texts]
+        ranked = [session.rank(encoder, readable, of_variant) for of_variant in texts]
         longer[edit] = float(np.mean([rank["longer_than_context"] for rank in ranked]))
         succeeded[edit] = {way: np.stack([hits(rank["ranks"][way], 1) for rank in ranked]) for way in DIRECTIONS}
         similarities[edit] = np.mean([rank["similarities"] for rank in ranked], axis=0)
@@ -78,26 +75,6 @@ def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tu
         similarities,
         [tokenizer.count(join_sentences(part[:2])) - tokenizer.n_special for part in captions],
     )
-
-
-def _rank(session: PairSession, encoder: TwoTower, readable: Readable, texts: list[str]) -> dict:
-    """The ranks with these texts in place of the captions."""
-    tokenizer, batch_size = encoder.backbone.tokenizer, session.config.batch_size
-
-    def compute() -> dict:
-        features = encode_texts(encoder.backbone, texts, batch_size, session.device, progress=False)
-        ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
-        similarities = F.cosine_similarity(readable.features[readable.image_of].double(), features.double(), dim=1)
-        return {
-            "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
-            "ranks": {direction: values.tolist() for direction, values in ranks.items()},
-            "similarities": similarities.tolist(),
-        }
-
-    # The key holds the texts, not the edit's name: if two edits give the same texts, they are encoded once.
-    digest = bytes_digest(["\0".join(texts).encode("utf-8", "surrogatepass")])
-    depends = session.depends(encoder, readable) | {"edited": digest}
-    return session.cache.result("robustness", depends, compute)
 
 
 @dataclass(frozen=True)
