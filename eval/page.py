@@ -70,6 +70,8 @@ def evaluate_report(config: ReportConfig) -> Path:
     story = tell([(result.file.parent, result.report) for result in results])
     shown = [(section, {name: image_url(png) for name, png in section.figures.items()}) for section in sections]
     write_page(output / "report.html", TEMPLATE, sections=shown, has_story=story is not None, **(story or {}))
+    if story:
+        print("\n".join(["", *story["sentences"], "", str(story["scores"]), ""]))
     print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
     return output / "report.html"
 
