@@ -181,9 +181,9 @@ def look_at_tokens(reader: CaptionReader, ids: list[int], first: int = 1) -> dic
     return {**ends, "words": words}
 
 
-def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, CaptionReader]) -> dict:
+def _evaluate(session: Session, pairs: Pairs | None, label: str, reader: CaptionReader) -> dict:
     """The numbers of one encoder, from the cache where they are finished."""
-    (label, reader), config, result = encoder, session.config, {}
+    config, result = session.config, {}
     if pairs:
         images = {"image_of": json_digest({"all": pairs.image_of})}
         look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
@@ -217,7 +217,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),
-        lambda spec, label, device: (label, load_caption_reader(spec, device, config.scale)),
+        lambda spec, device: load_caption_reader(spec, device, config.scale),
     )
     notes = NOTES if config.scale == "hidden" else NOTES[:1]
     report = session.report(tables, figures, results, notes=notes, captions=len(pairs.captions) if pairs else 0)

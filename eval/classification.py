@@ -33,7 +33,7 @@ from .image_features import ImageSession
 from .intervals import paired_difference
 from .options import AllConfig, ClassificationConfig
 from .report import Table, cell, compared_tables
-from .session import TwoTower, compare_encoders
+from .session import compare_encoders
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES = [
@@ -263,15 +263,15 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     print_left_out(data.bad)
     session = ImageSession("classification", config, data, data.bad)
 
-    def classify_all(encoder: TwoTower) -> tuple[list[int], list[int]]:
+    def classify_all(label: str, backbone: Backbone) -> tuple[list[int], list[int]]:
         """The classes that one encoder assigns to the readable images, and their true ones."""
-        features, good = session.encode(encoder)
+        features, good = session.encode(label, backbone)
 
         def compute() -> dict[str, Tensor]:
-            settings = (config.batch_size, session.device, f"classes, {encoder.label}")
-            return {"features": class_features(encoder.backbone, data.classes, data.templates, *settings)}
+            settings = (config.batch_size, session.device, f"classes, {label}")
+            return {"features": class_features(backbone, data.classes, data.templates, *settings)}
 
-        depends = {"encoder": encoder.digest, "classes": data.classes, "templates": data.templates}
+        depends = {"encoder": session.digests["encoders"][label], "classes": data.classes, "templates": data.templates}
         classes = session.cache.tensors("classes", depends, compute)["features"]
         return classify(features, classes).tolist(), [data.labels[index] for index in good]
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
@@ -15,7 +16,7 @@ from debias_diffusion.data.retrieval import encode_images, encode_texts, none_re
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, json_digest
 
-from .session import Session, TwoTower, read_source
+from .session import Session, read_source
 
 PIECE = 2048  # images whose features are in one file of the cache
 
@@ -43,7 +44,7 @@ class ImageSession(Session):
         self.image_digest = stamps_digest(self.records, self.images)
         self._readable: list[int] | None = None
 
-    def encode(self, encoder: TwoTower) -> tuple[Tensor, list[int]]:
+    def encode(self, label: str, backbone: Backbone) -> tuple[Tensor, list[int]]:
         """The features [M, D] of the M readable images, on the CPU, and their positions among all, ascending.
 
         Finished pieces come from the cache; unreadable images are named once.
@@ -52,9 +53,9 @@ class ImageSession(Session):
             UserError: no image is readable, more are bad than the share `max_bad`, or not the same images are readable
                 as for an earlier encoder.
         """
-        features, good = [], []
+        features, good, digest = [], [], backbone.image_digest()
         for start in range(0, len(self.records), PIECE):
-            piece = self._piece(encoder, start)
+            piece = self._piece(label, backbone, digest, start)
             features.append(piece["features"])
             good += (start + piece["good"]).tolist()
         if self._readable is None:
@@ -73,19 +74,17 @@ class ImageSession(Session):
             )
         return torch.cat([part for part in features if len(part)]), good
 
-    def _piece(self, encoder: TwoTower, start: int) -> dict[str, Tensor]:
+    def _piece(self, label: str, backbone: Backbone, digest: str, start: int) -> dict[str, Tensor]:
         """The n readable images of one piece: "features" [n, D], and "good", their positions in the piece, [n]."""
         records = self.records[start : start + PIECE]
 
         def compute() -> dict[str, Tensor]:
-            title, batch_size = f"images, {encoder.label}", self.config.batch_size
-            features, good, _ = encode_images(
-                encoder.backbone, records, self.images, batch_size, self.device, title, require_any=False
-            )
+            settings = (self.config.batch_size, self.device, f"images, {label}")
+            features, good, _ = encode_images(backbone, records, self.images, *settings, require_any=False)
             return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
 
         depends = {"pixels": self.image_digest, "start": start, "count": len(records)}
-        return self.cache.tensors("images", depends | {"image tower": encoder.image_digest}, compute)
+        return self.cache.tensors("images", depends | {"image tower": digest}, compute)
 
     def _explain(self, record: Record) -> BadRecord:
         """Why an image is missing from the features of its piece, which may come from an earlier run."""
@@ -115,32 +114,34 @@ class Readable:
 class PairSession(ImageSession):
     """What the evaluations of two-towers on image-caption pairs share.
 
-    Attributes:
-        pairs: the images and captions.
-
     Raises:
         UserError: the data cannot be used.
     """
 
     def __init__(self, name: str, config: Any):
-        self.pairs = read_source(config, config.labelled, config.held_out)
+        pairs = read_source(config, config.labelled, config.held_out)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
-        super().__init__(name, config, self.pairs, self.pairs.bad if config.dataset else ())
+        super().__init__(name, config, pairs, pairs.bad if config.dataset else ())
 
-    def read(self, encoder: TwoTower) -> Readable:
+    def read(self, label: str, backbone: Backbone) -> Readable:
         """The features of the images, and the captions of those that can be read.
 
         Raises:
             UserError: more images or records than the share `max_bad` are unreadable, or all.
         """
-        features, good = self.encode(encoder)
+        features, good = self.encode(label, backbone)
         row_of = {position: row for row, position in enumerate(good)}
-        pairs = zip(self.pairs.captions, self.pairs.image_of, strict=True)
+        pairs = zip(self.data.captions, self.data.image_of, strict=True)
         kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
         return Readable(features, good, [caption for caption, _ in kept], [row for _, row in kept])
 
     def rank(
-        self, encoder: TwoTower, readable: Readable, texts: Sequence[str], progress: str | Literal[False] = False
+        self,
+        label: str,
+        backbone: Backbone,
+        readable: Readable,
+        texts: Sequence[str],
+        progress: str | Literal[False] = False,
     ) -> dict:
         """How an encoder ranks these texts in place of the captions, in JSON values, from the cache if it is there.
 
@@ -151,10 +152,10 @@ class PairSession(ImageSession):
             `ranks` by direction, see `recall_ranks`; `similarities`, the cosine of each text with its image, [M]; and
             `longer_than_context`, how many texts exceed the context length.
         """
-        tokenizer, batch_size = encoder.backbone.tokenizer, self.config.batch_size
+        tokenizer, batch_size = backbone.tokenizer, self.config.batch_size
 
         def compute() -> dict:
-            features = encode_texts(encoder.backbone, texts, batch_size, self.device, progress)
+            features = encode_texts(backbone, texts, batch_size, self.device, progress)
             ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
             similarities = F.cosine_similarity(readable.features[readable.image_of].double(), features.double(), dim=1)
             return {
@@ -164,7 +165,7 @@ class PairSession(ImageSession):
             }
 
         of_texts = json_digest({"all": [readable.good, texts, readable.image_of]})
-        depends = {"encoder": encoder.digest, "pixels": self.image_digest, "texts": of_texts}
+        depends = {"encoder": self.digests["encoders"][label], "pixels": self.image_digest, "texts": of_texts}
         return self.cache.result("ranks", depends, compute)
 
 

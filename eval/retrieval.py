@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.retrieval_sets import find_root
 
 from .image_features import PairSession
@@ -15,7 +16,7 @@ from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_diffe
 from .options import RetrievalConfig, RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import write_examples
-from .session import TwoTower, compare_encoders
+from .session import compare_encoders
 
 DIRECTIONS = ("text_to_image", "image_to_text")
 KS = (1, 5, 10)
@@ -26,10 +27,10 @@ def hits(ranks: Sequence[int], k: int) -> np.ndarray:
     return 100.0 * (np.asarray(ranks) <= k)
 
 
-def _retrieve(session: PairSession, encoder: TwoTower) -> dict:
+def _retrieve(session: PairSession, label: str, backbone: Backbone) -> dict:
     """One encoder's ranks, see `PairSession.rank`, and what they are of."""
-    readable, window = session.read(encoder), encoder.backbone.tokenizer.context_length
-    ranks = session.rank(encoder, readable, readable.captions, f"captions, {encoder.label}")
+    readable, window = session.read(label, backbone), backbone.tokenizer.context_length
+    ranks = session.rank(label, backbone, readable, readable.captions, f"captions, {label}")
     return ranks | {"images": len(readable.features), "image_of": readable.image_of, "window": window}
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
@@ -15,7 +16,6 @@ from debias_diffusion.data.retrieval import encode_texts
 
 from .image_features import PairSession
 from .report import image_url, write_page
-from .session import TwoTower
 
 TEMPLATE = "retrieval_examples.html.j2"
 SIDE = 320  # pixels of an image's longer side on the page
@@ -36,14 +36,14 @@ def write_examples(session: PairSession, ranks: Mapping[str, Sequence[int]]) -> 
         for pair, queries in disagreed.items()
     }
 
-    def examples(encoder: TwoTower) -> dict[int, dict]:
+    def examples(label: str, backbone: Backbone) -> dict[int, dict]:
         """By caption that this encoder gets wrong, what the template shows of it."""
-        readable = session.read(encoder)
-        queries = sorted({query for (_, wrong), some in drawn.items() if wrong == encoder.label for query in some})
+        readable = session.read(label, backbone)
+        queries = sorted({query for (_, wrong), some in drawn.items() if wrong == label for query in some})
         if not queries:
             return {}
         captions, owners = ([part[query] for query in queries] for part in (readable.captions, readable.image_of))
-        texts = encode_texts(encoder.backbone, captions, session.config.batch_size, session.device, progress=False)
+        texts = encode_texts(backbone, captions, session.config.batch_size, session.device, progress=False)
         similarity = F.normalize(texts.double(), dim=1) @ F.normalize(readable.features.double(), dim=1).T  # [Q, N]
         similarity[range(len(queries)), owners] = -torch.inf  # a wrong encoder has another image first
         own, other = (

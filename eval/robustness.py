@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
@@ -18,7 +19,7 @@ from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_diffe
 from .options import RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars, error_lengths
 from .retrieval import DIRECTIONS, hits, in_words, query_groups
-from .session import TwoTower, compare_encoders
+from .session import compare_encoders
 
 _MOST_WIDTH = 100  # points of a share's interval; a wider one is of too few hits
 # Encoders are compared by these drops; fewer padding sentences add nothing to the largest number.
@@ -56,13 +57,13 @@ class EditedHits:
         return self.of(EDITS[edit].base, direction) - self.of(edit, direction)
 
 
-def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
-    readable, tokenizer = session.read(encoder), encoder.backbone.tokenizer
+def _evaluate(session: PairSession, label: str, backbone: Backbone, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
+    readable, tokenizer = session.read(label, backbone), backbone.tokenizer
     captions = [split_sentences(caption) for caption in readable.captions]
     longer, succeeded, similarities = {}, {}, {}
-    for edit in tqdm(edits, desc=f"edits, {encoder.label}"):
+    for edit in tqdm(edits, desc=f"edits, {label}"):
         texts = [[join_sentences(variant(sentences)) for sentences in captions] for variant in EDITS[edit].variants]
-        ranked = [session.rank(encoder, readable, of_variant) for of_variant in texts]
+        ranked = [session.rank(label, backbone, readable, of_variant) for of_variant in texts]
         longer[edit] = float(np.mean([rank["longer_than_context"] for rank in ranked]))
         succeeded[edit] = {way: np.stack([hits(rank["ranks"][way], 1) for rank in ranked]) for way in DIRECTIONS}
         similarities[edit] = np.mean([rank["similarities"] for rank in ranked], axis=0)

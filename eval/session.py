@@ -213,31 +213,9 @@ class ResultCache:
 # ---- encoders, and the report
 
 
-@dataclass(frozen=True)
-class TwoTower:
-    """An encoder with its image tower.
-
-    Attributes:
-        label: short, and unique among the encoders of one evaluation.
-        backbone: in evaluation mode, on its device.
-    """
-
-    label: str
-    backbone: Backbone
-
-    @classmethod
-    def load(cls, spec: EncoderSpec, label: str, device: torch.device) -> "TwoTower":
-        return cls(label, spec.load_two_tower().to(device))
-
-    @cached_property
-    def digest(self) -> str:
-        """See `Backbone.digest`."""
-        return self.backbone.digest()
-
-    @cached_property
-    def image_digest(self) -> str:
-        """See `Backbone.image_digest`."""
-        return self.backbone.image_digest()
+def load_two_tower(spec: EncoderSpec, device: torch.device) -> Backbone:
+    """In evaluation mode. Raises UserError for an encoder that cannot be loaded."""
+    return spec.load_two_tower().to(device)
 
 
 class Session:
@@ -266,22 +244,19 @@ class Session:
 
     def by_encoder(
         self,
-        evaluate: Callable[[Any], Result],
-        load: Callable[[EncoderSpec, str, torch.device], Any] = TwoTower.load,
+        evaluate: Callable[[str, Any], Result],
+        load: Callable[[EncoderSpec, torch.device], Any] = load_two_tower,
     ) -> dict[str, Result]:
-        """The result of `evaluate` for each encoder, by label. One encoder at a time is in memory.
-
-        Args:
-            load: (spec, label, device) -> encoder
+        """The result of `evaluate`, given label and encoder, for each encoder, by label. One at a time is in memory.
 
         Raises:
             UserError: an encoder cannot be loaded.
         """
         results = {}
         for label, spec in self.encoders.items():
-            encoder = load(spec, label, self.device)
-            self.digests["encoders"][label] = encoder.digest if isinstance(encoder, TwoTower) else spec.digest
-            results[label] = evaluate(encoder)
+            encoder = load(spec, self.device)
+            self.digests["encoders"][label] = encoder.digest() if isinstance(encoder, Backbone) else spec.digest
+            results[label] = evaluate(label, encoder)
             del encoder  # before the next one is loaded
         return results
 
