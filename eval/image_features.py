@@ -96,15 +96,18 @@ class ImageSession(Session):
 
 @dataclass(frozen=True)
 class Readable:
-    """The readable images of the data, encoded, and their captions.
+    """The readable images of the data, encoded by one encoder, and their captions.
 
     Attributes:
+        label, backbone: the encoder.
         features: of the readable images, [N, D].
         good: their positions among all images, [N].
         captions: of these images, [M].
         image_of: the row of `features` of each caption's image, [M].
     """
 
+    label: str
+    backbone: Backbone
     features: Tensor
     good: list[int]
     captions: list[str]
@@ -133,17 +136,11 @@ class PairSession(ImageSession):
         row_of = {position: row for row, position in enumerate(good)}
         pairs = zip(self.data.captions, self.data.image_of, strict=True)
         kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
-        return Readable(features, good, [caption for caption, _ in kept], [row for _, row in kept])
+        captions, image_of = map(list, zip(*kept, strict=True))
+        return Readable(label, backbone, features, good, captions, image_of)
 
-    def rank(
-        self,
-        label: str,
-        backbone: Backbone,
-        readable: Readable,
-        texts: Sequence[str],
-        progress: str | Literal[False] = False,
-    ) -> dict:
-        """How an encoder ranks these texts in place of the captions, in JSON values, from the cache if it is there.
+    def rank(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> dict:
+        """How the encoder ranks these texts in place of the captions, in JSON values, from the cache if it is there.
 
         Args:
             progress: title of the progress bar; False shows none.
@@ -152,20 +149,22 @@ class PairSession(ImageSession):
             `ranks` by direction, see `recall_ranks`; `similarities`, the cosine of each text with its image, [M]; and
             `longer_than_context`, how many texts exceed the context length.
         """
-        tokenizer, batch_size = backbone.tokenizer, self.config.batch_size
+        backbone, image_of = readable.backbone, readable.image_of
+        tokenizer = backbone.tokenizer
 
         def compute() -> dict:
-            features = encode_texts(backbone, texts, batch_size, self.device, progress)
-            ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
-            similarities = F.cosine_similarity(readable.features[readable.image_of].double(), features.double(), dim=1)
+            features = encode_texts(backbone, texts, self.config.batch_size, self.device, progress)
+            ranks = recall_ranks(readable.features, features, image_of=image_of)
+            similarities = F.cosine_similarity(readable.features[image_of].double(), features.double(), dim=1)
             return {
                 "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
                 "ranks": {direction: values.tolist() for direction, values in ranks.items()},
                 "similarities": similarities.tolist(),
             }
 
-        of_texts = json_digest({"all": [readable.good, texts, readable.image_of]})
-        depends = {"encoder": self.digests["encoders"][label], "pixels": self.image_digest, "texts": of_texts}
+        of_texts = json_digest({"all": [readable.good, texts, image_of]})
+        encoder = self.digests["encoders"][readable.label]
+        depends = {"encoder": encoder, "pixels": self.image_digest, "texts": of_texts}
         return self.cache.result("ranks", depends, compute)
 
 

@@ -30,7 +30,7 @@ def hits(ranks: Sequence[int], k: int) -> np.ndarray:
 def _retrieve(session: PairSession, label: str, backbone: Backbone) -> dict:
     """One encoder's ranks, see `PairSession.rank`, and what they are of."""
     readable, window = session.read(label, backbone), backbone.tokenizer.context_length
-    ranks = session.rank(label, backbone, readable, readable.captions, f"captions, {label}")
+    ranks = session.rank(readable, readable.captions, f"captions, {label}")
     return ranks | {"images": len(readable.features), "image_of": readable.image_of, "window": window}
 
 

@@ -63,7 +63,7 @@ def _evaluate(session: PairSession, label: str, backbone: Backbone, edits: Seque
     longer, succeeded, similarities = {}, {}, {}
     for edit in tqdm(edits, desc=f"edits, {label}"):
         texts = [[join_sentences(variant(sentences)) for sentences in captions] for variant in EDITS[edit].variants]
-        ranked = [session.rank(label, backbone, readable, of_variant) for of_variant in texts]
+        ranked = [session.rank(readable, of_variant) for of_variant in texts]
         longer[edit] = float(np.mean([rank["longer_than_context"] for rank in ranked]))
         succeeded[edit] = {way: np.stack([hits(rank["ranks"][way], 1) for rank in ranked]) for way in DIRECTIONS}
         similarities[edit] = np.mean([rank["similarities"] for rank in ranked], axis=0)

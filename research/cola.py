@@ -220,9 +220,8 @@ def _score(session: ImageSession, data: Cola, label: str, backbone: Backbone) ->
         title = f"texts, {label}"
         return {"features": encode_texts(backbone, data.texts, config.batch_size, session.device, title)}
 
-    texts = session.cache.tensors(
-        "texts", {"encoder": session.digests["encoders"][label], "texts": data.texts}, compute
-    )["features"]
+    depends = {"encoder": session.digests["encoders"][label], "texts": data.texts}
+    texts = session.cache.tensors("texts", depends, compute)["features"]
     if data.part == SINGLE:
         rows = torch.tensor(good)
         scores = class_precisions(features, texts, data.present[rows], data.hard[rows])
