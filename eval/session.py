@@ -64,16 +64,6 @@ class Pairs:
     digest: str
     trained_on: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def notes(self) -> list[str]:
-        """`trained_on` in words."""
-        return [
-            f"{label} was trained or chosen on {count} of these {len(self.records)} pairs. --held-out evaluates on "
-            "the others."
-            for label, count in self.trained_on.items()
-            if count
-        ]
-
 
 def read_source(
     config: Any,
@@ -176,7 +166,7 @@ class ResultCache:
         """The same for tensors on the CPU."""
         return load_file(self._file(f"{CACHE}/{self._key(kind, depends)}.safetensors", compute, save_tensors))
 
-    def noted(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
+    def values(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
         """The same for a few values, in the job's list of items instead of a file."""
         name = self._key(kind, depends)
         if name not in self._job:
@@ -187,7 +177,7 @@ class ResultCache:
         self.seconds += notes["seconds"]
         return notes["values"]
 
-    def has_notes(self, kind: str) -> bool:
+    def has_values(self, kind: str) -> bool:
         """Whether there are values of a kind, in this run or an earlier one."""
         return bool(Job.read(self.output).names(f"{kind}-"))
 
@@ -284,7 +274,13 @@ class Session:
             seconds: by default those of the results in the cache.
         """
         if isinstance(self.data, Pairs):
-            more, notes = {"trained_on": self.data.trained_on} | more, [*self.data.notes, *notes]
+            more["trained_on"], count = self.data.trained_on, len(self.data.records)
+            trained = [
+                f"{label} was trained or chosen on {seen} of these {count} pairs. --held-out evaluates on the others."
+                for label, seen in self.data.trained_on.items()
+                if seen
+            ]
+            notes = [*trained, *notes]
         report = {
             "evaluation": self.name,
             "settings": asdict(self.config),

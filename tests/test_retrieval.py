@@ -32,8 +32,8 @@ from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import retrieval
-from debias_diffusion.eval.all import AllConfig, settings_of_all
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+from debias_diffusion.eval.page import AllConfig, settings_of_all
 from debias_diffusion.eval.report import cell
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.retrieval_examples import disagreements
