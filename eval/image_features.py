@@ -53,11 +53,9 @@ class ImageSession(Session):
             UserError: no image is readable, more are bad than the share `max_bad`, or not the same images are readable
                 as for an earlier encoder.
         """
-        features, good, digest = [], [], backbone.image_digest()
-        for start in range(0, len(self.records), PIECE):
-            piece = self._piece(label, backbone, digest, start)
-            features.append(piece["features"])
-            good += (start + piece["good"]).tolist()
+        digest, starts = backbone.image_digest(), range(0, len(self.records), PIECE)
+        pieces = [self._piece(label, backbone, digest, start) for start in starts]
+        good = torch.cat([piece["good"] for piece in pieces]).tolist()
         if self._readable is None:
             bad = [self._explain(self.records[index]) for index in sorted(set(range(len(self.records))) - set(good))]
             if not good:
@@ -72,16 +70,16 @@ class ImageSession(Session):
                 f"{name!r} and perhaps other images could be read for one encoder and not for another, so that their "
                 f"numbers would be of other images. Delete {str(self.cache.folder)!r} and start again."
             )
-        return torch.cat([part for part in features if len(part)]), good
+        return torch.cat([piece["features"] for piece in pieces if len(piece["good"])]), good
 
     def _piece(self, label: str, backbone: Backbone, digest: str, start: int) -> dict[str, Tensor]:
-        """The n readable images of one piece: "features" [n, D], and "good", their positions in the piece, [n]."""
+        """The n readable images of one piece: "features" [n, D], and "good", their positions among all, [n]."""
         records = self.records[start : start + PIECE]
 
         def compute() -> dict[str, Tensor]:
             settings = (self.config.batch_size, self.device, f"images, {label}")
             features, good, _ = encode_images(backbone, records, self.images, *settings, require_any=False)
-            return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
+            return {"features": features, "good": start + torch.tensor(good, dtype=torch.long)}
 
         depends = {"pixels": self.image_digest, "start": start, "count": len(records)}
         return self.cache.tensors("images", depends | {"image tower": digest}, compute)

@@ -269,14 +269,6 @@ class RetrievalConfig(RobustnessConfig):
     dataset: list[str] = field(default_factory=list, kw_only=True)
     examples: NonNegativeInt = field(default=0, kw_only=True)
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.examples and len(self.encoders) < 2:
-            raise UserError(
-                f"examples is {self.examples} with {len(self.encoders)} encoder. Give at least two encoders: examples "
-                "are captions that one of them gets right and another wrong."
-            )
-
 
 @dataclass
 class AttentionConfig(Captions):

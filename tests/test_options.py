@@ -90,7 +90,6 @@ REFUSED = [
     (RetrievalConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or auto, or null."),
     (RetrievalConfig, {"data": None, "dataset": "coco"}, "dataset is 'coco', but must be values, each text."),
     (RetrievalConfig, {"data": None, "dataset": ["coco"]}, "Given is dataset ['coco']. Give either --data"),
-    (RetrievalConfig, {"examples": 3}, "examples is 3 with 1 encoder"),
     (AppConfig, {"port": 0}, "port is 0, but must be a whole number, from 1 to 65535, or null."),
     (AppConfig, {"encoders": ["toy/clap"]}, "Did you mean toy/clip"),
     (ExportConfig, {"to": "modular"}, "--to modular writes code alone. Leave out --model"),
