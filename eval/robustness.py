@@ -21,6 +21,8 @@ from .report import Table, cell, compared_tables, draw_bars, error_lengths
 from .retrieval import DIRECTIONS, hits, in_words, query_groups
 from .session import compare_encoders
 
+ShareKept = tuple[dict[str, float | None], np.ndarray]  # see `share_kept`
+
 _MOST_WIDTH = 100  # points of a share's interval; a wider one is of too few hits
 # Encoders are compared by these drops; fewer padding sentences add nothing to the largest number.
 COMPARED = ("move2", "move4", "remove", "shuffle", "swap2", "first", f"padding{MOST_PADDING}")
@@ -78,40 +80,27 @@ def _evaluate(session: PairSession, label: str, backbone: Backbone, edits: Seque
     )
 
 
-@dataclass(frozen=True)
-class ShareKept:
-    """A ratio of two sums over the same queries.
-
-    Attributes:
-        percent: the ratio; nan where the divisor is 0.
-        samples: the ratio in each bootstrap sample, [SAMPLES]; nan likewise. Shares over equally many groups use the
-            same samples.
-    """
-
-    percent: float
-    samples: np.ndarray
-
-    def numbers(self) -> dict[str, float | None]:
-        """ "share", "low" and "high", a 95% interval; all None if there is no ratio."""
-        share = None if np.isnan(self.percent) else self.percent
-        return dict(zip(("share", "low", "high"), (share, *ends(self.samples)), strict=True))
-
-    def minus(self, other: "ShareKept") -> dict[str, float | None]:
-        """ "difference" in points, its "low" and "high"; "p" is None, as there is no test."""
-        low, high = ends(self.samples - other.samples)
-        return {"difference": self.percent - other.percent, "low": low, "high": high, "p": None}
-
-
 def share_kept(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> ShareKept:
     """Hits `after` as a share of the hits `before`.
 
     Args:
         after, before: hits of the same queries, in the same order, [N].
         groups: the image of each query, from 0, [N]; None: each query is another image. Images are resampled whole.
+
+    Returns:
+        "share" in percent, "low" and "high" (95% interval), all None where nothing was hit before; and the share in
+        each bootstrap sample, [SAMPLES], nan likewise. Shares over equally many groups use the same samples.
     """
     above, below = (by_group(values, groups)[0] for values in (after, before))
-    percent = 100 * above.sum() / below.sum() if below.any() else np.nan
-    return ShareKept(float(percent), drawn_ratios(100 * above, below))
+    samples = drawn_ratios(100 * above, below)
+    share = float(100 * above.sum() / below.sum()) if below.any() else None
+    return dict(zip(("share", "low", "high"), (share, *ends(samples)), strict=True)), samples
+
+
+def share_difference(a: ShareKept, b: ShareKept) -> dict[str, float | None]:
+    """ "difference" of two shares, a - b, in points, its "low" and "high"; "p" is None, as there is no test."""
+    low, high = ends(a[1] - b[1])
+    return {"difference": a[0]["share"] - b[0]["share"], "low": low, "high": high, "p": None}
 
 
 def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str, dict[str, Any]]:
@@ -120,7 +109,7 @@ def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str
 
 
 def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> dict:
-    groups, kept = result.groups, {direction: share.numbers() for direction, share in shares.items()}
+    groups, kept = result.groups, {direction: share for direction, (share, _) in shares.items()}
     orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
     return {
         "window": result.context_length,
@@ -172,9 +161,9 @@ def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[st
     kept = {
         label: {f"share kept without summary, {in_words(way)}": by_way[way] for way in DIRECTIONS}
         for label, by_way in shares.items()
-        if not any(np.isnan(by_way[way].percent) for way in DIRECTIONS)
+        if not any(share["share"] is None for share, _ in by_way.values())
     }
-    return lines + compare_encoders(kept, lambda a, b, _: a.minus(b))
+    return lines + compare_encoders(kept, lambda a, b, _: share_difference(a, b))
 
 
 def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, EditedHits]:

@@ -163,7 +163,7 @@ def test_what_is_computed_is_kept_by_its_key_and_again_where_damaged(tmp_path, c
     kept = ResultCache(tmp_path)
     for _ in range(2):  # tensors and notes too
         assert kept.tensors("images", {"a": 1}, lambda: {"x": torch.full((2, 3), compute()["number"])})["x"].sum() == 9
-        assert kept.values("answers", {"a": 1}, compute) == {"number": 1.5, "list": [1, 2, 3]}
+        assert kept.noted("answers", {"a": 1}, compute) == {"number": 1.5, "list": [1, 2, 3]}
     assert len(compute.calls) == 9
 
 

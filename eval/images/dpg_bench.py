@@ -71,7 +71,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         print_left_out(bench.bad)
         if config.images is not None:
             find_images(config.images, bench.prompts, per_prompt)
-        elif not kept.has_values(kind):
+        elif not kept.has_notes(kind):
             VqaModel(config.vqa, torch.device("cpu"))  # what cannot be loaded should fail before hours of generating
         return bench, [
             image_task(config, f"{item}/{number}", prompt, number)
@@ -102,7 +102,7 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
 
         image = [OPENED_AS, sha256(_file(files, index))]
         depends = {"vqa": vqa, "image": image, "index": index, "count": per_prompt}
-        return kept.values(kind, depends | {"questions": questions}, ask)["answers"]
+        return kept.noted(kind, depends | {"questions": questions}, ask)["answers"]
 
     tokenizer = clip_tokenizer(77)
     bands = {
