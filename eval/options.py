@@ -287,10 +287,9 @@ class AttentionConfig(Captions):
     scale: Literal["head", "hidden"] = field(default="head", kw_only=True)
 
     def __post_init__(self):
+        Data.__post_init__(self)
         if self.has_captions or self.prompt is None:
-            super().__post_init__()
-        else:
-            Data.__post_init__(self)
+            check_source(self)
 
     @property
     def has_captions(self) -> bool:

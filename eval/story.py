@@ -43,11 +43,15 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
     folder = toy[-1]
     generated, short = (reports.get((place, "generation")) for place in (folder, folder / SHORT_FOLDER))
     labels, data, count = list(generated["encoders"]), generated["settings"]["data"], generated["images"]
-    names, scores = names_of(labels), _scores_by_name(generated)
+    names = names_of(labels)
+    scores, short_scores = (
+        {names.get(label, label): entry["scores"] for label, entry in report["encoders"].items()} if report else {}
+        for report in (generated, short)
+    )
     images = {names[label]: folder / FOLDER / name for label, name in folder_names(labels).items()}
     return {
         "sentences": _sentences(scores, count),
-        "scores": _table(scores, _scores_by_name(short) if short else {}, count),
+        "scores": _table(scores, short_scores, count),
         "shipped": [names[label] for label in labels if label.startswith(SCENES)],
         "examples": examples(data.removeprefix(SCENES), count, images),
         "most_examples": EXAMPLES,
@@ -64,12 +68,6 @@ def names_of(labels: Sequence[str]) -> dict[str, str]:
     """By label, the name on the page; two encoders that would share one keep their labels."""
     names = [NAMES.get(label.rpartition("/")[2], label) for label in labels]
     return {label: name if names.count(name) == 1 else label for label, name in zip(labels, names, strict=True)}
-
-
-def _scores_by_name(report: dict) -> dict[str, dict]:
-    """The scores of a report of images by the encoder's name."""
-    names = names_of(list(report["encoders"]))
-    return {names[label]: entry["scores"] for label, entry in report["encoders"].items()}
 
 
 # ---- sentences and scores
