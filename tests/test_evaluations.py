@@ -17,16 +17,8 @@ from helpers.tiny_clip import save_tiny_clip
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features, session
-from debias_diffusion.eval.page import (
-    AllConfig,
-    ReportConfig,
-    evaluate_all,
-    evaluate_report,
-    grouped,
-    merged,
-    read_results,
-    settings_of_all,
-)
+from debias_diffusion.eval.options import AllConfig, ReportConfig
+from debias_diffusion.eval.page import evaluate_all, evaluate_report, grouped, merged, read_results, settings_of_all
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.session import ResultCache

@@ -17,14 +17,9 @@ from PIL import Image
 from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, edit_caption, shuffled
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.options import RobustnessConfig
 from debias_diffusion.eval.retrieval import DIRECTIONS
-from debias_diffusion.eval.robustness import (
-    COMPARED,
-    RobustnessConfig,
-    evaluate_robustness,
-    share_difference,
-    share_kept,
-)
+from debias_diffusion.eval.robustness import COMPARED, evaluate_robustness, share_difference, share_kept
 from debias_diffusion.text.sentences import split_sentences
 
 # By edit, the sentences that are left of captions of one to five; 0 is the padding.
