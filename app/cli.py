@@ -39,7 +39,7 @@ EVALUATIONS = {
     "all": Command(
         "every evaluation that the options allow, and one page of all",
         "eval.options:AllConfig",
-        "eval.all:evaluate_all",
+        "eval.page:evaluate_all",
         f"{_ENCODERS} --data toy/test --output scores",
         "eval",
     ),

@@ -25,7 +25,7 @@ from debias_diffusion.limits import (
     between,
 )
 from debias_diffusion.text.chunks import MOST_SHARPENING
-from debias_diffusion.toyworld.shipped import TWO_TOWERS, shipped
+from debias_diffusion.toyworld.shipped import TWO_TOWERS
 
 Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100"]
 Sharpening = Annotated[
@@ -49,26 +49,16 @@ def check_output(output: str) -> None:
         raise UserError(f"The output {output!r} cannot be made: {str(existing)!r} {fault}. Give another folder.")
 
 
-def check_source(config: Any, otherwise: str = "") -> None:
-    """Raises UserError unless the settings name data, or a benchmark (`dataset` and `root`), whole, or `otherwise`."""
-    data, root = config.data or None, config.root or None
-    dataset = (" ".join(config.dataset) if isinstance(config.dataset, list) else config.dataset) or None
-    if data is None and dataset is None and root is None:
-        fault = "There is no data and no benchmark"
-    elif dataset is None and root is not None:
-        fault = f"The root {root!r} is of a benchmark, and none is named"
-    elif data is not None and dataset is not None:
-        fault = f"Both data, {data!r}, and a benchmark, {dataset!r}, are given"
-    elif dataset is not None and root is None:
-        fault = f"The benchmark {dataset!r} needs the folder that it lies in"
-    elif dataset is not None and config.images:
-        fault = f"The images {config.images!r} are given, and the benchmark {dataset!r} has its own"
-    else:
-        return
-    raise UserError(
-        f"{fault}. Give either --data, such as --data toy/test, or a benchmark, such as --dataset docci --root docci"
-        f"{otherwise}."
-    )
+def check_source(config: Any) -> None:
+    """Raises UserError unless the settings name data, or a benchmark (`dataset`) and its folder (`root`)."""
+    dataset = bool(config.dataset)
+    if bool(config.data) == dataset or bool(config.root) != dataset or (dataset and config.images):
+        sources = ("data", "images", "dataset", "root")
+        given = ", ".join(f"{name} {getattr(config, name)!r}" for name in sources if getattr(config, name))
+        raise UserError(
+            f"Given is {given or 'no data and no benchmark'}. Give either --data, such as --data toy/test, or a "
+            "benchmark and its folder, such as --dataset docci --root docci."
+        )
 
 
 # ---- parts that several evaluations share
@@ -146,11 +136,11 @@ class Captions(Data):
     root: str | None = field(default=None, kw_only=True)
     limit: PositiveInt | Literal["auto"] | None = field(default="auto", kw_only=True)
 
-    images, OTHERWISE = None, ""  # of captions alone, see `check_source`; no annotations, so no options
+    images = None  # of captions alone, see `check_source`; no annotation, so no option
 
     def __post_init__(self):
         super().__post_init__()
-        check_source(self, self.OTHERWISE)
+        check_source(self)
 
 
 @dataclass(kw_only=True)
@@ -279,16 +269,6 @@ class RetrievalConfig(RobustnessConfig):
     dataset: list[str] = field(default_factory=list, kw_only=True)
     examples: NonNegativeInt = field(default=0, kw_only=True)
 
-    def __post_init__(self):
-        super().__post_init__()
-        if len(set(self.dataset)) < len(self.dataset):
-            raise UserError(f"dataset is {self.dataset!r}. Name no benchmark twice.")
-        if self.examples and len(self.encoders) < 2:
-            raise UserError(
-                f"examples is {self.examples} with {len(self.encoders)} encoder. Give at least two encoders: examples "
-                "are captions that one of them gets right and another wrong."
-            )
-
 
 @dataclass
 class AttentionConfig(Captions):
@@ -306,13 +286,10 @@ class AttentionConfig(Captions):
     prompt: str | None = field(default=None, kw_only=True)
     scale: Literal["head", "hidden"] = field(default="head", kw_only=True)
 
-    OTHERWISE = ", or --prompt"
-
     def __post_init__(self):
+        Data.__post_init__(self)
         if self.has_captions or self.prompt is None:
-            super().__post_init__()
-        else:
-            Data.__post_init__(self)
+            check_source(self)
 
     @property
     def has_captions(self) -> bool:
@@ -333,10 +310,6 @@ class DriftConfig(Captions):
 
     base: str
     batch_size: PositiveInt = 16
-
-    def __post_init__(self):
-        shipped(self.base)  # raises UserError for a misspelt toy model
-        super().__post_init__()
 
 
 @dataclass(kw_only=True)
@@ -467,9 +440,9 @@ class AllConfig(Scoring, Data):
     def for_images(self) -> list[str]:
         """The encoders for SDXL, each once; toy/clip in toy/sdxl is the checkpoint's own."""
         renames = {TOY_CLIP: ORIGINAL} if self.sdxl == TOY_BASE else {}
-        prefixes = [name.removesuffix(spec.name) for name, spec in zip(self.encoders, self.specs, strict=True)]
-        names = [renames.get(spec.name, spec.name) for spec in self.specs]
-        return list(dict.fromkeys(map("".join, zip(prefixes, names, strict=True))))
+        pairs = zip(self.encoders, self.specs, strict=True)
+        names = (name.removesuffix(spec.name) + renames.get(spec.name, spec.name) for name, spec in pairs)
+        return list(dict.fromkeys(names))
 
     @property
     def is_toy(self) -> bool:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_out
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.images import ImageFolder
@@ -25,7 +26,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
-from debias_diffusion.eval.session import Pairs, TwoTower, compare_encoders
+from debias_diffusion.eval.session import Pairs, compare_encoders
 from debias_diffusion.files import read_json, sha256
 
 from .options import ColaConfig
@@ -209,15 +210,16 @@ _NOTES = {
 }
 
 
-def _score(session: ImageSession, data: Cola, encoder: TwoTower) -> dict[int, float]:
+def _score(session: ImageSession, data: Cola, label: str, backbone: Backbone) -> dict[int, float]:
     """One encoder's score of each item, or of each class by its number."""
-    (features, good), config, scores = session.encode(encoder), session.config, {}
+    (features, good), config, scores = session.encode(label, backbone), session.config, {}
 
     def compute() -> dict[str, Tensor]:
-        title = f"texts, {encoder.label}"
-        return {"features": encode_texts(encoder.backbone, data.texts, config.batch_size, session.device, title)}
+        title = f"texts, {label}"
+        return {"features": encode_texts(backbone, data.texts, config.batch_size, session.device, title)}
 
-    texts = session.cache.tensors("texts", {"encoder": encoder.digest, "texts": data.texts}, compute)["features"]
+    depends = {"encoder": session.digests["encoders"][label], "texts": data.texts}
+    texts = session.cache.tensors("texts", depends, compute)["features"]
     if data.part == SINGLE:
         rows = torch.tensor(good)
         scores = class_precisions(features, texts, data.present[rows], data.hard[rows])

@@ -70,7 +70,7 @@ def check_ours(arguments: list[str], program: str = "debias-diffusion", commands
     if is_toy_scenes(values.get("data") or ""):
         read_toy_scenes(values["data"])
     if values.get("dataset"):
-        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_sets.BENCHMARKS
+        known = classification.NOTES if command is EVALUATIONS["classification"] else retrieval_sets.BENCHMARKS
         assert set([values["dataset"]] if isinstance(values["dataset"], str) else values["dataset"]) <= known.keys()
     if command is RESEARCH["reproduce"]:
         assert set(values["target"]) <= {"all", "claims", *tables(values.get("papers", "research/papers"))}

@@ -16,10 +16,9 @@ from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import all as everything
 from debias_diffusion.eval import image_features, session
-from debias_diffusion.eval.all import AllConfig, evaluate_all
-from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results
+from debias_diffusion.eval.options import AllConfig, ReportConfig
+from debias_diffusion.eval.page import evaluate_all, evaluate_report, grouped, merged, read_results, settings_of_all
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.session import ResultCache
@@ -85,7 +84,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     clip, toy = save_tiny_clip(tmp_path / "clip"), {"output": str(tmp_path)}
 
     def chosen(**settings):
-        return everything.settings_of_all(AllConfig(**settings))
+        return settings_of_all(AllConfig(**settings))
 
     bench = chosen(encoders=["toy/clip"], dpg_bench="bench", vqa="vilt", **toy)
     assert (bench["dpg_bench"].data, bench["dpg_bench"].encoders) == ("bench", ["original"])
