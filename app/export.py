@@ -120,15 +120,8 @@ def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]
             )
         return spec.load_text_encoder(), None
     from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads  # with open_clip, which is optional
-    from debias_diffusion.encoders.loading import load_backbone
 
-    if spec.kind is Kind.OPEN_CLIP:  # random weights, too
-        backbone = load_backbone(spec.place, spec.weights).eval()
-    else:
-        try:
-            backbone = spec.load_two_tower()
-        except UserError as error:
-            raise UserError(f"--to {config.to} needs both towers. {error}") from error
+    backbone = spec.load_two_tower(random_weights=True)
     if config.to in _BOTH_TOWERS and backbone.prompt_settings is not None:
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "

@@ -18,7 +18,6 @@ from transformers import ViTConfig, ViTModel
 
 from debias_diffusion.clip.model_files import check_sizes, explain_failure
 from debias_diffusion.encoders.clip_model import export_clip_model
-from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.single_file import write_file
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
@@ -242,7 +241,7 @@ def test_a_path_that_is_missing_is_no_name_of_the_hub(path, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     in_pictures = [partial(network, device=CPU) for network in (ClsFeatures, VqaModel, InceptionFeatures)]
-    for load in (load_text_encoder, load_two_tower, load_backbone, load_sdxl, *in_pictures):
+    for load in (load_text_encoder, load_two_tower, load_sdxl, *in_pictures):
         with pytest.raises(UserError, match=r"not there|Unknown model|could not be|cannot be"):
             load(path)
 

@@ -97,10 +97,10 @@ def test_what_cannot_be_stretched_is_named(tokenizer):
     for encoder, message in (
         (stretch_text_encoder(text_encoder(), tokenizer)[0], "already has 248 positions.*Use it unchanged"),
         (torch.nn.Linear(2, 2), "A Linear cannot be stretched"),
-        (empty, "has no weights"),
-        (text_encoder().to(torch.float8_e4m3fn), "is quantised. Stretch the original"),
+        (empty, "has no weights yet"),
+        (text_encoder().to(torch.float8_e4m3fn), "is quantised"),
         (adapted, "q_proj.*LoRA.*before they are added"),
-        (add_hook_to_module(text_encoder(), ModelHook()), "offloaded.*before you turn that on"),
+        (add_hook_to_module(text_encoder(), ModelHook()), "offloaded.*before you turn these on"),
     ):
         with pytest.raises(UserError, match=message):
             stretch_text_encoder(encoder, tokenizer)

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, TypeVar
@@ -87,8 +88,7 @@ def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None
     if isinstance(source, Path):
         file = source / subfolder / name
         return file if file.is_file() else None
-    if problem := hub_problem(source):
-        raise ValueError(problem)
+    check_hub(source)
     file = cached_file(
         source,
         name,
@@ -148,23 +148,24 @@ def _number(value: Any) -> float:
     return float(min(value, 1e30)) if isinstance(value, int | float) and value > 0 else 0.0
 
 
-def hub_problem(name: str) -> str:
-    """Why nothing of a repository (owner/name, owner/name@revision) can be had; "" if something is cached, or may be.
+@cache  # of names without a problem: an error is not kept
+def check_hub(name: str) -> None:
+    """Raises ValueError if nothing of a repository (owner/name, owner/name@revision) is cached or may be downloaded.
 
-    Asked once, because libraries ask for 24 seconds, and say of any failure that a file is missing.
+    Libraries ask for 24 seconds, and say of any failure that a file is missing.
     """
     name, _, revision = name.partition("@")
     if find_cached(name, revision or None):
-        return ""
+        return
     try:
         HfApi().model_info(name, timeout=HUB_SECONDS)
-    except RepositoryNotFoundError:
-        return "the hub has no model of this name that you may read (`hf auth login`)"
+    except RepositoryNotFoundError as error:
+        raise ValueError("the hub has no model of this name that you may read (`hf auth login`)") from error
     except HfHubHTTPError:  # its files may be served
         pass
     except Exception as error:
-        return f"nothing of it is in the hub's cache, and the hub cannot be reached ({reason(error)})"
-    return ""
+        problem = f"nothing of it is in the hub's cache, and the hub cannot be reached ({reason(error)})"
+        raise ValueError(problem) from error
 
 
 def find_cached(name: str, revision: str | None = None) -> Path | None:

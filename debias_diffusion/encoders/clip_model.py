@@ -141,7 +141,8 @@ def read_clip_model(source: str | Path) -> Backbone:
         UserError: there is no whole CLIPModel, or open_clip's module cannot hold it.
     """
     label = repr(os.fspath(source))
-    with explain_failure(f"The CLIPModel {label} could not be loaded"):
+    advice = f"If it is in open_clip's layout, give hf-hub:{source}." if isinstance(source, str) else ""
+    with explain_failure(f"The CLIPModel {label} could not be loaded", advice):
         config = _read_config(source)
         model = load_pretrained(CLIPModel, source, label, config=config)
         place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
@@ -238,39 +239,22 @@ def _tower_cfg(config: PretrainedConfig) -> dict:
     }
 
 
-def text_encoder_alone(source: str | Path) -> UserError:
-    """The error for a text encoder where both towers are needed."""
-    return UserError(
-        f"{os.fspath(source)!r} holds a text encoder without an image tower, which is needed here. Give the training "
-        "run, or its export by `debias-diffusion export --to clip` or `--to open_clip`."
-    )
-
-
 def _read_config(source: str | Path) -> CLIPConfig:
     label = repr(os.fspath(source))
     if isinstance(source, Path) and not (source / "config.json").is_file():
-        if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
-            raise text_encoder_alone(source)
         raise UserError(
-            f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the last/ of a "
-            "training run, nor the config.json of a transformers CLIPModel."
+            f"{label} holds no model with two towers, which are needed here: neither {CONFIG_FILE}, in it or in the "
+            "last/ of a training run, nor the config.json of a transformers CLIPModel."
         )
-    if not isinstance(source, Path):
-        advice = f"If it is in open_clip's layout, give hf-hub:{source}."
-        with explain_failure(f"{label} is not a folder or file here, and as a hub id it gives no CLIPModel", advice):
-            if find_file(source, "config.json") is None:
-                raise ValueError("its config.json could not be fetched")
     content = read_model_config(source)
-    kind, architectures = content.get("model_type"), content.get("architectures") or []
-    if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):
-        raise text_encoder_alone(source)
+    kind = content.get("model_type")
     if kind not in (CLIPConfig.model_type, AblatedCLIPConfig.model_type):
         raise UserError(
-            f"{label} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
-            "example ViT-B-16-SigLIP2:webli."
+            f"{label} holds a model of type {kind!r}; both towers are needed here, and a CLIPModel's type is 'clip'. "
+            "Give the training run, or its export by `debias-diffusion export --to clip`; name a SigLIP as open_clip "
+            "does, for example ViT-B-16-SigLIP2:webli."
         )
-    with explain_failure(f"{label} has no configuration of a CLIPModel"):
-        return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
+    return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
 
 
 def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> PreprocessCfg:

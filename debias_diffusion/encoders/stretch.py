@@ -9,9 +9,9 @@ from transformers import CLIPTokenizer
 
 from ..clip.positions import FACTOR, KEEP, stretch_positions, stretched_length
 from ..errors import UserError
+from ..text.chunks import TRAINED_POSITIONS
 from .text_encoders import TextEncoder
 
-_CLIP_POSITIONS = 77  # of every published CLIP
 _TABLE = "embeddings.position_embedding.weight"  # the end of the name, after any prefix
 _IDS = "embeddings.position_ids"
 
@@ -74,18 +74,20 @@ def _check(text_encoder: TextEncoder) -> None:
     if not isinstance(text_encoder, TextEncoder):
         raise UserError(f"A {kind} cannot be stretched: give a transformers CLIPTextModel, with or without projection.")
     positions = text_encoder.config.max_position_embeddings
-    if positions > _CLIP_POSITIONS:
+    if positions > TRAINED_POSITIONS:
         raise UserError(
-            f"This text encoder already has {positions} positions; a CLIP has {_CLIP_POSITIONS}. Use it unchanged."
+            f"This text encoder already has {positions} positions; a CLIP has {TRAINED_POSITIONS}. Use it unchanged."
         )
-    if getattr(text_encoder, "is_quantized", False) or any(
-        type(weight) is not nn.Parameter or weight.element_size() < 2 for weight in text_encoder.parameters()
+    weights, modules = list(text_encoder.parameters()), list(text_encoder.modules())
+    if (
+        getattr(text_encoder, "is_quantized", False)
+        or any(type(weight) is not nn.Parameter or weight.element_size() < 2 or weight.is_meta for weight in weights)
+        or any(hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") for module in modules)
     ):
-        raise UserError("This text encoder is quantised. Stretch the original, save it, and load that quantised.")
-    if any(hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") for module in text_encoder.modules()):
-        raise UserError("This text encoder is offloaded or cast as it runs. Stretch it before you turn that on.")
-    if any(weight.is_meta for weight in text_encoder.parameters()):
-        raise UserError("This text encoder has no weights (they are on the meta device). Load them first.")
+        raise UserError(
+            "This text encoder is quantised, offloaded, cast as it runs, or has no weights yet. Stretch it as it is "
+            "loaded in full or half precision, before you turn these on."
+        )
 
 
 def _check_layers(text_encoder: TextEncoder, fresh: TextEncoder) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from ..clip.backbone import Backbone
 from ..data.captions import Captions
 from ..data.records import Record
-from ..encoders.loading import load_backbone, load_tokenizer
+from ..encoders.loading import load_tokenizer
 from ..errors import UserError
 from ..text.tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig, ablated
@@ -32,7 +32,7 @@ def load_base_model(config: TrainConfig) -> Backbone:
     """
     base = config.base_model()
     torch.manual_seed(config.seed)
-    backbone = load_backbone(base.place, base.weights)
+    backbone = base.load_two_tower(random_weights=True)
     if backbone.image_attention or backbone.text_attention:
         raise ablated(config.model, "the model that it was made from")
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
