@@ -273,7 +273,7 @@ def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
         load_text_encoder(tmp_path)
     weights.unlink()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no text encoder"):
+    with pytest.raises(UserError, match="holds no model: neither config.json"):
         load_text_encoder(tmp_path / "empty")
 
 

@@ -26,7 +26,7 @@ from ..ablation.heads import Ablation, noted
 from ..clip.backbone import Backbone
 from ..clip.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..clip.families import find_family
-from ..clip.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
+from ..clip.model_files import explain_failure, find_file, load_pretrained
 from ..errors import UserError
 from . import modeling_ablated_clip
 from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
@@ -241,11 +241,6 @@ def _tower_cfg(config: PretrainedConfig) -> dict:
 
 def _read_config(source: str | Path) -> CLIPConfig:
     label = repr(os.fspath(source))
-    if isinstance(source, Path) and not (source / "config.json").is_file():
-        raise UserError(
-            f"{label} holds no model with two towers, which are needed here: neither {CONFIG_FILE}, in it or in the "
-            "last/ of a training run, nor the config.json of a transformers CLIPModel."
-        )
     content = read_model_config(source)
     kind = content.get("model_type")
     if kind not in (CLIPConfig.model_type, AblatedCLIPConfig.model_type):

@@ -68,20 +68,13 @@ def read_text_encoder(source: str | Path) -> tuple[TextEncoder, CLIPTokenizer]:
         UserError: it holds no text encoder or no tokenizer, or cannot be fetched.
     """
     subfolder = "text_encoder" if find_file(source, "config.json", "text_encoder") else ""
+    encoder = read_encoder(source, subfolder)
     if isinstance(source, str):
-        encoder = read_encoder(source, subfolder)
         return encoder, read_tokenizer(source, encoder.config, subfolder="tokenizer" if subfolder else "")
     inside = source / subfolder
-    if not (inside / "config.json").is_file():
-        raise UserError(
-            f"{os.fspath(source)!r} holds no text encoder: neither text_encoder/config.json nor config.json nor "
-            f"{CONFIG_FILE}, in it or in the last/ of a training run. Give a folder written by "
-            "`debias-diffusion export`, or a file of weights."
-        )
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.
     beside = inside.with_name(inside.name.replace("text_encoder", "tokenizer"))
     tokenizer = find_tokenizer(source, beside, inside.parent / "tokenizer", inside, inside / "tokenizer")
-    encoder = read_encoder(inside)
     return encoder, read_tokenizer(tokenizer, encoder.config)
 
 
@@ -120,7 +113,10 @@ def read_model_config(source: str | Path, subfolder: str = "") -> dict:
     """The config.json of a folder or a hub repository. Raises UserError if it cannot be read."""
     file = find_file(source, "config.json", subfolder)
     if file is None:
-        raise UserError(f"{os.fspath(source)!r} has no readable {os.path.join(subfolder, 'config.json')}.")
+        raise UserError(
+            f"{os.fspath(source)!r} holds no model: neither config.json nor text_encoder/config.json nor "
+            f"{CONFIG_FILE}, in it or in the last/ of a training run."
+        )
     return read_json(file)
 
 
