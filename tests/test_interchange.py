@@ -175,7 +175,7 @@ def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
         export_clip_model(averaged, tmp_path)
     for change, message in (
         ({"no_ln_pre": True}, "no norm before the blocks"),
-        ({"attentional_pool": True, "attn_pooler_heads": 4}, "attention pooling"),
+        ({"attentional_pool": True, "attn_pooler_heads": 4}, "'attn_pool.query' .* has no place"),
         ({"layers": [1, 1, 1, 1], "width": 32, "head_width": 16}, "is a ModifiedResNet"),
     ):
         config = deepcopy(CONFIG)
@@ -211,17 +211,17 @@ CODE = r"more in it than tensors \(getattr\), which can be code. It is refused"
 # A file that is no text encoder, .safetensors unless its name says another -> (its bytes or tensors, or what makes them
 # of an encoder's weights and of a path that is touched if code in the file is run; how the file is named).
 WRONG_FILES = {
-    "empty": (b"", "could not be read"),
-    "html": (b"\n<!DOCTYPE html><html>Not found</html>", "could not be read; .* no file of weights"),
-    "header": ((1 << 62).to_bytes(8, "little") + b"{" + b"\0" * 99, "could not be read"),
-    "truncated.pt": (lambda state, _: written(torch.save, state)[:-999], "could not be read; it may be cut short"),
+    "empty": (b"", "could not be loaded"),
+    "html": (b"\n<!DOCTYPE html><html>Not found</html>", "could not be loaded"),
+    "header": ((1 << 62).to_bytes(8, "little") + b"{" + b"\0" * 99, "could not be loaded"),
+    "truncated.pt": (lambda state, _: written(torch.save, state)[:-999], "could not be loaded"),
     "code.ckpt": (lambda state, ran: written(torch.save, {"state_dict": state, "parameters": Runs(ran)}), CODE),
     "old code.bin": (lambda _, ran: pickle.dumps(Runs(ran), protocol=2), CODE),
     "torchscript.pt": (written(torch.jit.save, torch.jit.script(nn.Linear(2, 2))), "It is refused"),
     "unet": ({"model.diffusion_model.input_blocks.1.1.proj_in.weight": torch.zeros(4, 4)}, "no CLIP .*input_blocks"),
     "vocabulary": (having("embeddings.token_embedding.weight", torch.zeros(32000, 64)), "a vocabulary of 32000"),
     "scaled fp8": (having("encoder.layers.0.mlp.fc1.scale_weight", torch.ones(1)), "is quantised"),
-    "no blocks": (lacking(".layers."), "no text encoder that can be built: .*layers.0"),
+    "no blocks": (lacking(".layers."), "could not be loaded: .*layers.0"),
 }
 
 

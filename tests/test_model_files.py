@@ -232,7 +232,7 @@ def test_a_damaged_difference_is_refused(saved):
     state, whole = load_file(file), file.read_bytes()
     shorter = save(state | {"steps": state["steps"][:-1].clone()})
     for content in (shorter, save(dict(list(state.items())[:-1])), whole[:1000]):
-        with replaced(file, content), pytest.raises(UserError, match="could not be loaded.*Install the package"):
+        with replaced(file, content), pytest.raises(UserError, match="could not be loaded"):
             load_two_tower(file.parent)
 
 

@@ -22,7 +22,6 @@ from ..clip.model_files import (
     check_sizes,
     explain_failure,
     find_file,
-    quiet_logging,
 )
 from ..clip.positions import FACTOR, KEEP, stretched_length
 from ..clip.regional_prompts import PromptSettings
@@ -33,8 +32,8 @@ from ..clip.weight_files import (
     fold_long_clip,
     has_text_prefix,
     is_long_clip,
-    plain_text_names,
     read_state,
+    without_text_prefix,
 )
 from ..errors import UserError, near_matches
 from ..files import read_json
@@ -59,32 +58,8 @@ def load_backbone(place: str, weights: str | None = None) -> Backbone:
         UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
             tower is neither CLIP's nor SigLIP's.
     """
-    with explain_failure(f"The weights of {place!r} (pretrained={weights!r}) could not be loaded"), quiet_logging():
-        return _load(place, weights)
-
-
-def load_tokenizer(place: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
-    """The tokenizer of a two-tower for its stretched context length, without the model.
-
-    Args:
-        place, weights: as for `load_backbone`.
-        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
-    """
-    with explain_failure(f"The tokenizer of {place!r} could not be loaded"):
-        config, family = _read_config(place, weights)
-        file = Path(weights) if weights and os.path.isfile(weights) else None
-        folder = Path(place) if os.path.isdir(place) else file and file.parent
-        tokenizer = family.load_tokenizer(place, folder, config["model_cfg"]["text_cfg"])
-        if "keep" in config.get("debias_diffusion", {}):
-            return tokenizer
-        if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
-            keep, factor = KEEP, FACTOR
-        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
-
-
-def _load(place: str, weights: str | None) -> Backbone:
     config, family = _read_config(place, weights)
-    file, source = find_weights(place, weights), f"local-dir:{place}" if os.path.isdir(place) else place
+    file, source = _find_weights(place, weights), f"local-dir:{place}" if os.path.isdir(place) else place
     if source.startswith(_WITH_WEIGHTS):
         check_sizes(config, file.stat().st_size, repr(place))
     tokenizer = family.load_tokenizer(place, file and file.parent, config["model_cfg"]["text_cfg"])
@@ -107,6 +82,25 @@ def _load(place: str, weights: str | None) -> Backbone:
     _load_short_positions(backbone, file)
     apply_saved(backbone)
     return backbone
+
+
+def load_tokenizer(place: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
+    """The tokenizer of a two-tower for its stretched context length, without the model.
+
+    Args:
+        place, weights: as for `load_backbone`.
+        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
+    """
+    with explain_failure(f"The tokenizer of {place!r} could not be loaded"):
+        config, family = _read_config(place, weights)
+        file = Path(weights) if weights and os.path.isfile(weights) else None
+        folder = Path(place) if os.path.isdir(place) else file and file.parent
+        tokenizer = family.load_tokenizer(place, folder, config["model_cfg"]["text_cfg"])
+        if "keep" in config.get("debias_diffusion", {}):
+            return tokenizer
+        if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
+            keep, factor = KEEP, FACTOR
+        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
 
 
 def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
@@ -163,7 +157,7 @@ def _check_weights(model: str, weights: str | None) -> None:
         )
 
 
-def find_weights(place: str, weights: str | None) -> Path | None:
+def _find_weights(place: str, weights: str | None) -> Path | None:
     """The file of a model's weights, downloaded unless it is cached; None for random weights."""
     if place.startswith(_HUB):
         return Path(download_pretrained_from_hf(place.removeprefix(_HUB)))
@@ -179,6 +173,10 @@ def find_weights(place: str, weights: str | None) -> Path | None:
 def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
     """Loads weights into open_clip's module, and never interpolates text positions, as open_clip does silently.
 
+    A Long-CLIP checkpoint's two tables of positions become one, and the module gets their context length. Without the
+    prefix `text.` it is from Long-CLIP's code, which trains OpenAI's CLIPs alone. With it (open_clip's CustomTextCLIP,
+    as in the released weights of DeBias-CLIP) the base model can be any.
+
     Args:
         clip: an `open_clip.CLIP` or `CustomTextCLIP`.
         file: weights that open_clip reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
@@ -193,40 +191,27 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
             for broken or hostile files and other sizes pass through.
     """
     state = {} if file.suffix in _BIG_VISION else read_state(file)
-    if is_long_clip(state):
-        return _load_long_clip(clip, state, file, model, quick_gelu)
-    table = state.get(POSITIONS, state.get(TEXT + POSITIONS))
-    positions = len(getattr(clip, "text", clip).positional_embedding)
+    long_clip, is_prefixed, tower = is_long_clip(state), has_text_prefix(state), getattr(clip, "text", clip)
+    if long_clip:
+        if not quick_gelu and not is_prefixed:
+            raise UserError(
+                f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which "
+                f"{model!r} lacks. Use --model {model}-quickgelu."
+            )
+        positions, width = tower.positional_embedding.shape
+        set_positions(clip, torch.empty(stretched_length(positions), width))
+        state = fold_long_clip(state)
+    table, positions = state.get(POSITIONS, state.get(TEXT + POSITIONS)), len(tower.positional_embedding)
     if table is not None and len(table) != positions:
         raise UserError(
             f"{str(file)!r} holds {len(table)} text positions, {model!r} has {positions}; they are not interpolated. "
             f"Give weights of {positions} positions, or, for a stretched model, the folder of its training run, whose "
             "open_clip_config.json has the context length."
         )
-    if has_text_prefix(state) and not hasattr(clip, "text"):
-        clip.load_state_dict(plain_text_names(state))
+    if is_prefixed and tower is clip:
+        clip.load_state_dict(without_text_prefix(state))
+    elif long_clip:
+        clip.load_state_dict(state)
     else:
         open_clip.load_checkpoint(clip, str(file), weights_only=True)
-    return None
-
-
-def _load_long_clip(
-    clip: nn.Module, state: dict[str, torch.Tensor], file: Path, model: str, quick_gelu: bool
-) -> dict[str, int]:
-    """Loads weights with Long-CLIP's two tables into a two-tower, which gets their context length.
-
-    Without the prefix `text.` they are from Long-CLIP's code, which trains OpenAI's CLIPs alone. With it (open_clip's
-    CustomTextCLIP, as in the released weights of DeBias-CLIP) the base model can be any.
-    """
-    if not quick_gelu and not has_text_prefix(state):
-        name = f"{model}-quickgelu"
-        name = name if name in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
-        raise UserError(
-            f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which {model!r} "
-            f"lacks. Use --model {name}."
-        )
-    positions, width = getattr(clip, "text", clip).positional_embedding.shape
-    set_positions(clip, torch.empty(stretched_length(positions), width))
-    folded = fold_long_clip(state)
-    clip.load_state_dict(folded if hasattr(clip, "text") else plain_text_names(folded))
-    return {"keep": KEEP, "factor": FACTOR}
+    return {"keep": KEEP, "factor": FACTOR} if long_clip else None

@@ -26,13 +26,13 @@ import torch
 from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
-from ..clip.model_files import check_finite, explain_failure
-from ..clip.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
+from ..clip.model_files import check_finite
+from ..clip.weight_files import fold_long_clip, is_long_clip, read_state
 from ..errors import UserError
 from ..files import atomic_file, read_json_object
 from ..text.tokens import clip_tokenizer
 from .names import OPENAIS_TEXT, State, to_transformers_names
-from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
+from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state, save_weights
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
 _TRANSFORMERS = "embeddings.token_embedding.weight"
@@ -49,17 +49,14 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     Raises:
         UserError: the file holds no whole CLIP text encoder.
     """
-    with explain_failure(f"The file {os.fspath(file)!r} could not be read; it may be cut short, or no file of weights"):
-        content = read_state(file)
-    # for example sizes that no encoder can have
-    with explain_failure(f"{os.fspath(file)!r} holds no text encoder that can be built"):
-        tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
-        state, follows_rule = _text_part(tensors, file)
-        config, has_activation = _config(state, file)
-        label = f"the text encoder in {os.fspath(file)!r}"
-        state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-        encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state, label)
-        check_finite(encoder.state_dict().items(), label[0].upper() + label[1:])
+    content = read_state(file)
+    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    state, follows_rule = _text_part(tensors, file)
+    config, has_activation = _config(state, file)
+    label = f"the text encoder in {os.fspath(file)!r}"
+    state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state, label)
+    check_finite(encoder.state_dict().items(), label[0].upper() + label[1:])
     if not (follows_rule or has_activation):
         warnings.warn(
             f"{os.fspath(file)!r} does not name its activation; with {config.num_hidden_layers} blocks "
@@ -168,10 +165,8 @@ def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None
         "num_attention_heads": str(encoder.config.num_attention_heads),
         **(notes or {}),
     }
-    tensors = {name: tensor.detach().cpu().float() for name, tensor in prefixed_state(encoder).items()}
-    check_finite(tensors.items(), "The encoder to be written")
     with atomic_file(file) as temporary:
-        save_tensors(tensors, temporary, metadata)
+        save_weights(prefixed_state(encoder), temporary, metadata)
     return file
 
 

@@ -202,9 +202,10 @@ class EncoderSpec:
         Args:
             random_weights: load MODEL:none, too, with weights from torch's current seed.
         """
-        from ..clip.model_files import explain_failure
+        from ..clip.model_files import explain_failure, quiet_logging
 
-        with explain_failure(f"The model {self.name!r} could not be loaded"):
+        advice = f"If it is in open_clip's layout, give hf-hub:{self.name}." if self.kind is Kind.HUB else ""
+        with explain_failure(f"The model {self.name!r} could not be loaded", advice), quiet_logging():
             backbone = self._read_two_tower().float().eval()
             if backbone.random_weights and not random_weights:
                 raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import transformers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
-from ..clip.model_files import CONFIG_FILE, check_finite, explain_failure, find_file, load_pretrained
-from ..clip.weight_files import save_tensors
+from ..clip.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
 from ..errors import UserError
 from ..files import read_json
 from ..text.tokens import count_ids, save_tokenizer
 from .modeling_ablated_clip import AblatedCLIPConfig
-from .text_encoders import TextEncoder, prefixed_state, to_transformers
+from .text_encoders import TextEncoder, prefixed_state, save_weights, to_transformers
 
 if TYPE_CHECKING:
     from ..clip.backbone import Backbone
@@ -45,9 +44,7 @@ def write_weights(state: dict, config: PretrainedConfig, architecture: str, fold
     Not by save_pretrained: that of transformers 5 leaves out the prefix `text_model.`, which other loaders need.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
-    check_finite(tensors.items(), "The encoder to be written")
-    save_tensors(tensors, folder / "model.safetensors")
+    save_weights(state, folder / "model.safetensors")
     content = json.loads(config.to_json_string(use_diff=False))
     content |= {"architectures": [architecture], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -93,20 +90,19 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
         UserError: there is none, or its weights lack some of the model's, or are of other sizes.
     """
     label = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
-    with explain_failure(f"The text encoder {label} could not be loaded"):
-        content = read_model_config(source, subfolder)
-        kind = content.get("model_type", "clip_text_model")
-        if kind not in _CLIPS:
-            raise UserError(
-                f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
-            )
-        projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
-        config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
-        options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
-        if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
-            options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
-        cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-        return load_pretrained(cls, source, label, subfolder=subfolder, **options)
+    content = read_model_config(source, subfolder)
+    kind = content.get("model_type", "clip_text_model")
+    if kind not in _CLIPS:
+        raise UserError(
+            f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
+        )
+    projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
+    config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
+    options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
+    if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
+        options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
+    cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+    return load_pretrained(cls, source, label, subfolder=subfolder, **options)
 
 
 def read_model_config(source: str | Path, subfolder: str = "") -> dict:
