@@ -41,7 +41,7 @@ _CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones beg
 _CONFIGS = ("open_clip_config.json", "text_encoder/config.json", "config.json")
 # What says more of a file of weights, where it lies beside it.
 _BESIDE = (
-    *("open_clip_config.json", "config.json", "short_positions.safetensors", "tokenizer", "tokenizer.json"),
+    *("config.json", "short_positions.safetensors", "tokenizer", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model", "tokenizer.model"),
     *("vocab.json", "merges.txt", "vocab.txt"),
 )
