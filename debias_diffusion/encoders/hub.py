@@ -63,7 +63,7 @@ def find_commit(name: str) -> str:
     if cached := find_cached(name, revision or None):
         return cached.name
     info = _ask(name, revision or None)
-    return (info and info.sha) or ""
+    return info.sha or "" if info else ""
 
 
 def _ask(name: str, revision: str | None = None) -> ModelInfo | None:

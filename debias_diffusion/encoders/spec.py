@@ -269,7 +269,7 @@ def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPToke
         folder names. The tokenizer's `model_max_length` is the encoder's context length.
 
     Raises:
-        UserError: there is no text encoder; the message names what is there instead, if known.
+        UserError: there is no text encoder that can be read.
     """
     return EncoderSpec.parse(name).load_text_encoder()
 
@@ -287,7 +287,7 @@ def load_two_tower(name: str | os.PathLike) -> "Backbone":
         The model in eval mode and float32, with no random weights.
 
     Raises:
-        UserError: there is no two-tower, or a text encoder alone; the message names what is there, if known.
+        UserError: there is no two-tower that can be read, or a text encoder alone.
     """
     return EncoderSpec.parse(name).load_two_tower()
 

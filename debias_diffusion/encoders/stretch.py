@@ -51,7 +51,8 @@ def stretch_text_encoder(
     embeddings.position_embedding = nn.Embedding.from_pretrained(
         stretch_positions(table.detach(), keep, factor), freeze=not table.requires_grad
     )
-    embeddings.position_ids = torch.arange(length, device=embeddings.position_ids.device).expand(1, -1)
+    ids = torch.arange(length, device=embeddings.position_ids.device).expand(1, -1)
+    embeddings.register_buffer("position_ids", ids, persistent=False)
     with TemporaryDirectory() as folder:  # copies by copy.deepcopy decode to "red</w>cat</w>" with transformers 5
         tokenizer.save_pretrained(folder)
         tokenizer = type(tokenizer).from_pretrained(folder, local_files_only=True)
