@@ -31,6 +31,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.blocks import full_attention
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
 
 BETA = 0.1
@@ -143,7 +144,7 @@ def tables(measured: dict) -> list[Table]:
 def main() -> None:
     arguments = read_options(__doc__, model="ViT-B-16", images=4, rounds=3, device=None)
     device = pick_device(arguments.device)
-    backbone, toy = (load_backbone(name).to(device).eval() for name in (arguments.model, TOY))
+    backbone, toy = load_backbone(arguments.model).to(device).eval(), load_two_tower(TOY).to(device)
     blocks = backbone.image.visual.transformer.resblocks
     shape = len(blocks), blocks[0].attn.num_heads
     heads = shape[0] * shape[1]

@@ -19,10 +19,10 @@ from debias_diffusion.app.contact_sheet import write_contact_sheets
 from debias_diffusion.app.demo.launch import open_app
 from debias_diffusion.app.options import AppConfig, GenerateConfig
 from debias_diffusion.app.prompts import read_prompts
+from debias_diffusion.clip.weight_files import read_state
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.sources import open_data
-from debias_diffusion.encoders.single_file import read_tensors
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import (
     append,
@@ -179,8 +179,8 @@ OPENED = {  # by the name of a file that a user may give, what opens it
     "columns.yaml": lambda file: read_yaml(file, list[Column]),
     "password": lambda file: open_app(AppConfig(password_file=str(file), user="me")),
     "image.png": lambda file: write_contact_sheets(file.parent, [(file, "", "")]),
-    "weights.safetensors": read_tensors,
-    "weights.pt": read_tensors,
+    "weights.safetensors": read_state,
+    "weights.pt": read_state,
     "method.py": lambda file: import_methods(str(file)),
     "docci_descriptions.jsonlines": lambda file: read_retrieval_set("docci", file.parent),
 }

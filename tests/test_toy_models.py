@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
-from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.text.tokens import load_tokenizer
 from debias_diffusion.toyworld import shipped
@@ -79,7 +79,7 @@ def test_weights_that_are_not_complete_are_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(shipped, "WEIGHTS", tmp_path)
     (tmp_path / "clip").mkdir()
     with pytest.raises(UserError, match=r"'toy/clip' is not in this installation.*python -m research toymodels"):
-        load_backbone("toy/clip")
+        load_two_tower("toy/clip")
 
 
 def test_the_package_is_small_and_its_models_are_good():

@@ -40,7 +40,7 @@ _IMAGE_SETTINGS = ("embed_dim", "quick_gelu", "vision_cfg")  # of `model_cfg`, w
 class Backbone(nn.Module):
     """A two-tower CLIP, SigLIP or Chinese-CLIP: images and captions to features in one space.
 
-    `loading.load_backbone` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
+    `load_two_tower` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
 
     Attributes:
         model: open_clip's module, whose state dict `save` writes.

@@ -16,7 +16,7 @@ from ..data.records import Record
 from ..data.retrieval import encode_images, encode_texts, recall_at_k
 from ..data.seen import read_seen
 from ..devices import autocast
-from ..encoders.loading import load_backbone, load_tokenizer
+from ..encoders.loading import load_tokenizer
 from ..errors import UserError
 from ..files import explain_full_disk, sha256
 from ..methods import Batch, Method
@@ -180,7 +180,7 @@ def load_base_model(config: TrainConfig) -> Backbone:
     """
     base = config.base_model()
     torch.manual_seed(config.seed)
-    backbone = load_backbone(base.place, base.weights)
+    backbone = base.load_two_tower(random_weights=True)
     if backbone.image_attention or backbone.text_attention:
         raise ablated(config.model)
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):

@@ -22,8 +22,8 @@ from debias_diffusion.clip.model_files import (
     check_finite,
     check_fit,
     check_folder,
+    check_hub,
     explain_failure,
-    hub_problem,
     quiet_logging,
 )
 from debias_diffusion.encoders.hub import place_digest
@@ -134,8 +134,8 @@ class Checkpoint:
             why = f"it needs the configuration and tokenizers of {self.configs!r}, which cannot be loaded"
             advice = f"Name a folder that has them, with or without weights: {f'FOLDER:{self.file}'!r}."
         with explain_failure(f"The SDXL checkpoint {self.name!r} cannot be read: {why}", advice):
-            if not Path(self.configs).is_dir() and (problem := hub_problem(self.configs)):
-                raise ValueError(problem)
+            if not Path(self.configs).is_dir():
+                check_hub(self.configs)
             index = DiffusionPipeline.load_config(self.configs)
             return {**index, "_class_name": str(index["_class_name"])}  # an error for a list, or without a class
 

@@ -33,7 +33,6 @@ from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.retrieval import encode_images, recall_ranks
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.devices import pick_device
-from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
 from debias_diffusion.jobs import Job
@@ -156,7 +155,7 @@ def make_base(folder: Path, steps: int, scenes: int = SCENES) -> None:
     """Trains the base model, FOLDER/model, and writes the pairs of its fine-tuning, FOLDER/pairs."""
     write_pairs(folder / "pairs", HELD_OUT, TRAINED_ON, "train-2")
     device = pick_device()
-    teacher = load_backbone(TEACHER).eval()
+    teacher = load_two_tower(TEACHER)
     backbone = _new_base(teacher)
     for reader in (teacher, backbone):
         reader.to(device)
