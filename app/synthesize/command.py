@@ -84,8 +84,7 @@ class _Synthesis:
             names = ("kind", "max_new_tokens", "seed", "per_part")
             settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
             # The main process holds the folder's lock. The others add their lines to files of their own.
-            shared = {"shared": not processes.is_main, "process": processes.index}
-            with Job.open(self.output, "synthesize", settings, inputs, **shared) as self.job:
+            with Job.open(self.output, "synthesize", settings, inputs, shared=not processes.is_main) as self.job:
                 self._write(processes.from_main(self._missing))
                 processes.gathered([])  # all have written
                 processes.from_main(lambda: self._finish(settings | inputs))

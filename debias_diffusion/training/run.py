@@ -4,7 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,10 +116,10 @@ class Run(ABC):
         Raises:
             UserError: the folder belongs to a run with other settings, or too many records are bad.
         """
-        process = self.accelerator.process_index
-        with Job.open(
-            self.folder, self.command, self.settings, self.inputs, may_change=_PLACES, process=process
-        ) as self.job:
+        job = nullcontext(Job.read(self.folder))  # of the other processes, which only read
+        if self.main:
+            job = Job.open(self.folder, self.command, self.settings, self.inputs, may_change=_PLACES)
+        with job as self.job:
             bad, count = self.captions.bad, len(self.captions.records) + len(self.captions.bad)
             if self.main and not self.job.names():
                 report_bad(bad, self.folder)

@@ -103,7 +103,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         for label, encoder in encoders.items():
             jobs[label] = settings, inputs = renderer.settings(encoder), renderer.inputs(encoder)
             if folders[label].exists():
-                with Job.open(folders[label], _COMMAND, settings, inputs, process=1):  # writes nothing
+                with Job.open(folders[label], _COMMAND, settings, inputs):
                     pass
             if encoder.kind is not Kind.ORIGINAL:
                 renderer.checkpoint.check_fits("text_encoder", encoder.load_text_encoder()[0], encoder.name)
@@ -127,8 +127,8 @@ def _open(processes: Processes, folder: Path, settings: dict, inputs: dict) -> I
         jobs = []
 
         def open_job() -> None:
-            who = {"shared": not processes.is_main, "process": processes.index}
-            jobs.append(stack.enter_context(Job.open(folder, _COMMAND, settings, inputs, **who)))
+            job = Job.open(folder, _COMMAND, settings, inputs, shared=not processes.is_main)
+            jobs.append(stack.enter_context(job))
 
         processes.from_main(open_job)
         if not processes.is_main:
