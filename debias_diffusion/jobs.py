@@ -7,7 +7,7 @@ holds if one of its lines has its checksum. So a kill between any two of these l
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -51,7 +51,6 @@ class Job:
         self.settings: dict = {}
         self.inputs: dict[str, str | None] = {}
         self._items: dict[str, dict[str | None, dict]] = {}  # by name: notes by sha256, which is None without a file
-        self._verified: dict[str, str] = {}  # sha256 of the items that were compared with it
         self._read_to: dict[Path, int] = {}  # bytes of each file of lines that have been read
 
     @classmethod
@@ -84,11 +83,10 @@ class Job:
         job = cls(Path(folder), f"items-{MACHINE}-{os.getpid()}.jsonl" if shared else "items.jsonl")
         job.folder.mkdir(parents=True, exist_ok=True)
         now = {"command": command, "settings": dict(settings or {}), "inputs": dict(inputs or {})}
-        now = json.loads(json.dumps(now))
+        now = json.loads(json.dumps(now))  # as it will be read
         with nullcontext(True) if shared else file_lock(job.folder / ".lock") as is_free:
             if not is_free:
-                taken = f"Another process works in {str(folder)!r}. Wait for it, or give another folder."
-                raise UserError(taken)
+                raise UserError(f"Another process works in {str(folder)!r}. Wait for it, or give another folder.")
             job._read_lines()
             recover(job.folder, job._items, alone=not shared)
             before = job._record()
@@ -129,9 +127,8 @@ class Job:
         *_, newest = notes = self._items[name].values()
         return self._items[name].get(self._verify(name), newest) if len(notes) > 1 else newest
 
-    @contextmanager
-    def write(self, name: str, **notes) -> Iterator[Path]:
-        """A temporary path for a file or a folder, which becomes the item, new or in place of the old one.
+    def write(self, name: str, **notes) -> AbstractContextManager[Path]:
+        """Gives a temporary path for a file or a folder, which becomes the item, new or in place of the old one.
 
         Raises:
             UserError: what lies there is not of this job.
@@ -142,16 +139,14 @@ class Job:
                 f"{str(path)!r} is in the place of a result and was not made by this job. Move it away, or give "
                 "another output folder."
             )
-        with replacing(self.folder, name, lambda temporary: self._append(name, path_digest(temporary), notes)) as item:
-            yield item
-        self._verified.pop(name, None)
+        return replacing(self.folder, name, lambda temporary: self._append(name, path_digest(temporary), notes))
 
     def note(self, name: str, **notes) -> None:
         """An item without a file."""
         self._append(name, None, notes)
 
     def path(self, name: str, damaged: Literal["refuse", "absent"] = "refuse") -> Path | None:
-        """Where an item lies, its checksum compared once; None if it is not there.
+        """Where an item lies, compared with its checksum; None if it is not there.
 
         Args:
             damaged: whether an item that does not fit its checksum is refused, or is as none.
@@ -184,7 +179,6 @@ class Job:
             temporary = unfinished(self.folder, name, "tmp")
             os.replace(self.folder / name, temporary)
             remove_path(temporary)
-        self._verified.pop(name, None)
 
     @staticmethod
     def key(kind: str, depends: Mapping) -> str:
@@ -219,15 +213,12 @@ class Job:
         self._items.setdefault(name, {})[digest] = notes
 
     def _verify(self, name: str) -> str | None:
-        """The sha256 of an item, compared once with its lines; None if it fits none of them."""
-        if name not in self._verified:
-            with suppress(OSError):
-                digest = path_digest(self.folder / name)
-                if digest not in self._items[name]:
-                    self._read_lines()  # another process may have replaced the item
-                if digest in self._items[name]:
-                    self._verified[name] = digest
-        return self._verified.get(name)
+        """The sha256 of an item that fits one of its lines; None for a damaged item."""
+        with suppress(OSError):
+            digest = path_digest(self.folder / name)
+            if digest not in self._items[name]:
+                self._read_lines()  # another process may have replaced the item
+            return digest if digest in self._items[name] else None
 
     def _record(self) -> dict | None:
         """The content of `job.json`; None if there is none."""
@@ -236,8 +227,7 @@ class Job:
             return None
         advice = (
             "It holds the settings of what lies there. Put a copy in its place, or give another folder. If you are "
-            "sure that the settings were those you give now, remove the file: the work continues, and nothing compares "
-            "them."
+            "sure that the settings are the same, remove the file."
         )
         record = read_json(path, advice=advice)
         if record.pop("sha256", None) != json_digest(record):
@@ -251,19 +241,17 @@ class Job:
             raise UserError(
                 f"{place} of `{before['command']}`, and not of `{now['command']}`. Give another output folder."
             )
-        there, here = before["settings"], now["settings"]
+        there, here = (
+            job["settings"] | {f"contents of {name}": digest for name, digest in job["inputs"].items()}
+            for job in (before, now)
+        )
         changes = "; ".join(
             f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
-            for name in here | there
+            for name in here | before["settings"]
             if name not in may_change and there.get(name) != here.get(name)
         )
-        replaced = "".join(
-            f" The {name} is another one, by its contents: {before['inputs'].get(name)} there, {digest} here."
-            for name, digest in now["inputs"].items()
-            if before["inputs"].get(name) != digest
-        )
-        if changes or replaced:
+        if changes:
             raise UserError(
-                f"{place} with other settings{f' ({changes})' if changes else ''}.{replaced} Give another "
-                "output folder, or the same settings to continue there."
+                f"{place} with other settings ({changes}). Give another output folder, or the same settings to "
+                "continue there."
             )

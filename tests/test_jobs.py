@@ -143,7 +143,7 @@ def test_other_settings_inputs_and_commands_are_refused(tmp_path, shared):
     there = r"other settings \(seed: 0 there, 1 here\).*Give another output folder"
     for changes, message in (
         (dict(settings=SETTINGS | {"seed": 1}), there),
-        (dict(inputs=INPUTS | {"data": "d2"}), "The data is another one, by its contents: d1 there, d2 here"),
+        (dict(inputs=INPUTS | {"data": "d2"}), "contents of data: 'd1' there, 'd2' here"),
         (dict(command="generate"), "a run of `train`, and not of `generate`"),
     ):
         with pytest.raises(UserError, match=message), opened(tmp_path, shared=shared, **changes):
