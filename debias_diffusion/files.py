@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -85,8 +85,7 @@ def _visible_files(folder: Path, above: frozenset = frozenset()) -> Iterator[Pat
 
 
 def json_digest(values: dict) -> str:
-    """sha256, in hexadecimal, of JSON values in any order. A value named "sha256" does not count."""
-    values = {name: value for name, value in values.items() if name != "sha256"}
+    """sha256, in hexadecimal, of JSON values in any order."""
     return bytes_digest([json.dumps(values, sort_keys=True).encode()])
 
 
@@ -142,8 +141,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-@contextmanager
-def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike) -> AbstractContextManager[Path]:
     """Gives a temporary path for a file, which replaces `path` once it is complete and on the disk.
 
     After a failure or a kill `path` is as it was. A link or FIFO at `path` is replaced, and never written through. The
@@ -157,8 +155,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     _recover_once(path.parent.absolute())
     if path.is_dir() and not path.is_symlink():
         raise UserError(f"{str(path)!r} is a folder, in the place of a file. Move it away, or give another place.")
-    with replacing(path.parent, path.name) as temporary:
-        yield temporary
+    return replacing(path.parent, path.name)
 
 
 @contextmanager

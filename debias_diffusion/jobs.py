@@ -202,9 +202,9 @@ class Job:
                 whole, end, _ = opened.read().rpartition(b"\n")  # another process may be writing the rest
             self._read_to[file] = self._read_to.get(file, 0) + len(whole + end)
             for line in whole.splitlines():
-                with suppress(ValueError, TypeError, LookupError, RecursionError):
+                with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
                     item = json.loads(line)
-                    if item["sha256"] == json_digest(item):
+                    if item.pop("sha256") == json_digest(item):
                         self._items.setdefault(item["name"], {})[item["content"]] = item["notes"]
 
     def _append(self, name: str, digest: str | None, notes: dict) -> None:

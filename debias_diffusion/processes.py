@@ -1,9 +1,8 @@
 """The processes of a run, one for each GPU as `accelerate launch` starts them, or a single one."""
 
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -76,8 +75,6 @@ class Processes:
         """The values of all processes, once all have come here; they must be picklable."""
         return gather_object(values) if self.count > 1 else values
 
-    @contextmanager
-    def only_main_prints(self) -> Iterator[None]:
+    def only_main_prints(self) -> AbstractContextManager:
         """Discards what the other processes print inside the context."""
-        with open(os.devnull, "w", encoding="utf-8") as null, redirect_stdout(sys.stdout if self.is_main else null):
-            yield
+        return nullcontext() if self.is_main else redirect_stdout(io.StringIO())
