@@ -82,8 +82,8 @@ class Job:
         """
         job = cls(Path(folder), f"items-{MACHINE}-{os.getpid()}.jsonl" if shared else "items.jsonl")
         job.folder.mkdir(parents=True, exist_ok=True)
-        now = {"command": command, "settings": dict(settings or {}), "inputs": dict(inputs or {})}
-        now = json.loads(json.dumps(now))  # as it will be read
+        values = {"command": command, "settings": dict(settings or {}), "inputs": dict(inputs or {})}
+        now = json.loads(json.dumps(values))  # as it will be read
         with nullcontext(True) if shared else file_lock(job.folder / ".lock") as is_free:
             if not is_free:
                 raise UserError(f"Another process works in {str(folder)!r}. Wait for it, or give another folder.")
