@@ -37,7 +37,7 @@ from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.session import read_source
-from debias_diffusion.files import read_json_object
+from debias_diffusion.files import read_json, read_json_object, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.text.sentences import split_sentences
 
@@ -233,12 +233,12 @@ class _Search:
     def _probe(self, problem: Problem | None = None) -> dict[str, dict[str, float]]:
         """The recalls of the untouched model, by "none", then those with each head ablated alone, by its name."""
 
-        def measure() -> dict:
+        def measure(file: Path) -> None:
             names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
             recalls = probe(problem or self._problem())
-            return {"settings": asdict(self.config), "recall": dict(zip(names, recalls, strict=True))}
+            write_json(file, {"settings": asdict(self.config), "recall": dict(zip(names, recalls, strict=True))})
 
-        return self.job.json(PROBE_FILE, measure)["recall"]
+        return read_json(self.job.ensure(PROBE_FILE, measure))["recall"]
 
     def _show_probe(self) -> None:
         by_head = self._probe()

@@ -76,9 +76,7 @@ class _Synthesis:
             self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
             names = ("kind", "max_new_tokens", "seed", "per_part")
             settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
-            # The main process holds the folder's lock. The others add their lines to files of their own.
-            shared = {"shared": not processes.is_main, "process": processes.index}
-            with Job.open(self.output, "synthesize", settings, inputs, **shared) as self.job:
+            with processes.open_job(self.output, "synthesize", settings, inputs) as self.job:
                 self._write(processes.from_main(self._missing))
                 processes.gathered([])  # all have written
                 processes.from_main(lambda: self._finish(settings | inputs))

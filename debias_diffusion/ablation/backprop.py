@@ -1,13 +1,16 @@
 """A beta for each head by gradient descent, everything else frozen (AAT, section 4.3)."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
+from ..clip.weight_files import save_tensors
 from ..jobs import Job
 from ..methods.objectives import contrastive_loss
 from ..training.optimizer import learning_rate
@@ -63,12 +66,13 @@ class Backprop:
         """The betas at the end, [blocks, heads]. Shows a progress bar."""
         state: dict[str, Tensor] = {}
         for epoch in tqdm(range(self.epochs), desc="beta", unit=" epochs"):
-            state = self.job.tensors(f"epochs/{epoch:04}.safetensors", partial(self._epoch, epoch, state))
+            file = self.job.ensure(f"epochs/{epoch:04}.safetensors", partial(self._epoch, epoch, state))
+            state = load_file(file)
         self._restore(state)
         return self.beta.detach()
 
-    def _epoch(self, epoch: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """alpha and AdamW's averages after a pass, from those before it."""
+    def _epoch(self, epoch: int, state: dict[str, Tensor], file: Path) -> None:
+        """Writes alpha and AdamW's averages after a pass, from those before it."""
         self._restore(state)
         order = torch.from_numpy(np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.texts)))
         batches = order.to(self.alpha.device).split(self.batch)
@@ -78,7 +82,7 @@ class Backprop:
             self.adamw.param_groups[0]["lr"] = rate
             (self.alpha.grad,) = torch.autograd.grad(self.loss(images), [self.alpha])
             self.adamw.step()
-        return {"alpha": self.alpha.detach().clone()} | self.adamw.state[self.alpha]
+        save_tensors({"alpha": self.alpha} | self.adamw.state[self.alpha], file)
 
     def _restore(self, state: dict[str, Tensor]) -> None:
         if state:

@@ -4,6 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,8 +130,9 @@ class Run(ABC):
         Raises:
             UserError: the folder belongs to a run with other settings, or too many records are bad.
         """
-        request, process = StopRequest(self.accelerator), self.accelerator.process_index
-        job = Job.open(self.folder, self.command, self.settings, self.inputs, may_change=_PLACES, process=process)
+        request, job = StopRequest(self.accelerator), nullcontext(Job.read(self.folder))  # of processes that only read
+        if self.main:
+            job = Job.open(self.folder, self.command, self.settings, self.inputs, may_change=_PLACES)
         with request.listening(), job as self.job:
             bad = self.captions.bad
             self.check_bad(bad, len(self.all_records) + len(bad), is_reported=bool(self.job.names()))

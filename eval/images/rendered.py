@@ -5,8 +5,7 @@ one uninterrupted run, bit for bit.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         for label, encoder in encoders.items():
             jobs[label] = settings, inputs = renderer.settings(encoder), renderer.inputs(encoder)
             if folders[label].exists():
-                with Job.open(folders[label], _COMMAND, settings, inputs, process=1):  # writes nothing
+                with Job.open(folders[label], _COMMAND, settings, inputs):
                     pass
             if encoder.kind is not Kind.ORIGINAL:
                 renderer.checkpoint.check_fits("text_encoder", encoder.load_text_encoder()[0], encoder.name)
@@ -112,25 +111,9 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
     jobs, rendered = processes.from_main(check), {}
     with explain_memory(processes.device, "Lower --images-at-once."):
         for label, encoder in encoders.items():
-            with _open(processes, folders[label], *jobs[label]) as job:
+            with processes.open_job(folders[label], _COMMAND, *jobs[label]) as job:
                 rendered[label] = render_into(job, renderer, encoder, tasks, processes=processes)
     inputs = {label: digests for label, (_, digests) in jobs.items()}
     base = next(iter(inputs.values()))["base"]
     of_encoders = {label: digests["encoder"] or base for label, digests in inputs.items()}
     return rendered, {"base": base, "encoder_2": renderer.digest(config.encoder_2), "encoders": of_encoders}
-
-
-@contextmanager
-def _open(processes: Processes, folder: Path, settings: dict, inputs: dict) -> Iterator[Job]:
-    """A job of several processes: the main one holds the lock, and each has a file of lines."""
-    with ExitStack() as stack:
-        jobs = []
-
-        def open_job() -> None:
-            who = {"shared": not processes.is_main, "process": processes.index}
-            jobs.append(stack.enter_context(Job.open(folder, _COMMAND, settings, inputs, **who)))
-
-        processes.from_main(open_job)
-        if not processes.is_main:
-            open_job()
-        yield jobs[0]
