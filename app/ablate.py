@@ -10,14 +10,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from debias_diffusion.ablation.backprop import Backprop
-from debias_diffusion.ablation.genetic import Generation
-from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
-from debias_diffusion.ablation.population import Population, TextPopulation
+from debias_diffusion.ablation.backprop import descend, image_features
+from debias_diffusion.ablation.heads import ABLATED, Ablation, head_means, tower_shape
+from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.problems import (
-    ImageProblem,
     Problem,
-    TextProblem,
     best_alone,
     better_alone,
     check_count,
@@ -25,6 +22,7 @@ from debias_diffusion.ablation.problems import (
     fittest,
     genetic_search,
     probe,
+    recalls,
 )
 from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
 from debias_diffusion.clip.image_tower import PROMPTS_AND_ATTENTION
@@ -44,7 +42,7 @@ from debias_diffusion.text.sentences import split_sentences
 from .options import AblateConfig
 
 FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
-PROBE_FILE, PICTURE, GENERATION = "probe.json", "heads.png", "generation-"
+PROBE_FILE, PICTURE = "probe.json", "heads.png"
 _WITHOUT_EFFECT = ("output", "model", "data", "images", "root", "device", "batch", "max_bad")  # paths are inputs
 # Why the recall may fall all the same, and what to do.
 _FELL = {
@@ -114,7 +112,7 @@ class _Search:
             return
         if not self._is_finished():
             problem = self._problem()
-            if problem.recalls(problem.untouched)[0]["mean_r"] == 0:
+            if recalls(problem.untouched)[0]["mean_r"] == 0:
                 raise UserError(
                     f"Which heads hurt cannot be known from these {len(self.pairs.records)} pairs: the model finds "
                     "none of them (mean-R 0.0), as where images or captions are alike. Give other pairs."
@@ -146,11 +144,13 @@ class _Search:
         """Writes the ablation with these betas, [blocks, heads], and the recalls before and after."""
         config, ablation = self.config, Ablation.of_rows(self.config.tower, beta.tolist(), self.means)
         if config.search == "bp":
-            encoded, heads = problem.encode_betas(beta), ablation.names_below(ABLATED)
+            tower, parts = problem.population.tower, problem.images.split(config.batch)
+            encoded = torch.cat([image_features(tower, part, beta) for part in parts])[None], problem.untouched[1]
+            heads = ablation.names_below(ABLATED)
         else:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
-        recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
+        recall = {"before": recalls(problem.untouched)[0], "after": recalls(encoded)[0]}
         more = {"heads": heads, "settings": asdict(config), "recall": recall}
         write_seen(self.output, add_seen([self.seen_before], self.pairs.digest, range(len(self.pairs.records))))
         with self.job.write(FILE) as temporary:
@@ -159,43 +159,40 @@ class _Search:
     def _problem(self) -> Problem:
         """The pairs whose image can be read, encoded as far as every ablation shares."""
         config, backbone, pairs = self.config, self.backbone, self.pairs
-        is_image = config.tower == "image"
-        shape: list[torch.Size] = []
+        is_image, tower = config.tower == "image", backbone.tower(config.tower)
 
         def embed(images: Tensor) -> Tensor:
-            embedded = backbone.image.embed(images)
-            shape.append(embedded.shape[1:])
-            return embedded.flatten(1)
+            return backbone.image.embed(images).flatten(1)
 
-        encode = embed if is_image else None
         features, good, bad = encode_images(
-            backbone, pairs.records, pairs.images, config.batch, self.device, "images", encode=encode
+            backbone,
+            pairs.records,
+            pairs.images,
+            config.batch,
+            self.device,
+            encode=embed if is_image else None,
         )
         print_left_out(bad)
         check_share(bad, len(pairs.records), config.max_bad)
+        images = features.to(self.device)
         captions = [pairs.records[index].caption for index in good]
-        texts = {edit: [edit_caption(text, edit) for text in captions] for edit in FITNESS[config.fitness]}
+        edits = {edit: [edit_caption(text, edit) for text in captions] for edit in FITNESS[config.fitness]}
         if is_image:
-            embedded = features.view(-1, *shape[0]).to(self.device)
-            encoded = {
+            images = images.unflatten(1, (1 + tower.patches, -1))
+            texts = {
                 edit: encode_texts(backbone, edited, config.batch, self.device, f"captions, {edit}").to(self.device)
-                for edit, edited in texts.items()
+                for edit, edited in edits.items()
             }
-            if config.way == "mean":
-                self.means = image_means(backbone.image, embedded, config.batch)
-            problem = ImageProblem(Population(backbone.image, config.beta, config.batch, self.means), embedded, encoded)
         else:
             starts = range(0, len(captions), config.batch)
-            batches = {
+            texts = {
                 edit: [backbone.tokenize(edited[at : at + config.batch]).to(self.device) for at in starts]
-                for edit, edited in texts.items()
+                for edit, edited in edits.items()
             }
-            if config.way == "mean":
-                self.means = text_means(backbone, batches["keep"])
-            population = TextPopulation(backbone.text, config.beta, self.means)
-            problem = TextProblem(population, features.to(self.device), batches)
-        problem.make_margins(seed=config.seed)
-        return problem
+        if config.way == "mean":
+            self.means = head_means(tower, images.split(config.batch) if is_image else texts["keep"])
+        population = Population(tower, config.beta, self.means)
+        return Problem(population, images, texts, config.batch, seed=config.seed)
 
     def _search(self, problem: Problem) -> Tensor:
         """[blocks, heads] the betas."""
@@ -203,7 +200,14 @@ class _Search:
         if config.search == "bp":
             settings = config.learning_rate, config.epochs, config.bp_batch, config.constant, config.seed
             with torch.inference_mode(False), torch.enable_grad():
-                return Backprop(problem, self.backbone.logit_scale.exp(), self.job, *settings).run()
+                return descend(
+                    problem.population.tower,
+                    problem.images,
+                    problem.texts["keep"],
+                    self.backbone.logit_scale.exp(),
+                    self.job,
+                    *settings,
+                )
         match config.search:
             case "single":
                 mask = best_alone(list(self._probe(problem).values()))
@@ -212,23 +216,8 @@ class _Search:
             case "all":
                 mask = fittest(problem, every_mask(*problem.shape))
             case "ga":
-                mask, _ = genetic_search(
-                    problem, config.generations, config.efficient, config.seed, self._generations(), self._note
-                )
+                mask, _ = genetic_search(problem, config.generations, config.efficient, config.seed, self.job)
         return torch.where(mask.view(*problem.shape), config.beta if self.means is None else 0.0, 1.0)
-
-    def _generations(self) -> list[Generation]:
-        """Those that were noted, up to the first of which the note is lost."""
-        history: list[Generation] = []
-        while (name := f"{GENERATION}{len(history):04}") in self.job:
-            notes = self.job.notes(name)
-            masks = torch.tensor([[bit == "1" for bit in mask] for mask in notes["masks"]])
-            history.append(Generation(len(history), masks, torch.tensor(notes["fitness"], dtype=torch.float64)))
-        return history
-
-    def _note(self, generation: Generation) -> None:
-        masks = ["".join("01"[ablated] for ablated in mask) for mask in generation.masks.tolist()]
-        self.job.note(f"{GENERATION}{generation.number:04}", masks=masks, fitness=generation.fitness.tolist())
 
     def _probe(self, problem: Problem | None = None) -> dict[str, dict[str, float]]:
         """The recalls of the untouched model, by "none", then those with each head ablated alone, by its name."""

@@ -119,7 +119,7 @@ def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]
                 f"{config.model!r} is a text encoder alone. Give the training run, or leave out --positions."
             )
         return spec.load_text_encoder(), None
-    from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads  # with open_clip, which is optional
+    from debias_diffusion.ablation.heads import fold_text_heads, suppressed_heads  # with open_clip, which is optional
     from debias_diffusion.encoders.loading import load_backbone
 
     if spec.kind is Kind.OPEN_CLIP:  # random weights, too
@@ -137,9 +137,9 @@ def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]
         )
     if config.positions == "short":
         backbone.read_short()
-    digest, text = backbone.digest() if config.scores else None, noted(backbone, "text")
+    digest, text = backbone.digest() if config.scores else None, suppressed_heads(backbone, "text")
     # Soft heads stay in the configuration, which open_clip's format has.
-    if not (config.to == "open_clip" and text and soft_heads(text)):
+    if not (config.to == "open_clip" and text and text.soft_names):
         fold_text_heads(backbone)
     return backbone, digest
 
