@@ -15,9 +15,7 @@ from debias_diffusion.ablation.heads import ABLATED, Ablation, head_means, tower
 from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.problems import (
     Problem,
-    best_alone,
     better_alone,
-    check_count,
     every_mask,
     fittest,
     genetic_search,
@@ -38,6 +36,7 @@ from debias_diffusion.eval.session import read_source
 from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
 from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import TokenBatch
 
 from .options import AblateConfig
 
@@ -73,10 +72,6 @@ def ablate(config: AblateConfig) -> Path:
     return Path(config.output)
 
 
-def _ablated_already(model: str) -> UserError:
-    return UserError(f"{model!r} is ablated already. Give the model that it was made from.")
-
-
 class _Search:
     """One search, which continues from the finished items of `job`."""
 
@@ -86,18 +81,16 @@ class _Search:
     def __init__(self, config: AblateConfig):
         self.config, self.output = config, Path(config.output)
         spec = EncoderSpec.parse(config.model)
-        if spec.kind is Kind.ABLATION:
-            raise _ablated_already(config.model)
         self.seen_before = read_seen(spec)
         self.device = pick_device(config.device)
         self.backbone = spec.load_two_tower().to(self.device).eval()
         self.blocks, self.heads = tower_shape(self.backbone, config.tower)
-        if self.backbone.image_attention or self.backbone.text_attention:  # an open_clip folder with suppressed heads
-            raise _ablated_already(config.model)
+        # the latter in an open_clip folder with suppressed heads
+        if spec.kind is Kind.ABLATION or self.backbone.image_attention or self.backbone.text_attention:
+            raise UserError(f"{config.model!r} is ablated already. Give the model that it was made from.")
         if config.tower == "image" and self.backbone.prompt_settings is not None:
             raise UserError(f"{config.model!r}: {PROMPTS_AND_ATTENTION}")
         self.pairs = read_source(config)
-        check_count(len(self.pairs.records))
         sentences = (len(split_sentences(record.caption)) for record in self.pairs.records)
         if config.fitness == "robust" and max(sentences) < 2:
             raise UserError(
@@ -144,8 +137,8 @@ class _Search:
         """Writes the ablation with these betas, [blocks, heads], and the recalls before and after."""
         config, ablation = self.config, Ablation.of_rows(self.config.tower, beta.tolist(), self.means)
         if config.search == "bp":
-            tower, parts = problem.population.tower, problem.images.split(config.batch)
-            encoded = torch.cat([image_features(tower, part, beta) for part in parts])[None], problem.untouched[1]
+            parts = [image_features(self.backbone.image, part, beta) for part in problem.images.split(config.batch)]
+            encoded = torch.cat(parts)[None], problem.untouched[1]
             heads = ablation.names_below(ABLATED)
         else:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
@@ -164,31 +157,20 @@ class _Search:
         def embed(images: Tensor) -> Tensor:
             return backbone.image.embed(images).flatten(1)
 
-        features, good, bad = encode_images(
-            backbone,
-            pairs.records,
-            pairs.images,
-            config.batch,
-            self.device,
-            encode=embed if is_image else None,
-        )
+        def read(edit: str) -> Tensor | list[TokenBatch]:
+            captions = [edit_caption(pairs.records[index].caption, edit) for index in good]
+            if is_image:
+                return encode_texts(backbone, captions, config.batch, self.device, f"captions, {edit}").to(self.device)
+            starts = range(0, len(captions), config.batch)
+            return [backbone.tokenize(captions[at : at + config.batch]).to(self.device) for at in starts]
+
+        inputs, encode = (pairs.records, pairs.images, config.batch, self.device), embed if is_image else None
+        features, good, bad = encode_images(backbone, *inputs, encode=encode)
         print_left_out(bad)
         check_share(bad, len(pairs.records), config.max_bad)
         images = features.to(self.device)
-        captions = [pairs.records[index].caption for index in good]
-        edits = {edit: [edit_caption(text, edit) for text in captions] for edit in FITNESS[config.fitness]}
-        if is_image:
-            images = images.unflatten(1, (1 + tower.patches, -1))
-            texts = {
-                edit: encode_texts(backbone, edited, config.batch, self.device, f"captions, {edit}").to(self.device)
-                for edit, edited in edits.items()
-            }
-        else:
-            starts = range(0, len(captions), config.batch)
-            texts = {
-                edit: [backbone.tokenize(edited[at : at + config.batch]).to(self.device) for at in starts]
-                for edit, edited in edits.items()
-            }
+        images = images.unflatten(1, (1 + tower.patches, -1)) if is_image else images
+        texts = {edit: read(edit) for edit in FITNESS[config.fitness]}
         if config.way == "mean":
             self.means = head_means(tower, images.split(config.batch) if is_image else texts["keep"])
         population = Population(tower, config.beta, self.means)
@@ -198,21 +180,13 @@ class _Search:
         """[blocks, heads] the betas."""
         config = self.config
         if config.search == "bp":
+            pairs = self.backbone.image, problem.images, problem.texts["keep"]
             settings = config.learning_rate, config.epochs, config.bp_batch, config.constant, config.seed
             with torch.inference_mode(False), torch.enable_grad():
-                return descend(
-                    problem.population.tower,
-                    problem.images,
-                    problem.texts["keep"],
-                    self.backbone.logit_scale.exp(),
-                    self.job,
-                    *settings,
-                )
+                return descend(*pairs, self.backbone.logit_scale.exp(), self.job, *settings)
         match config.search:
-            case "single":
-                mask = best_alone(list(self._probe(problem).values()))
-            case "naive":
-                mask = better_alone(list(self._probe(problem).values()))
+            case "single" | "naive":
+                mask = better_alone(self._probe(problem).values(), best=config.search == "single")
             case "all":
                 mask = fittest(problem, every_mask(*problem.shape))
             case "ga":

@@ -65,17 +65,15 @@ def descend(
     """
     blocks = tower.transformer.resblocks
     start = torch.full((len(blocks), blocks[0].attn.num_heads), START)
-    state = {"alpha": start, "step": torch.tensor(0.0)}
-    state |= {name: torch.zeros_like(start) for name in ("exp_avg", "exp_avg_sq")}
+    averages = {name: torch.zeros_like(start) for name in ("exp_avg", "exp_avg_sq")}
+    state = {"alpha": start, "step": torch.tensor(0.0)} | averages
 
     def run_epoch(epoch: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """alpha and AdamW's averages after a pass, from those before it."""
-        alpha, exp_avg, exp_avg_sq = (
-            state[name].to(embedded.device, copy=True) for name in ("alpha", "exp_avg", "exp_avg_sq")
-        )
+        alpha, exp_avg, exp_avg_sq = (state[name].to(embedded.device) for name in ("alpha", "exp_avg", "exp_avg_sq"))
         adamw = torch.optim.AdamW([alpha.requires_grad_()], lr=rate, betas=_BETAS, eps=_EPS, weight_decay=0.0)
         # AdamW counts its steps on the CPU.
-        adamw.state[alpha] = {"step": state["step"].clone(), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        adamw.state[alpha] = {"step": state["step"], "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         order = torch.from_numpy(np.random.default_rng([seed % 2**64, epoch]).permutation(len(texts)))
         batches = order.to(embedded.device).split(batch)
         for number, pairs in enumerate(batches):

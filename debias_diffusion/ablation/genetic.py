@@ -31,11 +31,6 @@ class Generation:
     fitness: Tensor
 
     @property
-    def winner(self) -> Tensor:
-        """[heads of all blocks] the fittest individual."""
-        return self.masks[self.fitness.argmax()]
-
-    @property
     def diversity(self) -> float:
         """The mean Hamming distance of two individuals, as a share of the heads."""
         ones, count = self.masks.double().mean(dim=0), len(self.masks)

@@ -5,7 +5,7 @@ Queries, keys, values and attention are computed once for a parent, because the 
 and without suppression; what follows the attention, once for each child. Of the last block only CLS or EOT is computed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -47,16 +47,15 @@ class Population:
         distinct = distinct.view(-1, *masks.shape[1:])
         parts = []
         for batch in batches:
-            packed, leaves = self.tower.pack(batch), {}
-            for numbers, features in self._grow(packed, packed.hidden_states, distinct, torch.arange(len(distinct)), 0):
-                leaves |= dict.fromkeys(numbers.tolist(), features)
+            packed = self.tower.pack(batch)
+            leaves = self._grow(packed, packed.hidden_states, distinct, torch.arange(len(distinct)))
             parts.append(torch.stack([leaves[number] for number in range(len(distinct))]))
         return torch.cat(parts, dim=1)[places]
 
     def _grow(
-        self, packed: TowerInput, states: Tensor, masks: Tensor, numbers: Tensor, depth: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(numbers of ablations, their features) below one node of the tree.
+        self, packed: TowerInput, states: Tensor, masks: Tensor, numbers: Tensor, depth: int = 0
+    ) -> dict[int, Tensor]:
+        """The features of the ablations below one node of the tree, by their numbers.
 
         Depth first, so that no more states are held than the path to a leaf has blocks.
         """
@@ -70,6 +69,7 @@ class Population:
             ablated = suppress(attended, share, value[..., :1, :, :], beta)
         else:
             ablated = self.means[depth].to(attended)
+        leaves = {}
         here, child_of = torch.unique(masks[numbers, depth], dim=0, return_inverse=True)
         for child, mask in enumerate(here):
             chosen = torch.where(mask.to(attended.device)[:, None], ablated, attended)
@@ -77,6 +77,7 @@ class Population:
             self.children += 1
             members = numbers[child_of == child]
             if is_last:
-                yield members, packed.project(below)
+                leaves |= dict.fromkeys(members.tolist(), packed.project(below))
             else:
-                yield from self._grow(packed, below, masks, members, depth + 1)
+                leaves |= self._grow(packed, below, masks, members, depth + 1)
+        return leaves

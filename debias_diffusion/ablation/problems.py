@@ -5,7 +5,7 @@ How good an ablation is: the margin by which texts prefer their image (AAT, equa
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -43,7 +43,11 @@ class Margin:
     """
 
     def __init__(self, texts: Tensor, images: Tensor, k1: int = K1, k2: int = K2, seed: int = 0):
-        check_count(len(texts), k1, k2)
+        if len(texts) < k1 + k2 + 1:
+            raise UserError(
+                f"{len(texts)} pairs are too few: {k1} hard and {k2} random wrong images for each text need at least "
+                f"{k1 + k2 + 1}. Give more."
+            )
         wrong = _similarity(images, texts).fill_diagonal_(-torch.inf)
         self.hard, self.k2, self.seed = wrong.topk(k1, dim=1).indices, k2, seed
 
@@ -77,15 +81,6 @@ class Margin:
             wrong = similarity.fill_diagonal_(-torch.inf) if negatives is None else similarity.gather(1, negatives)
             margins.append((positive - wrong.amax(dim=1)).mean())
         return torch.stack(margins)
-
-
-def check_count(pairs: int, k1: int = K1, k2: int = K2) -> None:
-    """Raises UserError unless there are more than k1 + k2 wrong images for each text."""
-    if pairs < k1 + k2 + 1:
-        raise UserError(
-            f"{pairs} pairs are too few: {k1} hard and {k2} random wrong images for each text need at least "
-            f"{k1 + k2 + 1}. Give more."
-        )
 
 
 def _similarity(images: Tensor, texts: Tensor) -> Tensor:
@@ -194,17 +189,16 @@ def probe(problem: Problem) -> list[dict[str, float]]:
     return [*recalls(problem.untouched), *recalls(alone)]
 
 
-def better_alone(recalls: Sequence[dict[str, float]]) -> Tensor:
-    """[heads of all blocks] the heads whose ablation alone raises mean-R; `recalls` from `probe`."""
-    untouched, *alone = (row["mean_r"] for row in recalls)
-    return torch.tensor([mean_r > untouched for mean_r in alone])
+def better_alone(recalls: Iterable[dict[str, float]], best: bool = False) -> Tensor:
+    """[heads of all blocks] the heads whose ablation alone raises mean-R, if any.
 
-
-def best_alone(recalls: Sequence[dict[str, float]]) -> Tensor:
-    """[heads of all blocks] the head whose ablation alone raises mean-R most (Table 1); none if none raises it."""
-    better = better_alone(recalls)
-    best = torch.tensor([row["mean_r"] for row in recalls[1:]], dtype=torch.float64).argmax()
-    return better & (torch.arange(len(better)) == best)
+    Args:
+        recalls: from `probe`.
+        best: only the head that raises it most (Table 1).
+    """
+    mean_r = torch.tensor([row["mean_r"] for row in recalls], dtype=torch.float64)
+    better, highest = mean_r[1:] > mean_r[0], mean_r[1:].argmax()
+    return better & (torch.arange(len(better)) == highest) if best else better
 
 
 def genetic_search(
@@ -243,7 +237,7 @@ def genetic_search(
     for generation in bar:
         history.append(generation)
         bar.set_postfix(best=f"{generation.fitness.max():.4f}", alike=f"{1 - generation.diversity:.0%}")
-    winners = torch.unique(torch.stack([generation.winner for generation in history]), dim=0)
+    winners = torch.stack([generation.masks[generation.fitness.argmax()] for generation in history]).unique(dim=0)
     return fittest(problem, winners), history
 
 

@@ -7,6 +7,7 @@ The towers are open_clip's modules; only the text tower has a forward of its own
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ class Backbone(nn.Module):
         open_clip does not know them: its strict loading refuses the saved weights.
         """
         add_prompts(self.model.visual, settings)
-        self._configure(**{_PROMPTS: settings.description()})
+        self._configure(**{_PROMPTS: asdict(settings)})
 
     @property
     def short_positions(self) -> torch.Tensor | None:

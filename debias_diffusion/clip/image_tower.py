@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +112,7 @@ class ImageTower:
 
     def pack(self, hidden_states: torch.Tensor) -> TowerInput:
         """What `embed` gives, for who runs the blocks; `changes` are left to them. It must pool at CLS."""
-        return TowerInput(hidden_states, full_attention, full_attention, lambda part: part[:, :1], self.project)
+        return TowerInput(hidden_states, full_attention, full_attention, _cls_of, self.project)
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, width] after the last block -> features [batch, embed_dim], not normalised."""
@@ -195,9 +194,9 @@ class ImageTower:
         numbers, cls_states = block_numbers(self.transformer, blocks), {}
         for block in range(self.depth):
             parts = {"before": self._before, "after": self._after} if cls_alone else {}
-            if cls_alone and block == self.depth - 1:
-                parts = {"before": self._before_cls, "after": partial(_after_attention_of_cls, self._after)}
-            hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), **parts)
+            pooled = [_cls_of] if cls_alone and block == self.depth - 1 else []
+            parts |= {"before": self._before_cls} if pooled else {}
+            hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), *pooled, **parts)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
         states = [cls_states[number] for number in numbers]
@@ -220,6 +219,11 @@ def add_prompts(visual: nn.Module, settings: PromptSettings) -> None:
     visual.regional_prompts = RegionalPrompts(settings, visual.conv1.out_channels, ImageTower(visual).depth)
 
 
+def _cls_of(tokens: torch.Tensor) -> torch.Tensor:
+    """[batch, tokens, ...] -> [batch, 1, ...]"""
+    return tokens[:, :1]
+
+
 def _before_attention_of_cls(block: ResidualAttentionBlock, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`before_attention`, with the query of CLS alone."""
     attention, normed = block.attn, block.ln_1(hidden_states)
@@ -228,10 +232,3 @@ def _before_attention_of_cls(block: ResidualAttentionBlock, hidden_states: torch
     query = F.linear(normed[:, :1], weight[:width], bias[:width])
     key_value = F.linear(normed, weight[width:], bias[width:])
     return tuple(part.unflatten(-1, (attention.num_heads, -1)) for part in (query, *key_value.chunk(2, dim=-1)))
-
-
-def _after_attention_of_cls(
-    after: Callable, block: ResidualAttentionBlock, hidden_states: torch.Tensor, attended: torch.Tensor
-) -> torch.Tensor:
-    """`after_attention` of CLS alone, [batch, 1, width]."""
-    return after(block, hidden_states[:, :1], attended)

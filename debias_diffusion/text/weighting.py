@@ -112,12 +112,10 @@ def take_out(prompt: str, reading: Reading, negative: bool = False) -> tuple[str
 
 def unread_syntax(prompt: str) -> str:
     """What a prompt holds of other programs' syntax that is read as text, and what to do, in words; "" for nothing."""
-    found = [(match[0], advice) for pattern, advice in _UNREAD if (match := re.search(pattern, prompt))]
-    # Some people write all in capitals.
-    told = [
-        f"{text[:40]!r} is read as text: {advice}" for text, advice in found if text != "AND" or not prompt.isupper()
-    ]
-    return "; ".join(told)
+    matches = [(match[0], advice) for pattern, advice in _UNREAD if (match := re.search(pattern, prompt))]
+    if prompt.isupper():  # Some people write all in capitals.
+        matches = [(text, advice) for text, advice in matches if text != "AND"]
+    return "; ".join(f"{text[:40]!r} is read as text: {advice}" for text, advice in matches)
 
 
 def has_weights(prompt: str) -> bool:
@@ -239,10 +237,10 @@ def _multiply(runs: list[list], start: int, factor: float) -> None:
         run[1] *= factor
 
 
-def _parse_comfyui(prompt: str, weight: float = 1.0) -> list[Run]:
+def _parse_comfyui(prompt: str) -> list[Run]:
     """As ComfyUI does: `(words)` times 1.1, and `(words:1.3)` is 1.3, whatever encloses it."""
     hidden = prompt.replace("\\)", "\0\1").replace("\\(", "\0\2")
-    return [(text.replace("\0\1", ")").replace("\0\2", "("), weight) for text, weight in _nested(hidden, weight)]
+    return [(text.replace("\0\1", ")").replace("\0\2", "("), weight) for text, weight in _nested(hidden, 1.0)]
 
 
 def _nested(text: str, weight: float, depth: int = 0) -> Iterator[Run]:
