@@ -84,7 +84,7 @@ class _Search:
         self.seen_before = read_seen(spec)
         self.device = pick_device(config.device)
         self.backbone = spec.load_two_tower().to(self.device).eval()
-        self.blocks, self.heads = tower_shape(self.backbone, config.tower)
+        self.shape = tower_shape(self.backbone, config.tower)
         # the latter in an open_clip folder with suppressed heads
         if spec.kind is Kind.ABLATION or self.backbone.image_attention or self.backbone.text_attention:
             raise UserError(f"{config.model!r} is ablated already. Give the model that it was made from.")
@@ -197,9 +197,7 @@ class _Search:
         """The recalls of the untouched model, by "none", then those with each head ablated alone, by its name."""
 
         def measure() -> dict:
-            names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
-            recalls = probe(problem or self._problem())
-            return {"settings": asdict(self.config), "recall": dict(zip(names, recalls, strict=True))}
+            return {"settings": asdict(self.config), "recall": probe(problem or self._problem())}
 
         return self.job.json(PROBE_FILE, measure)["recall"]
 
@@ -207,7 +205,7 @@ class _Search:
         by_head = self._probe()
         untouched, *alone = (row["mean_r"] for row in by_head.values())
         title = f"mean-R with one head suppressed ({untouched:.1f} with none)"
-        values = np.reshape(alone, (self.blocks, self.heads))
+        values = np.reshape(alone, self.shape)
         write_png(self.output / PICTURE, draw_heads(values, title, untouched))
         rows = [[name, *row.values()] for name, row in by_head.items()]
         print("\n" + Table(["ablated head", *by_head["none"]], rows).markdown())

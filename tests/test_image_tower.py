@@ -107,12 +107,12 @@ def test_towers_of_another_kind_are_refused():
     siglip = tiny_siglip()
     for visual, message in (
         (ModifiedResNet([1, 1, 1, 1], output_dim=8, heads=2, image_size=32, width=8), "is a ModifiedResNet, which"),
-        (siglip.model.visual, "is a VisionTransformer of timm, which"),
+        (siglip.model.visual, "is a TimmModel, which"),
         (VisionTransformer(**SIZES, qk_norm=True), "not plain CLIP blocks"),
     ):
         with pytest.raises(UserError, match=message):
             ImageTower(visual)
-    with pytest.raises(UserError, match="of timm"):
+    with pytest.raises(UserError, match="is a TimmModel"):
         siglip.replace_attention("image", {0: lambda attend: attend}, {"heads": [0]})
 
 

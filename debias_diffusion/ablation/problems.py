@@ -182,18 +182,19 @@ def every_mask(blocks: int, heads: int) -> Tensor:
     return torch.tensor(list(product([False, True], repeat=blocks * heads)))
 
 
-def probe(problem: Problem) -> list[dict[str, float]]:
-    """The recalls of the untouched model, then those with each head ablated alone."""
+def probe(problem: Problem) -> dict[str, dict[str, float]]:
+    """The recalls of the untouched model, by "none", then those with each head ablated alone, by its name."""
     blocks, heads = problem.shape
+    names = ["none", *(f"{block}-{head}" for block in range(blocks) for head in range(heads))]
     alone = problem.encode(torch.eye(blocks * heads, dtype=torch.bool), progress=True)
-    return [*recalls(problem.untouched), *recalls(alone)]
+    return dict(zip(names, [*recalls(problem.untouched), *recalls(alone)], strict=True))
 
 
 def better_alone(recalls: Iterable[dict[str, float]], best: bool = False) -> Tensor:
     """[heads of all blocks] the heads whose ablation alone raises mean-R, if any.
 
     Args:
-        recalls: from `probe`.
+        recalls: the values of `probe`.
         best: only the head that raises it most (Table 1).
     """
     mean_r = torch.tensor([row["mean_r"] for row in recalls], dtype=torch.float64)

@@ -68,10 +68,9 @@ class ImageTower:
 
     def __init__(self, visual: nn.Module):
         if not isinstance(visual, VisionTransformer):
-            kind = type(getattr(visual, "trunk", visual)).__name__
             raise UserError(
-                f"The image tower is a {kind}{' of timm' if hasattr(visual, 'trunk') else ''}, which cannot be run "
-                "block by block. Give a CLIP with open_clip's own vision transformer, for example ViT-B-16."
+                f"The image tower is a {type(visual).__name__}, which cannot be run block by block. Give a CLIP with "
+                "open_clip's own vision transformer, for example ViT-B-16."
             )
         if not all(type(block) is ResidualAttentionBlock for block in visual.transformer.resblocks):
             raise UserError("The image tower's blocks are not plain CLIP blocks. Give another, such as ViT-B-16.")

@@ -189,12 +189,6 @@ def _signed(signs: str) -> float:
     return math.prod([STEP if signs[0] == "+" else 0.9] * len(signs))
 
 
-def _merged(runs: list[list]) -> list[Run]:
-    """With neighbours of one weight as one run."""
-    groups = itertools.groupby(runs, key=lambda run: run[1])
-    return [("".join(text for text, _ in group), weight) for weight, group in groups]
-
-
 def _parse_a1111(prompt: str, breaks: bool) -> list[Part]:
     """As A1111's interface and Forge do; `breaks=False`: as kohya's scripts do.
 
@@ -223,12 +217,13 @@ def _parse_a1111(prompt: str, breaks: bool) -> list[Part]:
     for bracket, starts in opened.items():
         for start in starts:
             _multiply(runs, start, STEP if bracket == "(" else 1 / STEP)
-    merged, parts = _merged(runs), [[]]
-    for run in merged:
-        if breaks and run == ("BREAK", -1.0):
+    parts: list[list[Run]] = [[]]
+    for weight, group in itertools.groupby(runs, key=lambda run: run[1]):  # neighbours of one weight are one run
+        text = "".join(text for text, _ in group)
+        if breaks and (text, weight) == ("BREAK", -1.0):
             parts.append([])
         else:
-            parts[-1].append(run)
+            parts[-1].append((text, weight))
     return [Part(part) for part in parts]
 
 
