@@ -138,8 +138,7 @@ class _Search:
         config, ablation = self.config, Ablation.of_rows(self.config.tower, beta.tolist(), self.means)
         if config.search == "bp":
             parts = [image_features(self.backbone.image, part, beta) for part in problem.images.split(config.batch)]
-            encoded = torch.cat(parts)[None], problem.untouched[1]
-            heads = ablation.names_below(ABLATED)
+            encoded, heads = (torch.cat(parts)[None], problem.untouched[1]), ablation.names_below(ABLATED)
         else:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))

@@ -409,19 +409,11 @@ class LongPromptMixin(SharpenedMixin):
             inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
             return self._states(encoder, ids.to(inputs), clip_skip, eos_token_id)
 
+        encode = partial(encode_texts, reading=options.reading, emphasis=options.weights, states=states, device=device)
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
             eos_token_id = pooling_eos(tokenizer, length, options.reading)
             alone = [self._reader.alone(tokens) for tokens in batch]
-            embedded, pooled = encode_texts(
-                encoder,
-                tokenizer,
-                [text for texts in alone for text in texts],
-                length,
-                reading=options.reading,
-                emphasis=options.weights,
-                states=states,
-                device=device,
-            )
+            embedded, pooled = encode(encoder, tokenizer, [text for texts in alone for text in texts], length)
             strengths = [tokens.strengths[: len(texts)] for tokens, texts in zip(batch, alone, strict=True)]
             embeds.append(_means(embedded, strengths))
             pooled = None if pooled is None else _means(pooled, strengths)

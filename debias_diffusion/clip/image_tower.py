@@ -164,7 +164,7 @@ class ImageTower:
         return features, self.project(hidden_states), states
 
     def compile(self, **options) -> None:
-        """Compiles everything but the attention of `encode_with_masked`."""
+        """Compiles everything but the attention."""
         self._before, self._before_cls, self._after = (
             torch.compile(part, dynamic=True, **options)
             for part in (before_attention, _before_attention_of_cls, after_attention)
@@ -192,9 +192,8 @@ class ImageTower:
         """
         numbers, cls_states = block_numbers(self.transformer, blocks), {}
         for block in range(self.depth):
-            parts = {"before": self._before, "after": self._after} if cls_alone else {}
             pooled = [_cls_of] if cls_alone and block == self.depth - 1 else []
-            parts |= {"before": self._before_cls} if pooled else {}
+            parts = {"before": self._before_cls if pooled else self._before, "after": self._after}
             hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), *pooled, **parts)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
@@ -202,8 +201,6 @@ class ImageTower:
         return hidden_states, stack_states(states, hidden_states, hidden_states.shape[-1])
 
     def _attention(self, block: int) -> Attention:
-        if self.prompts and self.changes:
-            raise UserError(PROMPTS_AND_ATTENTION)
         if self.prompts:
             return self.prompts.attention(self.transformer.resblocks[block], block)
         return self.changes[block](full_attention) if block in self.changes else full_attention

@@ -105,19 +105,17 @@ class TextTower:
         return self._pack(tokens, Layout(tokens, tokens.ids.device))
 
     def _pack(self, tokens: TokenBatch, layout: Layout) -> TowerInput:
-        attend, hidden_states = partial(attend_all, layout), self._embed(tokens, layout)
+        attend, is_average = partial(attend_all, layout), self.pooling == "average"
 
-        def average(states: torch.Tensor) -> torch.Tensor:
-            return self.project(_average(tokens, layout, self.tower.ln_final(states)))
+        def project(states: torch.Tensor) -> torch.Tensor:
+            states = self.tower.ln_final(states)
+            return self.project(_average(tokens, layout, states) if is_average else states.index_select(0, layout.back))
 
-        def at_eot(states: torch.Tensor) -> torch.Tensor:
-            return self.project(self.tower.ln_final(states).index_select(0, layout.back))
-
-        if self.pooling == "average":
-            return TowerInput(hidden_states, attend, attend, lambda states: states, average)
+        if is_average:
+            return TowerInput(self._embed(tokens, layout), attend, attend, lambda states: states, project)
         # Of the last block's output only EOT is read.
         pooled = partial(torch.index_select, dim=0, index=layout.last)
-        return TowerInput(hidden_states, attend, partial(attend_last, layout), pooled, at_eot)
+        return TowerInput(self._embed(tokens, layout), attend, partial(attend_last, layout), pooled, project)
 
     def _embed(self, tokens: TokenBatch, layout: Layout) -> torch.Tensor:
         """[longest prefix + sum of lengths, width] the blocks' input"""
