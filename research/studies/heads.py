@@ -15,7 +15,7 @@ import torch
 from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.problems import Problem, every_mask
-from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.ablation.saved import FILE, write_ablation
 from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.sources import open_data
@@ -43,7 +43,7 @@ def suppress_best_heads(model: str, folder: Path, pairs: int = PAIRS) -> Ablatio
     best = masks[problem.fitness(problem.encode(masks), None).argmax()].view(blocks, heads)
     ablation = Ablation.of_mask("text", best, 0.0)
     folder.mkdir(parents=True, exist_ok=True)
-    write_ablation(folder, model, backbone, ablation)
+    write_ablation(folder / FILE, model, backbone, ablation)
     return ablation
 
 
