@@ -110,7 +110,7 @@ def _load_two_tower(config: ExportConfig, spec: EncoderSpec) -> tuple["Backbone 
                 f"{config.model!r} is a text encoder alone. Give the training run, or leave out --positions."
             )
         return None, None
-    from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads  # with open_clip, which is optional
+    from debias_diffusion.ablation.heads import fold_text_heads, suppressed_heads  # with open_clip, which is optional
 
     backbone = spec.load_two_tower(random_weights=True)
     if config.to in _BOTH_TOWERS and backbone.prompt_settings is not None:
@@ -121,9 +121,9 @@ def _load_two_tower(config: ExportConfig, spec: EncoderSpec) -> tuple["Backbone 
         )
     if config.positions == "short":
         backbone.read_short()
-    digest, text = backbone.digest() if config.scores else None, noted(backbone, "text")
+    digest, text = backbone.digest() if config.scores else None, suppressed_heads(backbone, "text")
     # Soft heads stay in the configuration, which open_clip's format has.
-    if not (config.to == "open_clip" and text and soft_heads(text)):
+    if not (config.to == "open_clip" and text and text.soft_names):
         fold_text_heads(backbone)
     return backbone, digest
 

@@ -89,10 +89,10 @@ def loop(backbone: Backbone, pixels: Tensor, masks: Tensor) -> Tensor:
     features = []
     for mask in masks:
         ablation = Ablation.of_mask("image", mask, BETA)
-        beta = enumerate(ablation.beta)
-        backbone.image.attends = {block: Suppressed(torch.tensor(row)) for block, row in beta if min(row) < 1}
+        betas = enumerate(map(torch.tensor, ablation.beta))
+        backbone.image.changes = {block: partial(Suppressed, beta) for block, beta in betas if beta.min() < 1}
         features.append(backbone.image(pixels))
-    backbone.image.attends = {}
+    backbone.image.changes = {}
     return torch.stack(features)
 
 
@@ -106,14 +106,14 @@ def evaluators(backbone: Backbone, kinds: dict[str, Tensor], images: int, rounds
     for kind, masks in kinds.items():
         masks = masks.view(len(masks), len(blocks), blocks[0].attn.num_heads)
         some = torch.linspace(0, len(masks) - 1, TIMED).long()
-        population = Population(backbone.image, BETA, images)
-        features = population.features(embedded, masks)
+        population = Population(backbone.image, BETA)
+        features = population.features([embedded], masks)
         torch.testing.assert_close(features[some], loop(backbone, pixels, masks[some]), rtol=1e-3, atol=1e-3)
         works = {
-            "tree": partial(population.features, embedded, masks),
+            "tree": partial(population.features, [embedded], masks),
             "loop": partial(loop, backbone, pixels, masks[some]),
         }
-        computed, medians = population.children // images, median_seconds(works, rounds, device)
+        computed, medians = population.children, median_seconds(works, rounds, device)
         result[kind] = {
             "ablations": len(masks),
             "blocks": computed,

@@ -266,7 +266,7 @@ def main() -> None:
         padded.append(rows.numel())
         with torch.no_grad():
             cached = replace(batch, images=backbone.encode_image(batch.images), cached_features=True)
-            pixels = backbone.normalise(batch.images)
+            pixels = backbone.as_floats(batch.images)
         given = accelerator, precision
         steps = {
             "padded": partial(step, optimizer, padded_backward, backbone, method, batch, rows, precision),

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..ablation.heads import Ablation, noted
+from ..ablation.heads import Ablation, suppressed_heads
 from ..clip.backbone import Backbone
 from ..clip.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..clip.families import find_family
@@ -53,7 +53,7 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
             "features would differ. Export it as transformers or open_clip."
         )
     check_plain_text(backbone)
-    ablation = noted(backbone, "image")
+    ablation = suppressed_heads(backbone, "image")
     if ablation is None and backbone.image_attention is not None:
         raise UserError(
             "The attention in the image tower was replaced; a CLIPModel has the plain one. Export it as open_clip."

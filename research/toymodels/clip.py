@@ -134,7 +134,7 @@ def draw_text(index: int, purpose: str) -> str:
 def encode_patches(backbone: Backbone, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Images -> features [batch, embed_dim], and the patches' states after the final norm [batch, patches, width]"""
     tower = backbone.image
-    hidden_states = tower.embed(backbone.normalise(pixels))
+    hidden_states = tower.embed(backbone.as_floats(pixels))
     for block in range(tower.depth):
         hidden_states = tower.run_block(block, hidden_states)
     return tower.project(hidden_states), tower.visual.ln_post(hidden_states[:, 1:])

@@ -99,7 +99,7 @@ def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, monkeypatch,
     torch.testing.assert_close(trained_image, image, rtol=0, atol=1e-5)
     torch.testing.assert_close(hidden_states, backbone.text.penultimate_states(tokens, pad=0), rtol=0, atol=1e-5)
     # What training drew and scaled itself is what the model's own transform gives.
-    drawn = backbone.normalise(render_all([scene("train", 0), scene("train", 1)], backbone))
+    drawn = backbone.as_floats(render_all([scene("train", 0), scene("train", 1)], backbone))
     torch.testing.assert_close(drawn[1], backbone.preprocess(pictures[1]), rtol=0, atol=1e-6)
 
 
