@@ -39,7 +39,7 @@ _Split = Annotated[
 
 @dataclass
 class QuickstartConfig(Checked):
-    """Train DeBias-CLIP for SDXL in a toy world, and compare images with it, with SDXL's own encoder and with others.
+    """Train, generate and compare in a toy world: minutes, no downloads.
 
     A run that was stopped continues with the same command.
 
@@ -242,7 +242,7 @@ class ExportConfig(Checked):
 
 @dataclass
 class ComfyUIConfig(Checked):
-    """Write the node "CLIP Text Encode (long prompt)" for ComfyUI.
+    """Write ComfyUI's node for long prompts, "CLIP Text Encode (long prompt)".
 
     Attributes:
         output: Folder to write, in ComfyUI's `custom_nodes`. An earlier copy of the node is replaced.
@@ -253,7 +253,7 @@ class ComfyUIConfig(Checked):
 
 @dataclass
 class GenerateConfig(Checked):
-    """What to render, with which models, and where to write it.
+    """Generate images from prompts of any length.
 
     Attributes:
         prompt: What to render, in up to 20,000 characters; nothing of it is cut off.
@@ -363,7 +363,9 @@ def _parse_encoder(name: str | None, reading: Reading | None, default: Reading |
 
 @dataclass
 class TokensConfig(Checked):
-    """Which prompt, and which readings of it, to show. Needs tokenizers and context lengths; no model is loaded.
+    """Show where a prompt is cut, as each program reads it.
+
+    Needs tokenizers and context lengths; no model is loaded.
 
     Attributes:
         prompt: What to read, in up to 20,000 characters.
@@ -469,7 +471,7 @@ class SynthesizeConfig(Checked):
 
 @dataclass
 class AppConfig(Checked):
-    """Models of the demo, and access to it.
+    """A page for trying encoders: how each reads a prompt, and the images it gives.
 
     Attributes:
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.

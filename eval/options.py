@@ -253,7 +253,7 @@ class Scoring:
 
 @dataclass
 class RobustnessConfig(Captions):
-    """Pairs whose captions are edited: recall needs their images.
+    """How shortsighted? Recall when sentences are moved, removed or come late.
 
     Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
 
@@ -266,7 +266,7 @@ class RobustnessConfig(Captions):
 
 @dataclass
 class RetrievalConfig(RobustnessConfig):
-    """Pairs, or several benchmarks, to find by whole captions.
+    """Retrieval recall with whole captions.
 
     Each of several benchmarks lies in a folder of its name, or of its data set's, in `root`, and is evaluated into a
     folder of its name in `output`.
@@ -292,7 +292,7 @@ class RetrievalConfig(RobustnessConfig):
 
 @dataclass
 class AttentionConfig(Captions):
-    """Texts in which to look at the attention from EOT.
+    """How much EOT attends to each position of a text.
 
     Give `data`, or a benchmark (`dataset` with `root`), or a prompt, or captions and a prompt.
 
@@ -322,7 +322,7 @@ class AttentionConfig(Captions):
 
 @dataclass(kw_only=True)
 class DriftConfig(Captions):
-    """Captions whose hidden states are compared, and the encoder to compare with.
+    """How far hidden states have moved from those that SDXL's UNet was trained on.
 
     Give `data`, or a benchmark (`dataset` with `root`).
 
@@ -341,7 +341,7 @@ class DriftConfig(Captions):
 
 @dataclass(kw_only=True)
 class GenerationConfig(Scoring, Drawing, Data):
-    """Prompts and reference images of one set of pairs.
+    """FID, DINO score and others of images generated from captions.
 
     Captions of the data are the prompts, images the references.
 
@@ -357,7 +357,7 @@ class GenerationConfig(Scoring, Drawing, Data):
 
 @dataclass(kw_only=True)
 class DpgBenchConfig(Drawing):
-    """DPG-Bench's prompts, and images of them that a VQA model is asked about.
+    """How much of DPG-Bench's dense prompts the generated images show.
 
     Give either `images`, a folder of images, or `base` and `encoders` to generate them with.
 
@@ -395,7 +395,7 @@ class DpgBenchConfig(Drawing):
 
 @dataclass(kw_only=True)
 class ClassificationConfig(Data):
-    """Labelled images, and the benchmark whose classes they have.
+    """Zero-shot top-1 on ImageNet, its variants and CIFAR.
 
     Attributes:
         dataset: The benchmark.
@@ -412,7 +412,7 @@ class ClassificationConfig(Data):
 
 @dataclass
 class AllConfig(Scoring, Data):
-    """Data, encoders and networks of all evaluations; by default the toy world's.
+    """Every evaluation that the options allow, and one page of all; by default in the toy world.
 
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
@@ -502,7 +502,7 @@ class AllConfig(Scoring, Data):
 
 @dataclass
 class ReportConfig(Checked):
-    """Results to show on one page, and where it goes.
+    """One page of any number of results.
 
     Attributes:
         folder: Folder with results of `evaluate`, at any depth.

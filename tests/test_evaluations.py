@@ -97,7 +97,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
     # Batches are each evaluation's own unless one number is given.
     assert {name: config.batch_size for name, config in bench.items()} == {
-        name: EVALUATIONS[name].settings().batch_size for name in bench
+        name: EVALUATIONS[name].options.batch_size for name in bench
     }
     assert {config.batch_size for config in chosen(**toy, batch_size=5).values()} == {5}
     for given, limit in ((toy, 200), (toy | {"images_per_encoder": 3}, 3), (real, 1000)):  # 1000 as in Table S7
