@@ -27,6 +27,7 @@ from debias_diffusion.pipelines.rendering.renderer import (
     Sampling,
     explain_failures,
     explain_memory,
+    read_layout,
     render_into,
 )
 
@@ -149,12 +150,13 @@ def _render_one(path: Path, config: GenerateConfig, renderer: Renderer, encoder:
     if path.exists() and not config.overwrite and (difference := _difference(path, settings)):
         raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
     pipe = renderer.pipeline(encoder)
-    layout = renderer.layout(pipe, task.prompt)
+    prompt = task.prompt.cleaned(renderer.options(encoder))
+    layout = read_layout(pipe, prompt, renderer.sampling)
     names = ("first ", "second ") if len(layout.chunks) > 1 else ("",)
     chunks = zip(layout.chunks, names, strict=True)
     counts = [f"{count} chunk{'s' * (count > 1)} of the {name}text encoder" for count, name in chunks]
     print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({', '.join(counts)})")
-    [[image]] = renderer.render(pipe, encoder, [[task.prompt]])
+    [[image]] = renderer.render(pipe, encoder, [[prompt]])
     if isinstance(image, str):
         failed = [(f"{task.where}, seed {task.prompt.seed}", image)]
         raise FailedError(explain_failures(failed, "1 image", renderer.dtype))

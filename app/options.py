@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import TOYS, Sharpening, check_output, check_source
+from debias_diffusion.eval.options import TOYS, check_output, check_source
 from debias_diffusion.limits import (
     Checked,
-    Guidance,
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,10 +18,10 @@ from debias_diffusion.limits import (
     Seed,
     Share,
     Side,
-    Steps,
     Tower,
     between,
 )
+from debias_diffusion.pipelines.rendering.options import ImageOptions
 from debias_diffusion.text.chunks import Breaks, Emphasis, Reading
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
@@ -252,7 +251,7 @@ class ComfyUIConfig(Checked):
 
 
 @dataclass
-class GenerateConfig(Checked):
+class GenerateConfig(ImageOptions):
     """Generate images from prompts of any length.
 
     Attributes:
@@ -286,15 +285,6 @@ class GenerateConfig(Checked):
             names.
         breaks: What BREAK does where weights are read: concatenate begins a new chunk; average reads each part as a
             prompt of its own and takes their mean, weighted by BREAK:0.7.
-        steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50. The default is 30, and 20 for
-            toy/sdxl.
-        guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. The
-            default is 7, above diffusers' 5, for the details of long prompts, and 3 for toy/sdxl; above 10 colours
-            oversaturate.
-        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
-            changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
-        height: Pixels, a multiple of 8; the model's own size by default (1024 for SDXL).
-        width: Likewise.
         device: cpu, cuda, cuda:1, mps; the fastest available by default.
         precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
     """
@@ -316,10 +306,6 @@ class GenerateConfig(Checked):
     overwrite: bool = False
     negative_prompt: str | None = None
     seed: Seed = 0
-    steps: Steps | None = None
-    guidance_scale: Guidance | None = None
-    height: Side | None = None
-    width: Side | None = None
     device: str | None = None
     precision: Precision = "auto"
     encoder_2: str | None = None
@@ -329,7 +315,6 @@ class GenerateConfig(Checked):
     low_memory: bool = False
     emphasis: Emphasis | None = None
     breaks: Breaks = "concatenate"
-    sharpen: Sharpening = 1.0
     reading: Reading | None = None
 
     def __post_init__(self):
@@ -482,8 +467,7 @@ class AppConfig(Checked):
         port: Port to listen on. The default is the first free one from 7860.
         user: For the login, with a password in password_file or the environment variable DEBIAS_DIFFUSION_PASSWORD.
         password_file: File whose first line is the password.
-        budget: Denoising steps of one request, over all its images and encoders. Images larger than the SDXL
-            checkpoint's native size, and prompts beyond the longest context length, count more.
+        budget: Denoising steps of one request, over all its images and encoders.
         device: cpu, cuda, cuda:1, mps; by default the fastest available.
         precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
     """

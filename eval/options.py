@@ -7,30 +7,15 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import (
-    Checked,
-    Guidance,
-    Layer,
-    NonNegativeInt,
-    PositiveInt,
-    Rule,
-    Seed,
-    Share,
-    Side,
-    Steps,
-    between,
-)
-from debias_diffusion.text.chunks import MOST_SHARPENING
+from debias_diffusion.limits import Checked, Layer, NonNegativeInt, PositiveInt, Seed, Share, between
+from debias_diffusion.pipelines.rendering.options import ImageOptions, Scheduler
 from debias_diffusion.toyworld.shipped import TWO_TOWERS, shipped
 
 Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100"]
-Sharpening = Annotated[
-    float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
-]
 MOST_IMAGES = 1000  # of a prompt
 TOYS = (f"cut:{TWO_TOWERS[0]}", *TWO_TOWERS)
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
@@ -154,7 +139,7 @@ class Captions(Data):
 
 
 @dataclass(kw_only=True)
-class Drawing(Encoders):
+class Drawing(ImageOptions, Encoders):
     """How each encoder's images are generated, in one SDXL checkpoint.
 
     Attributes:
@@ -166,9 +151,6 @@ class Drawing(Encoders):
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
             every device.
-        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 3 for
-            toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
@@ -176,29 +158,18 @@ class Drawing(Encoders):
             stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
         layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
             last one after the final norm, as in Long-CLIP's code.
-        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
-            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
-            keeps it.
-        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
-        width: Pixels, as height.
-        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions, as
-            in `generate`.
+        scheduler: diffusers' class in the place of the checkpoint's scheduler. null keeps it.
         zero_empty_negative: The empty negative prompt is zeros (true) or the encoded empty text (false). null: as in
             the program that a reading imitates, else as in diffusers.
     """
 
     base: str
     seed: Seed = 0
-    steps: Steps | Literal["auto"] = "auto"
-    guidance_scale: Guidance | Literal["auto"] = "auto"
     images_at_once: PositiveInt | Literal["auto"] = "auto"
     prefix: str = ""
     encoder_2: str | None = None
     layer: Layer = "penultimate"
-    scheduler: str | None = None
-    height: Side | None = None
-    width: Side | None = None
-    sharpen: Sharpening = 1.0
+    scheduler: Scheduler | None = None
     zero_empty_negative: bool | None = None
 
     WITH_READINGS = True

@@ -21,7 +21,7 @@ from .examples import examples
 from .models import DemoModels
 from .reading import attention, count_tokens, movement
 from .rendering import RenderedImage, render_request
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, from_png
+from .request import MOST_IMAGES, Request, from_png
 from .toy import MOST_SCENES, random_scene
 
 TITLE = "See what your encoder reads"
@@ -46,6 +46,11 @@ STYLE = """
 TURN = {"concurrency_id": "device", "concurrency_limit": 1}  # one request at a time uses the device
 AS_SENT = {"preprocess": False}  # `Request` checks types and choices, and says what is allowed
 BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something is generated
+# of a request, in the order of the components
+SETTINGS = (
+    *("prompt", "encoders", "negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "images"),
+    *("scheduler", "emphasis", "reading", "sharpen"),
+)
 PRIVATE = {"api_visibility": "private"} | BESIDE
 
 
@@ -95,8 +100,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     seed = gr.Textbox("0", label="Seed")  # as text: numbers in a browser end at 2^53
                     new_seed = gr.Button("Random seed", size="sm")
                     scale = defaults.guidance_scale
-                    steps = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps")
-                    guidance = gr.Slider(0, MOST_GUIDANCE, scale, step=0.5, label="Guidance scale")
+                    steps = gr.Slider(1, 100, defaults.steps, step=1, label="Steps")
+                    guidance = gr.Slider(0, 30, scale, step=0.5, label="Guidance scale")
                     with gr.Row(visible=not models.renderer.checkpoint.defaults.fixed_size):
                         height = gr.Number(defaults.height, label="Height in pixels", precision=0)
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
@@ -175,8 +180,8 @@ class _Endpoints:
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             request = Request(
-                prompt, encoders, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
-                scheduler, _chosen(emphasis), reading, sharpen, scene,
+                prompt, encoders, negative_prompt, parse_seed(seed), images, scheduler, _chosen(emphasis), reading,
+                scene, steps=steps, guidance_scale=guidance_scale, height=height, width=width, sharpen=sharpen,
             )  # fmt: skip
             shown = _reference(scene, prompt)
             with closing(render_request(self.models, request, self.budget)) as items:
@@ -238,10 +243,8 @@ class _Endpoints:
                 if image.size == (request.width, request.height):
                     images.append((png, f"The PNG{_marks(image, request.scene, request.prompt)}"))
         status = escape(" ".join(["All settings are restored.", *notes]))
-        # in the order of the components
-        prompt, encoders, negative_prompt, seed, *settings, scene = vars(request).values()
-        chosen = ["" if value is None else value for value in settings]
-        return [status, scene, images or gr.skip(), prompt, encoders, negative_prompt, str(seed), *chosen]
+        values = vars(request) | {"seed": str(request.seed), "emphasis": request.emphasis or ""}
+        return [status, request.scene, images or gr.skip(), *(values[name] for name in SETTINGS)]
 
 
 def _chosen(emphasis: Emphasis | Literal[""]) -> Emphasis | None:

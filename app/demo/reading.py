@@ -118,7 +118,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         pipe, reading = models.encoders[label], read_prompt(models, label, request)
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
-        captions = CaptionTokenizer(pipe.tokenizer, models.context_length(label))
+        captions = CaptionTokenizer(pipe.tokenizer, pipe.text_encoder.config.max_position_embeddings)
         reader = CaptionReader(pipe.text_encoder, captions, models.renderer.device)
         chunks = [
             {"first": chunk.read.start, "end": chunk.read.stop}

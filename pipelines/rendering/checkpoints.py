@@ -192,7 +192,7 @@ class Checkpoint:
         """Turns errors of reading a file of the configurations into a UserError."""
         return explain_failure(f"The SDXL checkpoint {self.name!r} has no readable {file}", "Give a whole SDXL folder.")
 
-    @property
+    @cached_property
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels that the checkpoint renders by default."""
         with self.explain("sample_size in unet/config.json and block_out_channels in vae/config.json"):
