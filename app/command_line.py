@@ -5,11 +5,11 @@ YAML files have the names of the fields. Of several values of an option the last
 """
 
 import dataclasses
+import json
 import os
 import re
 from argparse import SUPPRESS
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentError, ArgumentParser, DefaultHelpFormatter
@@ -30,8 +30,8 @@ class _HelpFormatter(DefaultHelpFormatter):
         super().__init__(prog, max_help_position=26)
 
     def _get_help_string(self, action) -> str:
-        default = action.default
-        return action.help if default in (None, SUPPRESS) else f"{action.help} (default: {_show(default)})"
+        default = action.default if isinstance(action.default, str) else json.dumps(action.default)
+        return action.help if default in ("null", SUPPRESS, "") else f"{action.help} (default: {default})"
 
 
 class _ConfigFile(ActionConfigFile):
@@ -89,7 +89,7 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
         if hint is bool:
             settings["action"] = ActionYesNo(no_prefix="no-")
         else:
-            settings |= {"type": kind, "metavar": _values(kind, name.upper())} | ({"nargs": "+"} if is_list else {})
+            settings |= {"type": kind, **({"nargs": "+"} if is_list else {})}
         target.add_argument(flag(name), **settings)
     return parser
 
@@ -162,23 +162,3 @@ def _explain(message: str, program: str, options: type, example: str) -> str:
 
 def _is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _values(hint: Any, text: str) -> str:
-    """The values of an option in a word: N, {eot,average}, N|auto; `text` for any text."""
-    parts = get_args(hint)
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(map(str, parts)) + "}"
-    if get_origin(hint) is tuple:
-        return "[" + ",".join(_values(part, text) for part in parts) + "]"
-    if get_origin(hint) in (Union, UnionType):
-        return "|".join(_values(part, text) for part in parts if part is not NoneType).replace("{auto}", "auto")
-    return {int: "N", float: "X"}.get(hint, text)
-
-
-def _show(default: Any) -> str:
-    if isinstance(default, list | tuple):
-        return " ".join(map(_show, default)) or "none"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return repr(default) if default == "" else f"{default:g}" if isinstance(default, float) else str(default)

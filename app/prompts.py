@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from debias_diffusion.data.bad_records import printable
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.text.tokens import clean
 
@@ -83,13 +83,13 @@ def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]
     if entries is None:
         raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
     try:
-        data = read_file(path).removeprefix(b"\xef\xbb\xbf")
+        text = read_file(path).decode("utf-8-sig", errors="surrogateescape")  # which `check_text` refuses by entry
     except OSError as error:
         raise UserError(
             f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
         ) from error
     prompts, left_out = [], {}
-    for number, (line, entry) in enumerate(entries(path, data)):
+    for number, (line, entry) in enumerate(entries(path, text)):
         if number == MAX_PROMPTS:
             raise UserError(f"The file of prompts {str(path)!r} has more than {MAX_PROMPTS:,} entries. Split it.")
         try:
@@ -106,44 +106,29 @@ def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]
 Entry = dict | str
 
 
-def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
-    for line, raw in enumerate(data.splitlines(), 1):
-        try:
-            if text := raw.decode().strip():
-                yield line, {"prompt": text}
-        except UnicodeDecodeError as error:
-            yield line, f"Not UTF-8 ({error.reason} at byte {error.start})."
+def _text_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
+    for line, prompt in enumerate(io.StringIO(text, newline=None), 1):
+        if prompt.strip():
+            yield line, {"prompt": prompt}
 
 
-def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
-    for line, raw in enumerate(data.splitlines(), 1):
+def _json_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
+    for line, raw in enumerate(io.StringIO(text, newline=None), 1):
         try:
             if raw.strip():
-                entry = json.loads(raw.decode())
+                entry = json.loads(raw)
                 yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
         except (ValueError, RecursionError) as error:
-            begin = raw[:40].decode(errors="replace")
-            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {begin!r}."
+            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {raw.strip()[:40]!r}."
 
 
-def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+def _csv_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
     """A broken row ends the file: where the next one begins is a guess, and skipping it could drop many prompts."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"The file of prompts {str(path)!r} is not UTF-8 (line {line}). Save it as UTF-8.") from error
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        try:
-            header = _columns(_without_empty_end(next(rows, [])))
-            if "prompt" not in header:
-                raise UserError("There is no column 'prompt'.")
-        except UserError as error:
-            raise UserError(
-                f"The first line of the file of prompts {str(path)!r} names no usable columns. {error} Name columns "
-                "there, with commas between them."
-            ) from error
+        header = _columns(_without_empty_end(next(rows, [])))
+        if "prompt" not in header:
+            raise UserError("There is no column 'prompt'.")
         line = rows.line_num + 1
         for row in map(_without_empty_end, rows):
             if len(row) > len(header):
@@ -152,10 +137,10 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
             if entry:
                 yield line, entry
             line = rows.line_num + 1
-    except csv.Error as error:
+    except (csv.Error, UserError) as error:
         raise UserError(
-            f"The file of prompts {str(path)!r} is no CSV at line {rows.line_num}: {error}. Write a quotation mark "
-            "within a cell twice, and close each cell that begins with one."
+            f"The file of prompts {str(path)!r} is no CSV at line {rows.line_num}: {reason(error)}. Name columns in "
+            "the first line, with commas between them; write a quotation mark within a cell twice."
         ) from error
 
 
@@ -182,7 +167,7 @@ def _columns(names: Iterable[str]) -> list[str]:
     return columns
 
 
-_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, Entry]]]] = {
     ".txt": _text_entries,
     ".jsonl": _json_entries,
     ".csv": _csv_entries,

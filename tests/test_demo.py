@@ -91,7 +91,7 @@ def test_names_say_how_an_encoder_reads(toy, tmp_path):
     assert models.labels == ["toy/clip", "toy/clip, separate chunks", "toy/clip, cut at 77 tokens"]
     assert len({id(pipe.text_encoder) for pipe in models.encoders.values()}) == 1  # loaded once
     for reading, label in zip(READINGS, models.labels, strict=False):
-        assert [models.reading(each, reading) for each in models.labels] == [reading, "separate", "cut"]
+        assert [models.spec(each, reading).reading for each in models.labels] == [reading, "separate", "cut"]
         (chosen,) = images(toy, encoders=["toy/clip"], reading=reading)
         (by_name,) = images(models, encoders=[label])
         assert same(chosen.image, by_name.image) and chosen.read == by_name.read

@@ -54,7 +54,7 @@ def test_csv(tmp_path):
 @pytest.mark.parametrize(
     ("name", "line", "why"),
     [
-        ("p.txt", b"\xff\xfe", "Not UTF-8 (invalid start byte at byte 0)."),
+        ("p.txt", b"\xff\xfe", r"The prompt holds '\udcff', which is no character."),
         ("p.jsonl", b"a cat", "Not JSON: Expecting value; it begins 'a cat'."),
         ("p.jsonl", b'{"prompt": 3}', "The prompt must be text, got '3'."),
         ("p.jsonl", rb'{"prompt": "\ud800"}', r"The prompt holds '\ud800', which is no character."),
@@ -81,7 +81,7 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
         ("p.md", "a cat", r"ends in '.md'. Give a .txt of one prompt a line, a .jsonl"),
         ("p.txt", "a\nb\nc\nd", "more than 3 entries"),
         ("p.jsonl", "{}\n3", "holds no usable prompt. The first fault: line 1: It has no prompt, only: nothing."),
-        ("p.csv", "prompt;seed\na;3", "p.csv' names no usable columns. 'prompt;seed' is not read.* with commas"),
+        ("p.csv", "prompt;seed\na;3", "p.csv' is no CSV at line 1: 'prompt;seed' is not read.* with commas"),
         ("p.csv", "prompt,Steps\na,3", "'Steps' is not read, only prompt, .* Leave it out; steps, .* are options of"),
         ("p.csv", ",prompt\n0,a", "'' is not read"),
         ("p.csv", "seed\n3", "There is no column 'prompt'"),

@@ -99,10 +99,6 @@ class DemoModels:
                 if vae.dtype != renderer.dtype:  # diffusers decodes some images in single precision
                     vae.to(renderer.dtype)
 
-    def reading(self, label: str, chosen: Reading) -> Reading:
-        """How this encoder reads a long prompt of a request with this reading."""
-        return self._readings.get(label, chosen)
-
     def spec(self, label: str, chosen: Reading) -> EncoderSpec:
         """The encoder, as it reads a request with this reading."""
-        return replace(self._specs[label], reading=self.reading(label, chosen))
+        return replace(self._specs[label], reading=self._readings.get(label, chosen))

@@ -22,7 +22,7 @@ from .models import DemoModels
 from .reading import attention, count_tokens, movement
 from .rendering import RenderedImage, render_request
 from .request import MOST_IMAGES, Request, from_png
-from .toy import MOST_SCENES, random_scene
+from .toy import MOST_SCENES, ToyScene, random_scene, scene_of
 
 TITLE = "See what your encoder reads"
 KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
@@ -183,12 +183,13 @@ class _Endpoints:
                 prompt, encoders, negative_prompt, parse_seed(seed), images, scheduler, _chosen(emphasis), reading,
                 scene, steps=steps, guidance_scale=guidance_scale, height=height, width=width, sharpen=sharpen,
             )  # fmt: skip
-            shown = _reference(scene, prompt)
+            toy_scene = scene_of(scene, prompt)
+            shown = _reference(toy_scene)
             with closing(render_request(self.models, request, self.budget)) as items:
                 for item in items:
                     if isinstance(item, RenderedImage):
                         caption = f"{item.label}, seed {item.seed}: {item.read}"
-                        shown.append((str(item.save(folder)), caption + _marks(item.image, scene, prompt)))
+                        shown.append((str(item.save(folder)), caption + _marks(item.image, toy_scene)))
                         yield shown
                     else:
                         progress(*item)
@@ -237,11 +238,12 @@ class _Endpoints:
         """Reads the settings in a PNG from this demo or from `debias-diffusion generate`."""
         with _shown_errors():
             request, notes = from_png(png, self.models)
-        images = _reference(request.scene, request.prompt)
+        toy_scene = scene_of(request.scene, request.prompt)
+        images = _reference(toy_scene)
         if images:
             with open_regular(png) as file, Image.open(file, formats=("PNG",)) as image:
                 if image.size == (request.width, request.height):
-                    images.append((png, f"The PNG{_marks(image, request.scene, request.prompt)}"))
+                    images.append((png, f"The PNG{_marks(image, toy_scene)}"))
         status = escape(" ".join(["All settings are restored.", *notes]))
         values = vars(request) | {"seed": str(request.seed), "emphasis": request.emphasis or ""}
         return [status, request.scene, images or gr.skip(), *(values[name] for name in SETTINGS)]
@@ -256,22 +258,21 @@ def choose(example: str | int | None) -> tuple:
     if isinstance(example, str):
         return example, None, []
     number = random.randrange(MOST_SCENES) if example is None else example
-    prompt = random_scene(number).caption
-    return prompt, number, _reference(number, prompt)
+    toy_scene = random_scene(number)
+    return toy_scene.caption, number, _reference(toy_scene)
 
 
-def _reference(number: int | None, prompt: str) -> list[tuple]:
-    """The reference image of a scene, if the prompt is its caption."""
-    if number is None or (scene := random_scene(number)).caption != prompt:
+def _reference(toy_scene: ToyScene | None) -> list[tuple]:
+    """The reference image of the prompt's scene, if it has one."""
+    if toy_scene is None:
         return []
-    objects = "; ".join(f"{name} (sentence {sentence})" for name, sentence in scene.objects)
-    return [(scene.reference, f"Reference image: {objects}")]
+    objects = "; ".join(f"{name} (sentence {sentence})" for name, sentence in toy_scene.objects)
+    return [(toy_scene.reference, f"Reference image: {objects}")]
 
 
-def _marks(image: Image.Image, number: int | None, prompt: str) -> str:
-    """What an image shows of a scene, to end its caption with, if the prompt is that of the scene."""
-    known = number is not None and (scene := random_scene(number)).caption == prompt
-    return f". {scene.marks(image)}" if known else ""
+def _marks(image: Image.Image, toy_scene: ToyScene | None) -> str:
+    """What an image shows of the prompt's scene, to end its caption with."""
+    return "" if toy_scene is None else f". {toy_scene.marks(image)}"
 
 
 def _attention(label: str, share: dict) -> gr.HighlightedText:

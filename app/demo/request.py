@@ -17,7 +17,7 @@ from debias_diffusion.text.weighting import parse_prompt
 from ..options import AppConfig
 from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
 from .models import DemoModels
-from .toy import MOST_SCENES, random_scene
+from .toy import scene_of
 
 MOST_IMAGES = 8
 
@@ -35,8 +35,8 @@ class Request(ImageOptions):
         scheduler: one of `DemoModels.schedulers`.
         emphasis: what weights such as (word:1.3) and BREAK do, see `LongPromptOptions`.
         reading: how long prompts are read, likewise. Encoders whose name says how they read always read so.
-        scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
-            image; it is for saying what an image shows.
+        scene: number of the toy world's scene that has the prompt as its caption. It changes no image; it is for
+            saying what an image shows.
     """
 
     prompt: str
@@ -90,15 +90,14 @@ def check(request: Request, models: DemoModels, budget: int = AppConfig.budget) 
             f"{request.height} x {request.width} pixels are too many: at most {most:,} are allowed, twice the model's "
             f"native {height} x {width}. Make one side smaller."
         )
-    known = models.is_toy and request.scene is not None and 0 <= request.scene < MOST_SCENES
-    is_caption = known and random_scene(request.scene).caption == request.prompt
+    scene = request.scene if models.is_toy and scene_of(request.scene, request.prompt) else None
     encoders = [label for label in models.labels if label in request.encoders]
     if (steps := request.steps * request.images * len(encoders)) > budget:
         raise UserError(
             f"This request takes {steps:,} steps ({request.steps} steps x {request.images} images x {len(encoders)} "
             f"encoders); one request may take {budget:,} here. Choose fewer steps, images or encoders."
         )
-    return replace(request, encoders=encoders, scene=request.scene if is_caption else None)
+    return replace(request, encoders=encoders, scene=scene)
 
 
 def check_text_settings(request: Request, models: DemoModels) -> None:
@@ -142,7 +141,7 @@ def to_settings(models: DemoModels, request: Request, label: str, number: int, l
         "base": models.base,
         "encoder": label,
         "encoder_2": models.spec(label, request.reading).fitted_second,
-        "reading": models.reading(label, request.reading),
+        "reading": models.spec(label, request.reading).reading,
         "chosen_reading": request.reading,
         **runtime_settings(models.renderer.device, models.renderer.dtype),
         **layout.settings(),

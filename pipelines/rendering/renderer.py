@@ -20,7 +20,7 @@ import diffusers
 import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from diffusers import DiffusionPipeline, SchedulerMixin
+from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
@@ -132,13 +132,6 @@ class ImageTask:
         return self.where or self.name
 
 
-def make_scheduler(pipe: DiffusionPipeline, name: Scheduler | None) -> SchedulerMixin:
-    """A new scheduler with the configuration of the pipeline's, of a class of diffusers or, if None, of the same."""
-    cls = getattr(diffusers, name) if name else type(pipe.scheduler)
-    changes = {"clip_sample": False} if name == "DDIMScheduler" else {}  # which would clip latents as if pixels
-    return cls.from_config(pipe.scheduler.config, **changes)
-
-
 @contextmanager
 def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
     """Within the context, SDXL's UNet reads this layer of both text encoders; pooled embeddings stay as they are.
@@ -147,6 +140,11 @@ def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
         layer: "penultimate", which SDXL was trained with, or "last": the last layer after the final norm, which
             Long-CLIP's code feeds to SDXL.
     """
+
+    def last_for_penultimate(encoder: torch.nn.Module, inputs, output):
+        output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
+        return output
+
     encoders = (pipe.text_encoder, pipe.text_encoder_2) if layer == "last" else ()
     hooks = [encoder.register_forward_hook(last_for_penultimate) for encoder in encoders]
     try:
@@ -154,12 +152,6 @@ def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def last_for_penultimate(encoder: torch.nn.Module, inputs, output):
-    """A forward hook that puts the last layer, after the final norm, where pipelines read the penultimate one."""
-    output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
-    return output
 
 
 def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -407,7 +399,10 @@ class Renderer:
 
     def prepare(self, pipe: DiffusionPipeline, encoder: EncoderSpec) -> DiffusionPipeline:
         """A pipeline of the same models with this renderer's options, and a scheduler without state of past steps."""
-        pipe = replace_components(pipe, scheduler=make_scheduler(pipe, self.sampling.scheduler))
+        name, configuration = self.sampling.scheduler, pipe.scheduler.config
+        cls = getattr(diffusers, name) if name else type(pipe.scheduler)
+        changes = {"clip_sample": False} if name == "DDIMScheduler" else {}  # which would clip latents as if pixels
+        pipe = replace_components(pipe, scheduler=cls.from_config(configuration, **changes))
         return pipe.set_long_prompt(**asdict(self.options(encoder)))
 
     def render(
