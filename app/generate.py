@@ -71,8 +71,7 @@ def generate(config: GenerateConfig) -> Path:
         prompts, left_out = read_prompts(config.prompts)
         print(f"Prompts: {len(prompts):,} in {config.prompts}")
         _print_left_out(left_out)
-    seeds = [config.seed + prompt.number if prompt.seed is None else prompt.seed for prompt in prompts]
-    prompts = [replace(prompt, seed=seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+    prompts = [replace(each, seed=config.seed + each.number) if each.seed is None else each for each in prompts]
     count = len(prompts) * config.images_per_prompt
     if count > MAX_PROMPTS:
         raise UserError(
@@ -82,7 +81,8 @@ def generate(config: GenerateConfig) -> Path:
     for prompt in prompts:
         check_last_seed(prompt.seed, config.images_per_prompt)
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
-    _check_output(output, config.several)
+    if not config.several:  # a job checks its folder
+        _check_file(output)
     renderer = Renderer(
         config.base,
         Sampling.of(vars(config)),
@@ -110,17 +110,10 @@ def generate(config: GenerateConfig) -> Path:
     return output
 
 
-def _check_output(path: Path, several: bool) -> None:
-    """Raises UserError or OSError unless images can be written there."""
-    output, is_png = str(path), path.suffix.lower() == ".png"
-    if several and (is_png or path.is_file()):
-        raise UserError(f"The output {output!r} is a file, and several images need a folder. Give a folder.")
-    if not several and path.is_dir():
-        raise UserError(f"The output {output!r} is a folder. Give a file name, such as {str(path / 'picture.png')!r}.")
-    if not several and not is_png:
-        raise UserError(f"The output {output!r} must end in .png, because PNG is the format.")
-    if several:  # a job, which checks it
-        return
+def _check_file(path: Path) -> None:
+    """Raises UserError or OSError unless a PNG can be written there."""
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise UserError(f"The output {str(path)!r} must be a file that ends in .png, because PNG is the format.")
     path.parent.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=path.parent).close()  # an OSError now, not after the image is made
 
