@@ -106,7 +106,7 @@ _GROUP_SUMMARIES = {"evaluate": "Measure what an encoder reads: " + ", ".join(EV
 # Errors of the path that the user gave, not of the program.
 _PATH_ERRORS = {
     getattr(errno, name)
-    for name in "EACCES EEXIST EFBIG EIO EISDIR ELOOP ENAMETOOLONG ENOTDIR ENOTEMPTY EPERM EROFS".split()
+    for name in "EACCES EEXIST EFBIG EIO EISDIR ELOOP ENAMETOOLONG ENOENT ENOTDIR ENOTEMPTY ENXIO EPERM EROFS".split()
 }
 
 

@@ -57,10 +57,11 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
     details = [docs[-1].short_description, *(doc.long_description or "" for doc in docs)]
     fields, hints = {field.name: field for field in dataclasses.fields(options)}, get_type_hints(options)
     required = [name for name in fields if _is_required(fields[name])]
+    required.sort(key=lambda name: name not in _POSITIONAL)
     words = [f"[{name.upper()}]" if name in _POSITIONAL else f"{flag(name)} {name.upper()}" for name in required]
     parser = ArgumentParser(
         prog=program,
-        usage=" ".join([program, *sorted(words, key=lambda word: word[0] == "-"), "[options]"]),
+        usage=" ".join([program, *words, "[options]"]),
         description=" ".join(" ".join(details).split()),
         epilog=f"Example: {program} {example}",
         formatter_class=_HelpFormatter,
@@ -108,19 +109,6 @@ def parse(program: str, options: type, example: str, arguments: list[str]) -> An
     except _BROKEN as error:
         raise UserError(f"The options cannot be read: {reason(error)}. `{program} --help` lists them.") from error
     return make_options(options, values.as_dict(), f" For example: {program} {example}")
-
-
-def checked(options: type, values: dict[str, Any]) -> Any:
-    """An instance of a dataclass of options, its values checked as those of a command line and a file are.
-
-    Raises:
-        UserError: a value cannot be used, is unknown or is missing.
-    """
-    try:
-        values = make_parser("", options, "").parse_object(values).as_dict()
-    except ArgumentError as error:
-        raise UserError(f"Settings of {options.__name__} cannot be used: {reason(error)}") from error
-    return make_options(options, values)
 
 
 def make_options(options: type, values: dict[str, Any], advice: str = "") -> Any:

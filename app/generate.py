@@ -33,7 +33,7 @@ from debias_diffusion.pipelines.rendering.renderer import (
 
 from .contact_sheet import write_contact_sheets
 from .options import GenerateConfig
-from .prompts import MAX_PROMPTS, Prompt, check_last_seed, check_prompt, check_text, read_prompts
+from .prompts import Prompt, check_prompt, check_text, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
@@ -72,14 +72,8 @@ def generate(config: GenerateConfig) -> Path:
         print(f"Prompts: {len(prompts):,} in {config.prompts}")
         _print_left_out(left_out)
     prompts = [replace(each, seed=config.seed + each.number) if each.seed is None else each for each in prompts]
-    count = len(prompts) * config.images_per_prompt
-    if count > MAX_PROMPTS:
-        raise UserError(
-            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run renders "
-            f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
-        )
     for prompt in prompts:
-        check_last_seed(prompt.seed, config.images_per_prompt)
+        parse_seed(prompt.seed + config.images_per_prompt - 1)  # of the last image
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     if not config.several:  # a job checks its folder
         _check_file(output)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import TOYS, check_output, check_source
+from debias_diffusion.eval.options import MOST_IMAGES, TOYS, check_output, check_source
 from debias_diffusion.limits import (
     Checked,
     LearningRate,
@@ -272,7 +272,7 @@ class GenerateConfig(ImageOptions):
         negative_prompt: What to avoid. Only used with a guidance scale above 1.
         seed: Equal seeds start from equal noise, on every device. Entry i of a file of prompts, from 0, has this seed
             + i unless it names one.
-        images_per_prompt: Images of each prompt, with its seed, the next seed, and so on.
+        images_per_prompt: Images of each prompt, with its seed, the next seed, and so on; at most 1000.
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
         low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
         reading: Of a prompt longer than a text encoder's context length. overlap, the default, reads chunks, each but
@@ -310,7 +310,7 @@ class GenerateConfig(ImageOptions):
     precision: Precision = "auto"
     encoder_2: str | None = None
     prompts: str | None = None
-    images_per_prompt: PositiveInt = 1
+    images_per_prompt: between(int, 1, MOST_IMAGES) = 1
     batch: PositiveInt = 1
     low_memory: bool = False
     emphasis: Emphasis | None = None

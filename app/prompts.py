@@ -16,7 +16,6 @@ from debias_diffusion.text.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
 MAX_SEED = 2**63 - 1
-MAX_PROMPTS = 1_000_000
 _TEXTS = ("prompt", "negative_prompt", "prompt_2")
 _COLUMNS = (*_TEXTS, "seed")
 # By a name in lower case, without blanks, underscores and dashes.
@@ -75,23 +74,16 @@ def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]
         the valid entries, and what is wrong with the others by their place, in file order
 
     Raises:
-        UserError: there is no such file, it is of another kind, a CSV is broken or has other columns, or no entry is
-            valid.
+        OSError: the file cannot be read.
+        UserError: it is of another kind, a CSV is broken or has other columns, or no entry is valid.
     """
     path = Path(path)
     entries = _READERS.get(path.suffix.lower())
     if entries is None:
         raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
-    try:
-        text = read_file(path).decode("utf-8-sig", errors="surrogateescape")  # which `check_text` refuses by entry
-    except OSError as error:
-        raise UserError(
-            f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
-        ) from error
+    text = read_file(path).decode("utf-8-sig", errors="surrogateescape")  # which `check_text` refuses by entry
     prompts, left_out = [], {}
     for number, (line, entry) in enumerate(entries(path, text)):
-        if number == MAX_PROMPTS:
-            raise UserError(f"The file of prompts {str(path)!r} has more than {MAX_PROMPTS:,} entries. Split it.")
         try:
             prompts.append(_prompt(number, f"line {line}", entry))
         except UserError as error:
@@ -192,15 +184,6 @@ def _prompt(number: int, where: str, entry: Entry) -> Prompt:
     check_prompt(texts["prompt"])  # stripped: cleaning makes a text of some characters that are spaces
     seed = parse_seed(entry["seed"]) if "seed" in entry else None
     return Prompt(number, texts["prompt"], texts.get("negative_prompt"), texts.get("prompt_2") or None, seed, where)
-
-
-def check_last_seed(first: int, count: int) -> None:
-    """Raises UserError where the last of `count` images, seeded `first`, `first` + 1, ..., has too large a seed."""
-    if first + count - 1 > MAX_SEED:
-        raise UserError(
-            f"The seed {first} is too large for {count:,} image{'s' * (count > 1)}: seeds go up to 2^63 - 1, and each "
-            "image has the next one. Take a smaller one."
-        )
 
 
 def parse_seed(value) -> int:

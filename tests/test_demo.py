@@ -431,15 +431,11 @@ def test_scenes_are_what_their_captions_say():
 def test_a_user_needs_a_password_that_can_be_read(tmp_path):
     (tmp_path / "password").write_text("secret\n")
     (tmp_path / "empty").write_text("\nsecret\n")
-    together = "A user and a password go together"
-    for user, file, message in (
-        ("ann", None, together),
-        (None, "password", together),
-        ("ann", "empty", together),
-        ("ann", "nowhere", "password file .*nowhere' cannot be read"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for user, file in (("ann", None), (None, "password"), ("ann", "empty")):
+        with pytest.raises(UserError, match="A user and a password go together"):
             open_app(AppConfig(user=user, password_file=file and str(tmp_path / file)))
+    with pytest.raises(FileNotFoundError):
+        open_app(AppConfig(user="ann", password_file=str(tmp_path / "nowhere")))
 
 
 def test_a_demo_for_others_without_a_password_is_warned_of(capsys, monkeypatch):

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from debias_diffusion.app import prompts
 from debias_diffusion.app.prompts import MAX_SEED, Prompt, parse_seed, read_prompts
 from debias_diffusion.errors import UserError
 
@@ -79,7 +78,6 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
     ("name", "content", "message"),
     [
         ("p.md", "a cat", r"ends in '.md'. Give a .txt of one prompt a line, a .jsonl"),
-        ("p.txt", "a\nb\nc\nd", "more than 3 entries"),
         ("p.jsonl", "{}\n3", "holds no usable prompt. The first fault: line 1: It has no prompt, only: nothing."),
         ("p.csv", "prompt;seed\na;3", "p.csv' is no CSV at line 1: 'prompt;seed' is not read.* with commas"),
         ("p.csv", "prompt,Steps\na,3", "'Steps' is not read, only prompt, .* Leave it out; steps, .* are options of"),
@@ -90,8 +88,7 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
         ("p.csv", "prompt,seed\nc,4,5", "is no CSV at line 2: it has 3 cells, and the first line names 2 columns"),
     ],
 )
-def test_a_file_that_cannot_be_used(tmp_path, name, content, message, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_PROMPTS", 3)
+def test_a_file_that_cannot_be_used(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, name, content)
 

@@ -36,14 +36,12 @@ def open_app(config: AppConfig):
         gradio's Blocks, whose `close()` stops the server; its address
 
     Raises:
+        OSError: the password file cannot be read.
         UserError: a setting cannot be used.
     """
     password = os.environ.get(PASSWORD) if config.user else None  # without a user it may be meant for another run
     if config.password_file:
-        try:
-            password = next(iter(read_file(config.password_file).decode().splitlines()), "")
-        except (OSError, ValueError) as error:
-            raise UserError(f"The password file {config.password_file!r} cannot be read ({reason(error)}).") from error
+        password = next(iter(read_file(config.password_file).decode(errors="replace").splitlines()), "")
     if bool(config.user) != bool(password):
         raise UserError(
             "A user and a password go together. Give both, or neither; the password by --password-file or the "

@@ -180,7 +180,7 @@ class _Endpoints:
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             request = Request(
-                prompt, encoders, negative_prompt, parse_seed(seed), images, scheduler, _chosen(emphasis), reading,
+                prompt, encoders, negative_prompt, parse_seed(seed), images, scheduler, emphasis or None, reading,
                 scene, steps=steps, guidance_scale=guidance_scale, height=height, width=width, sharpen=sharpen,
             )  # fmt: skip
             toy_scene = scene_of(scene, prompt)
@@ -199,7 +199,7 @@ class _Endpoints:
         """Counts a prompt's tokens with the encoders' tokenizer: each with who reads it, and how each encoder reads."""
         try:  # without any encoder, as all read it
             labels = self.models.labels if encoders == [] else encoders
-            request = Request(prompt, labels, emphasis=_chosen(emphasis), reading=reading)
+            request = Request(prompt, labels, emphasis=emphasis or None, reading=reading)
             counted, sentences, readings = count_tokens(self.models, request)
         except UserError as error:
             return gr.HighlightedText([(str(error), None)], label="Tokens"), ""
@@ -215,7 +215,7 @@ class _Endpoints:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
         with _shown_errors(), self.models.alone():
-            request = Request(prompt, encoders, emphasis=_chosen(emphasis), reading=reading)
+            request = Request(prompt, encoders, emphasis=emphasis or None, reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [
             _attention(label, shares[label]) if label in shares else gr.HighlightedText(visible=False)
@@ -247,10 +247,6 @@ class _Endpoints:
         status = escape(" ".join(["All settings are restored.", *notes]))
         values = vars(request) | {"seed": str(request.seed), "emphasis": request.emphasis or ""}
         return [status, request.scene, images or gr.skip(), *(values[name] for name in SETTINGS)]
-
-
-def _chosen(emphasis: Emphasis | Literal[""]) -> Emphasis | None:
-    return None if emphasis == "" else emphasis
 
 
 def choose(example: str | int | None) -> tuple:

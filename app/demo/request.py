@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.limits import between
@@ -14,8 +15,7 @@ from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, ru
 from debias_diffusion.text.chunks import Emphasis, Reading, join_runs
 from debias_diffusion.text.weighting import parse_prompt
 
-from ..options import AppConfig
-from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
+from ..prompts import check_prompt, check_text, parse_seed
 from .models import DemoModels
 from .toy import scene_of
 
@@ -69,11 +69,11 @@ class Request(ImageOptions):
         return self.renderer(models).options(models.spec(label, self.reading))
 
 
-def check(request: Request, models: DemoModels, budget: int = AppConfig.budget) -> Request:
+def check(request: Request, models: DemoModels, budget: int | None = None) -> Request:
     """The request, with its encoders in the page's order, and its scene only if the prompt is its caption.
 
     Args:
-        budget: denoising steps allowed, over all images and encoders.
+        budget: denoising steps allowed, over all images and encoders; None for any number.
 
     Raises:
         UserError: a value is not allowed with these models, or the request takes too many steps.
@@ -82,7 +82,7 @@ def check(request: Request, models: DemoModels, budget: int = AppConfig.budget) 
         raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
     check_text_settings(request, models)
     check_prompt(request.prompt)
-    check_last_seed(parse_seed(request.seed), request.images)
+    parse_seed(parse_seed(request.seed) + request.images - 1)  # of the last image
     request = request.completed(models)
     height, width = models.size
     if request.height * request.width > (most := 2 * height * width):
@@ -92,7 +92,8 @@ def check(request: Request, models: DemoModels, budget: int = AppConfig.budget) 
         )
     scene = request.scene if models.is_toy and scene_of(request.scene, request.prompt) else None
     encoders = [label for label in models.labels if label in request.encoders]
-    if (steps := request.steps * request.images * len(encoders)) > budget:
+    steps = request.steps * request.images * len(encoders)
+    if budget is not None and steps > budget:
         raise UserError(
             f"This request takes {steps:,} steps ({request.steps} steps x {request.images} images x {len(encoders)} "
             f"encoders); one request may take {budget:,} here. Choose fewer steps, images or encoders."
@@ -160,16 +161,11 @@ def from_png(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:
     Raises:
         UserError: the file is no PNG with settings, or these cannot be used.
     """
-    try:
-        settings = read_settings(Path(path))
-        if settings is not None:
-            return _restored(settings, models)
-        problem = "The file is no PNG with settings; programs that share images often remove them"
-    except UserError:
-        raise
-    except Exception as error:  # there is no end to what a hostile file can say
-        problem = f"The PNG's settings cannot be used ({reason(error)})"
-    raise UserError(f"{problem}. Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged.")
+    advice = "Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged."
+    with explain_failure("The PNG's settings cannot be used", advice):  # there is no end to what a hostile file says
+        if (settings := read_settings(Path(path))) is None:
+            raise UserError(f"The file is no PNG with settings; programs that share images often remove them. {advice}")
+        return _restored(settings, models)
 
 
 def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, list[str]]:

@@ -12,8 +12,6 @@ from debias_diffusion.files import atomic_file, open_regular
 
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
-# What Pillow raises for a PNG that is damaged, or none.
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 # diffusers' schedulers by the names that A1111's interface gives to samplers
 SAMPLERS = {
@@ -82,7 +80,7 @@ def read_settings(path: Path) -> dict | None:
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             settings = json.loads(image.info[SETTINGS_KEY])
-    except (*UNREADABLE, KeyError, RecursionError):
+    except (OSError, SyntaxError, ValueError, KeyError, RecursionError, Image.DecompressionBombError):
         return None
     return settings if isinstance(settings, dict) else None
 

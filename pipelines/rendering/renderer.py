@@ -168,13 +168,20 @@ def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeli
 
 def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
     """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
-    texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt}
-    if prompt.prompt_2 is not None:
-        texts["prompt_2"] = prompt.prompt_2
     try:
-        return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guidance_scale > 1)
+        return pipe.prompt_layout(**_texts([prompt]), do_classifier_free_guidance=sampling.guidance_scale > 1)
     except ValueError as error:
         raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
+
+
+def _texts(prompts: Sequence[ImagePrompt]) -> dict[str, list[str]]:
+    """The arguments of a pipeline for a batch, in which all prompts have a negative prompt, or none has."""
+    texts = {"prompt": [prompt.prompt for prompt in prompts]}
+    if prompts[0].negative_prompt is not None:
+        texts["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
+    if any(prompt.prompt_2 is not None for prompt in prompts):
+        texts["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
+    return texts
 
 
 def plan_batches(
@@ -203,18 +210,11 @@ def plan_batches(
 @torch.no_grad()
 def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Embeddings:
     """Embeddings of one batch, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance."""
-    arguments = {"prompt": [prompt.prompt for prompt in prompts]}
-    if prompts[0].negative_prompt is not None:
-        arguments["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
-    if any(prompt.prompt_2 is not None for prompt in prompts):
-        arguments["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
-    arguments |= {
-        "device": None,
-        "num_images_per_prompt": 1,
-        "do_classifier_free_guidance": sampling.guidance_scale > 1,
-    }
+    guided = sampling.guidance_scale > 1
     with reading_layer(pipe, sampling.layer):
-        embeddings = pipe.encode_prompt(**arguments)
+        embeddings = pipe.encode_prompt(
+            **_texts(prompts), device=None, num_images_per_prompt=1, do_classifier_free_guidance=guided
+        )
     named = zip(EMBEDDINGS, embeddings, strict=False)
     return {name: embedding.cpu() for name, embedding in named if embedding is not None}
 
