@@ -1,6 +1,5 @@
 """The command line, `debias-diffusion`: its commands are those of `COMMANDS`."""
 
-import errno
 import os
 import platform
 import sys
@@ -102,12 +101,6 @@ COMMANDS = {
     "app": Command(options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
     "evaluate": EVALUATIONS,
 }
-_GROUP_SUMMARIES = {"evaluate": "Measure what an encoder reads: " + ", ".join(EVALUATIONS)}
-# Errors of the path that the user gave, not of the program.
-_PATH_ERRORS = {
-    getattr(errno, name)
-    for name in "EACCES EEXIST EFBIG EIO EISDIR ELOOP ENAMETOOLONG ENOENT ENOTDIR ENOTEMPTY ENXIO EPERM EROFS".split()
-}
 
 
 def main(arguments: list[str] | None = None, program: str = "debias-diffusion", commands: dict = COMMANDS) -> None:
@@ -127,10 +120,10 @@ def main(arguments: list[str] | None = None, program: str = "debias-diffusion", 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(1)
     except OSError as error:
-        if error.errno not in _PATH_ERRORS:
+        if error.errno is None:  # of a library, not of the system
             raise
         place = f": {str(error.filename)!r}" if error.filename else ""
-        _fail(f"A file or folder cannot be used ({error.strerror}{place}). Fix it, or give another path.")
+        _fail(f"The system refuses it ({error.strerror}{place}). Fix it, or give another path.")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         _leave(130)
@@ -175,7 +168,9 @@ def _versions() -> str:
 
 def _list_commands(program: str, commands: dict) -> str:
     width = max(map(len, commands)) + 2
-    lines = [f"  {name:<{width}}{_GROUP_SUMMARIES.get(name) or command.summary}" for name, command in commands.items()]
+    group = f"Measure what an encoder reads: {', '.join(EVALUATIONS)}."
+    summaries = {name: group if command is EVALUATIONS else command.summary for name, command in commands.items()}
+    lines = [f"  {name:<{width}}{summary}" for name, summary in summaries.items()]
     footer = f"`{program} COMMAND --help` lists a command's options."
     return "\n".join([f"usage: {program} COMMAND [options]\n", *lines, "", footer])
 

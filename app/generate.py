@@ -33,7 +33,7 @@ from debias_diffusion.pipelines.rendering.renderer import (
 
 from .contact_sheet import write_contact_sheets
 from .options import GenerateConfig
-from .prompts import Prompt, check_prompt, check_text, parse_seed, read_prompts
+from .prompts import check_prompt, check_text, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
@@ -66,14 +66,14 @@ def generate(config: GenerateConfig) -> Path:
         encoder = replace(encoder, name=encoder.place)  # without the second encoder
     elif encoder.fitted_second:
         print(f"Second encoder: {encoder.fitted_second}, fitted with the first")
-    prompts, left_out = [Prompt(0, config.prompt or "")], {}
+    prompt = ImagePrompt(config.prompt or "", config.seed, config.negative_prompt)
+    firsts, left_out = [ImageTask("00000", prompt, "the prompt")], {}
     if config.prompts is not None:
-        prompts, left_out = read_prompts(config.prompts)
-        print(f"Prompts: {len(prompts):,} in {config.prompts}")
+        firsts, left_out = read_prompts(config.prompts, config.seed, config.negative_prompt)
+        print(f"Prompts: {len(firsts):,} in {config.prompts}")
         _print_left_out(left_out)
-    prompts = [replace(each, seed=config.seed + each.number) if each.seed is None else each for each in prompts]
-    for prompt in prompts:
-        parse_seed(prompt.seed + config.images_per_prompt - 1)  # of the last image
+    for first in firsts:
+        parse_seed(first.prompt.seed + config.images_per_prompt - 1)  # of the last image
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     if not config.several:  # a job checks its folder
         _check_file(output)
@@ -88,7 +88,7 @@ def generate(config: GenerateConfig) -> Path:
         show_steps=not config.several,
     )
     kind = renderer.checkpoint.check_kind(PIPELINES)
-    if kind != SDXL and any(prompt.second for prompt in prompts):
+    if kind != SDXL and any(first.prompt.prompt_2 for first in firsts):
         raise UserError(
             f"The prompts have a prompt_2, and the SDXL checkpoint {config.base!r} is a {kind}, which has one text "
             "encoder. Leave it out."
@@ -97,9 +97,9 @@ def generate(config: GenerateConfig) -> Path:
     with explain_memory(renderer.device, advice):
         if config.several:
             with Job.open(output, "generate", renderer.settings(encoder), renderer.inputs(encoder)) as job:
-                _fill(job, renderer, encoder, _tasks(config, prompts, job), left_out)
+                _fill(job, renderer, encoder, _tasks(firsts, config.images_per_prompt, job), left_out)
         else:
-            _render_one(output, config, renderer, encoder, _tasks(config, prompts)[0])
+            _render_one(output, config, renderer, encoder, firsts[0])
     print(f"Wrote {output}")
     return output
 
@@ -112,17 +112,16 @@ def _check_file(path: Path) -> None:
     TemporaryFile(dir=path.parent).close()  # an OSError now, not after the image is made
 
 
-def _tasks(config: GenerateConfig, prompts: Sequence[Prompt], job: Job | None = None) -> list[ImageTask]:
+def _tasks(firsts: Sequence[ImageTask], images_per_prompt: int, job: Job) -> list[ImageTask]:
     """All images of a run. Number and seed identify a file; the words after them are for people."""
-    finished = map(_NAME.fullmatch, job.names() if job else ())
-    names = {(int(match[2]), int(match[3])): match[1] for match in finished if match}
+    finished = map(_NAME.fullmatch, job.names())
+    names = {(match[2], int(match[3])): match[1] for match in finished if match}
     tasks = []
-    for prompt in prompts:
-        negative = config.negative_prompt if prompt.negative is None else prompt.negative
-        for seed in range(prompt.seed, prompt.seed + config.images_per_prompt):
-            name = "-".join(filter(None, (f"{prompt.number:05}", str(seed), _slug(prompt.text))))
-            image = ImagePrompt(prompt.text, seed, negative, prompt.second)
-            tasks.append(ImageTask(names.get((prompt.number, seed), name), image, prompt.where))
+    for first in firsts:
+        for seed in range(first.prompt.seed, first.prompt.seed + images_per_prompt):
+            name = "-".join(filter(None, (first.name, str(seed), _slug(first.prompt.prompt))))
+            prompt = replace(first.prompt, seed=seed)
+            tasks.append(ImageTask(names.get((first.name, seed), name), prompt, first.where))
     return tasks
 
 

@@ -6,12 +6,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
 from debias_diffusion.text.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
@@ -28,26 +29,6 @@ _SHAPES = (
     'a .txt of one prompt a line, a .jsonl of lines like {"prompt": "a cat", "negative_prompt": "grey", "seed": 7}, or '
     "a .csv with such columns"
 )
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """An entry of a file of prompts.
-
-    Attributes:
-        number: index in the file, from 0; invalid entries count, blank lines do not.
-        negative: the negative prompt, None if the entry has none.
-        second: the prompt for SDXL's second text encoder, None for `text`.
-        seed: of the noise, None if the entry has none.
-        where: its place in words: "line 3", with lines from 1.
-    """
-
-    number: int
-    text: str
-    negative: str | None = None
-    second: str | None = None
-    seed: int | None = None
-    where: str = "the prompt"
 
 
 def check_text(name: str, text: str) -> None:
@@ -67,11 +48,18 @@ def check_prompt(text: str) -> None:
         raise UserError("The prompt is empty. Say what to draw.")
 
 
-def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]:
+def read_prompts(
+    path: str | os.PathLike, seed: int = 0, negative_prompt: str | None = None
+) -> tuple[list[ImageTask], dict[str, str]]:
     """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
 
+    Args:
+        seed: of the first entry; each has the next one, unless it names one.
+        negative_prompt: of entries that name none.
+
     Returns:
-        the valid entries, and what is wrong with the others by their place, in file order
+        the first image of each valid entry, named by the entry's index from 0 in five digits (invalid entries count,
+        blank lines do not) and placed in words, "line 3"; what is wrong with the others by their place, in file order
 
     Raises:
         OSError: the file cannot be read.
@@ -85,7 +73,8 @@ def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]
     prompts, left_out = [], {}
     for number, (line, entry) in enumerate(entries(path, text)):
         try:
-            prompts.append(_prompt(number, f"line {line}", entry))
+            prompt = _prompt(entry, ImagePrompt("", seed + number, negative_prompt))
+            prompts.append(ImageTask(f"{number:05}", prompt, f"line {line}"))
         except UserError as error:
             left_out[f"line {line}"] = printable(str(error))
     if not prompts:
@@ -166,8 +155,8 @@ _READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, Entry]]]] = {
 }
 
 
-def _prompt(number: int, where: str, entry: Entry) -> Prompt:
-    """An entry as a Prompt. Raises UserError."""
+def _prompt(entry: Entry, default: ImagePrompt) -> ImagePrompt:
+    """An entry, with the default of what it does not say. Raises UserError."""
     if isinstance(entry, str):
         raise UserError(entry)
     entry = {name: value for name, value in entry.items() if value is not None}
@@ -182,8 +171,8 @@ def _prompt(number: int, where: str, entry: Entry) -> Prompt:
             raise UserError(f"The {name} holds the character '\\x00'. Write it as UTF-8.")
     texts = {name: entry[name].strip() for name in _TEXTS if name in entry}
     check_prompt(texts["prompt"])  # stripped: cleaning makes a text of some characters that are spaces
-    seed = parse_seed(entry["seed"]) if "seed" in entry else None
-    return Prompt(number, texts["prompt"], texts.get("negative_prompt"), texts.get("prompt_2") or None, seed, where)
+    texts["prompt_2"] = texts.get("prompt_2") or None
+    return replace(default, **texts, seed=parse_seed(entry.get("seed", default.seed)))
 
 
 def parse_seed(value) -> int:

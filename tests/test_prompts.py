@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from debias_diffusion.app.prompts import MAX_SEED, Prompt, parse_seed, read_prompts
+from debias_diffusion.app.prompts import MAX_SEED, parse_seed, read_prompts
 from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
 
 ENTRIES = [
     {"prompt": "one", "negative_prompt": "n", "seed": 7, "prompt_2": "two"},
@@ -14,10 +15,14 @@ ENTRIES = [
 ]
 
 
+def task(number, text, negative="usual", second=None, seed=None, where=""):
+    return ImageTask(f"0000{number}", ImagePrompt(text, 40 + number if seed is None else seed, negative, second), where)
+
+
 def read(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_prompts(path)
+    return read_prompts(path, 40, "usual")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -25,16 +30,16 @@ def read(tmp_path, name, content):
 def test_one_prompt_a_line(tmp_path, end, mark):
     lines = ["", "a cat, (grey:1.2)", "  ", ' ein "Bär" — {x} ', "# 猫", ""]
     texts = ["a cat, (grey:1.2)", 'ein "Bär" — {x}', "# 猫"]
-    expected = [Prompt(number, text, where=f"line {(2, 4, 5)[number]}") for number, text in enumerate(texts)]
+    expected = [task(number, text, where=f"line {(2, 4, 5)[number]}") for number, text in enumerate(texts)]
     assert read(tmp_path, "p.TXT", mark + end.join(lines)) == (expected, {})
 
 
 def test_json_lines(tmp_path):
     content = "\ufeff" + "\r\n".join(json.dumps(entry, ensure_ascii=False) for entry in ENTRIES) + "\n\n"
     expected = [
-        Prompt(0, "one", "n", "two", 7, "line 1"),
-        Prompt(1, "a\nb", where="line 2"),
-        Prompt(2, "猫", "", None, 8, "line 3"),
+        task(0, "one", "n", "two", 7, "line 1"),
+        task(1, "a\nb", where="line 2"),
+        task(2, "猫", "", None, 8, "line 3"),
     ]
     assert read(tmp_path, "p.jsonl", content) == (expected, {})
 
@@ -43,9 +48,9 @@ def test_csv(tmp_path):
     content = "\ufeffSeed, PROMPT ,Negative Prompt,"
     content += '\r\n7,"a cat, a ""dog""\r\nand more",grey,\r\n\r\n,b\r\n,,,,,\r\n8.0,c,"",\r\n'
     expected = [
-        Prompt(0, 'a cat, a "dog"\r\nand more', "grey", None, 7, "line 2"),
-        Prompt(1, "b", where="line 5"),
-        Prompt(2, "c", seed=8, where="line 7"),
+        task(0, 'a cat, a "dog"\r\nand more', "grey", None, 7, "line 2"),
+        task(1, "b", where="line 5"),
+        task(2, "c", seed=8, where="line 7"),
     ]
     assert read(tmp_path, "p.csv", content) == (expected, {})
 
@@ -71,7 +76,7 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
     read_of, left_out = read(tmp_path, name, b"\n".join([first, line, last]))
     (number,) = left_out
     assert number == "line 2" and left_out[number].startswith(why)
-    assert (read_of[-1].number, read_of[-1].where) == (1 if name == "p.csv" else 2, "line 3")
+    assert (read_of[-1].name, read_of[-1].where) == ("00001" if name == "p.csv" else "00002", "line 3")
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,5 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
         [image] = render(pipe, embeddings, [seed], renderer.sampling, partial(report_step, place))
         if isinstance(image, str):
             raise UserError(f"The image by {label}, seed {seed}, was not rendered: {image}. Try other settings.")
-        settings = to_settings(models, request, label, number, layout)
-        text = settings_text(settings, type(pipe.scheduler).__name__)
+        text = settings_text(to_settings(models, request, label, number, layout))
         report(RenderedImage(label, seed, image, text, read_prompt(models, label, request).in_words()))

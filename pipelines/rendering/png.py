@@ -36,17 +36,14 @@ def sampler(scheduler: str) -> str:
     return SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler"))
 
 
-def settings_text(settings: dict, scheduler: str) -> dict[str, str]:
+def settings_text(settings: dict) -> dict[str, str]:
     """The text chunks with an image's settings, for this program and in the format of A1111's interface.
 
     That is the prompt; a line "Negative prompt: ..." if there is one; and a last line "Steps: 30, Sampler: Euler, ...".
-
-    Args:
-        scheduler: the name of diffusers' class.
     """
     fields = {
         "Steps": settings["steps"],
-        "Sampler": sampler(scheduler),
+        "Sampler": settings["scheduler"],
         "CFG scale": settings["guidance_scale"],
         "Seed": settings["seed"],
         "Size": f"{settings['width']}x{settings['height']}",

@@ -378,12 +378,10 @@ class Renderer:
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, prompt: ImagePrompt, layout: PromptLayout
     ) -> dict[str, str]:
         """The text chunks of an image's PNG, with all its settings, see `settings_text`."""
-        scheduler = type(pipe.scheduler).__name__
         settings = self.png_settings(encoder, prompt)
         settings = {name: value for name, value in settings.items() if USUAL.get(name, ...) != value}
-        settings |= layout.settings()
-        settings["scheduler"] = sampler(scheduler)
-        return settings_text(settings, scheduler)
+        settings["scheduler"] = sampler(type(pipe.scheduler).__name__)
+        return settings_text(settings | layout.settings())
 
     def pipeline(self, encoder: EncoderSpec, part: Part | None = None) -> DiffusionPipeline:
         """The checkpoint with an encoder, with the options that were asked for.
