@@ -41,7 +41,7 @@ def open_app(config: AppConfig):
     """
     password = os.environ.get(PASSWORD) if config.user else None  # without a user it may be meant for another run
     if config.password_file:
-        password = next(iter(read_file(config.password_file).decode(errors="replace").splitlines()), "")
+        password = read_file(config.password_file).decode(errors="replace").partition("\n")[0].rstrip("\r")
     if bool(config.user) != bool(password):
         raise UserError(
             "A user and a password go together. Give both, or neither; the password by --password-file or the "
