@@ -44,7 +44,7 @@ from debias_diffusion.processes import Processes
 CPU = torch.device("cpu")
 # of 77, 227 and 248 positions, in mixed order
 TEXTS = [" ".join(["A cat, a dog and a bird sit on the wide red sofa."] * count) for count in (1, 9, 2, 9, 8)]
-TASKS = [ImageTask(f"{seed:06}", ImagePrompt(text, seed)) for seed, text in enumerate(TEXTS)]
+TASKS = [ImageTask(f"{seed:06}", ImagePrompt(text, seed), f"{seed:06}") for seed, text in enumerate(TEXTS)]
 ALL = {task.name for task in TASKS}
 SAMPLING = Sampling(steps=1, guidance_scale=7.0)
 

@@ -60,7 +60,7 @@ def rendering_settings(config: Any) -> dict:
 
 def image_task(config: Any, name: str, prompt: str, number: int) -> ImageTask:
     """The image of a prompt, whose noise has the seed of the settings plus `number`."""
-    return ImageTask(name, ImagePrompt(config.prefix + prompt, config.seed + number))
+    return ImageTask(name, ImagePrompt(config.prefix + prompt, config.seed + number), name)
 
 
 def folder_names(labels: Sequence[str]) -> dict[str, str]:

@@ -114,22 +114,17 @@ class ImageTask:
     Attributes:
         name: of its file, without .png; may begin with a folder's name.
         prompt: what it is rendered from, as a person wrote it.
-        where: the prompt's place in words: "line 3".
+        where: the prompt's place in words, such as "line 3".
     """
 
     name: str
     prompt: ImagePrompt
-    where: str = ""
+    where: str
 
     @property
     def file(self) -> str:
         """Its name in the job."""
         return f"{self.name}.png"
-
-    @property
-    def place(self) -> str:
-        """Where the prompt comes from, else the name."""
-        return self.where or self.name
 
 
 @contextmanager
@@ -530,9 +525,9 @@ def _missing(job: Job, tasks: Sequence[ImageTask]) -> set[int]:
         if name not in finished:
             missing.add(index)
             if os.path.lexists(job.folder / name):
-                differing.append(f"{name} ({task.place}): it was not made by this job")
+                differing.append(f"{name} ({task.where}): it was not made by this job")
         elif difference := first_difference(job.notes(name), asdict(task.prompt)):
-            differing.append(f"{name} ({task.place}): {difference}")
+            differing.append(f"{name} ({task.where}): {difference}")
         elif job.path(name, damaged="absent") is None:
             missing.add(index)
             damaged.append(name)
@@ -570,7 +565,7 @@ def _render_share(
             for index, image in zip(batch, images, strict=True):
                 task = tasks[index]
                 if index in missing and isinstance(image, str):
-                    failed.append((f"{task.place}, seed {task.prompt.seed}", image))
+                    failed.append((f"{task.where}, seed {task.prompt.seed}", image))
                 elif index in missing:
                     notes = asdict(task.prompt) | layouts[index].settings()
                     text = renderer.png_text(pipe, encoder, task.prompt, layouts[index])
@@ -594,7 +589,7 @@ def _layouts(
         try:
             layouts[index] = read(replace(prompt, seed=0))
         except UserError as error:
-            left_out[task.place] = str(error)
+            left_out[task.where] = str(error)
     if not layouts:
         place, why = next(iter(left_out.items()))
         raise UserError(f"No prompt can be rendered. {place.capitalize()}: {why}")
