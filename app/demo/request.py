@@ -52,9 +52,9 @@ class Request(ImageOptions):
     @classmethod
     def default(cls, models: DemoModels) -> "Request":
         """A request with default settings for these models, without a prompt."""
-        return cls("", models.labels, scheduler=next(iter(models.schedulers))).completed(models)
+        return cls("", models.labels, scheduler=next(iter(models.schedulers))).with_defaults(models)
 
-    def completed(self, models: DemoModels) -> "Request":
+    def with_defaults(self, models: DemoModels) -> "Request":
         """With the checkpoint's own numbers in the place of None. Raises UserError for a size that it cannot render."""
         sampling = self.renderer(models).sampling
         names = ("steps", "guidance_scale", "height", "width")
@@ -83,7 +83,7 @@ def check(request: Request, models: DemoModels, budget: int | None = None) -> Re
     check_text_settings(request, models)
     check_prompt(request.prompt)
     parse_seed(parse_seed(request.seed) + request.images - 1)  # of the last image
-    request = request.completed(models)
+    request = request.with_defaults(models)
     height, width = models.size
     if request.height * request.width > (most := 2 * height * width):
         raise UserError(

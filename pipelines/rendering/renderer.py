@@ -205,10 +205,10 @@ def plan_batches(
 @torch.no_grad()
 def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Embeddings:
     """Embeddings of one batch, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance."""
-    guided = sampling.guidance_scale > 1
+    guidance = sampling.guidance_scale > 1
     with reading_layer(pipe, sampling.layer):
         embeddings = pipe.encode_prompt(
-            **_texts(prompts), device=None, num_images_per_prompt=1, do_classifier_free_guidance=guided
+            **_texts(prompts), device=None, num_images_per_prompt=1, do_classifier_free_guidance=guidance
         )
     named = zip(EMBEDDINGS, embeddings, strict=False)
     return {name: embedding.cpu() for name, embedding in named if embedding is not None}
@@ -312,7 +312,7 @@ class Renderer:
     def __post_init__(self):
         self.checkpoint = Checkpoint.parse(self.base)
         self.checkpoint.check_kind(PIPELINES)
-        self.sampling = self._completed(self.sampling)
+        self.sampling = self._with_defaults(self.sampling)
         self.dtype = self.dtype or default_dtype(self.device)
         self._pipe: DiffusionPipeline | None = None
         self._loaded: tuple[str | None, ...] = ()  # the encoders in `_pipe`
@@ -321,10 +321,10 @@ class Renderer:
     def with_sampling(self, sampling: Sampling) -> "Renderer":
         """A renderer of the same loaded models. Raises UserError for a size that they cannot render."""
         renderer = copy.copy(self)
-        renderer.sampling = self._completed(sampling)
+        renderer.sampling = self._with_defaults(sampling)
         return renderer
 
-    def _completed(self, sampling: Sampling) -> Sampling:
+    def _with_defaults(self, sampling: Sampling) -> Sampling:
         """With the checkpoint's own numbers in the place of None."""
         defaults = asdict(self.checkpoint.defaults) | dict(zip(("height", "width"), self.checkpoint.size, strict=True))
         unsaid = {name: value for name, value in defaults.items() if getattr(sampling, name, value) is None}
