@@ -183,7 +183,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
                 "title": evaluation.title,
                 "tables": evaluation.load().tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
                 "notes": list(map(escaped, report["notes"])),
-                "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.settings()),
+                "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.options),
             }
         if not encoders:
             raise UserError(

@@ -7,30 +7,15 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import (
-    Checked,
-    Guidance,
-    Layer,
-    NonNegativeInt,
-    PositiveInt,
-    Rule,
-    Seed,
-    Share,
-    Side,
-    Steps,
-    between,
-)
-from debias_diffusion.text.chunks import MOST_SHARPENING
+from debias_diffusion.limits import Checked, Layer, NonNegativeInt, PositiveInt, Seed, Share, between
+from debias_diffusion.pipelines.rendering.options import ImageOptions, Scheduler
 from debias_diffusion.toyworld.shipped import TWO_TOWERS
 
 Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100"]
-Sharpening = Annotated[
-    float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
-]
 MOST_IMAGES = 1000  # of a prompt
 TOYS = (f"cut:{TWO_TOWERS[0]}", *TWO_TOWERS)
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
@@ -144,7 +129,7 @@ class Captions(Data):
 
 
 @dataclass(kw_only=True)
-class Drawing(Encoders):
+class Drawing(ImageOptions, Encoders):
     """How each encoder's images are generated, in one SDXL checkpoint.
 
     Attributes:
@@ -156,9 +141,6 @@ class Drawing(Encoders):
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
             every device.
-        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 3 for
-            toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
@@ -166,29 +148,18 @@ class Drawing(Encoders):
             stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
         layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
             last one after the final norm, as in Long-CLIP's code.
-        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
-            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
-            keeps it.
-        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
-        width: Pixels, as height.
-        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions, as
-            in `generate`.
+        scheduler: diffusers' class in the place of the checkpoint's scheduler. null keeps it.
         zero_empty_negative: The empty negative prompt is zeros (true) or the encoded empty text (false). null: as in
             the program that a reading imitates, else as in diffusers.
     """
 
     base: str
     seed: Seed = 0
-    steps: Steps | Literal["auto"] = "auto"
-    guidance_scale: Guidance | Literal["auto"] = "auto"
     images_at_once: PositiveInt | Literal["auto"] = "auto"
     prefix: str = ""
     encoder_2: str | None = None
     layer: Layer = "penultimate"
-    scheduler: str | None = None
-    height: Side | None = None
-    width: Side | None = None
-    sharpen: Sharpening = 1.0
+    scheduler: Scheduler | None = None
     zero_empty_negative: bool | None = None
 
     WITH_READINGS = True
@@ -243,7 +214,7 @@ class Scoring:
 
 @dataclass
 class RobustnessConfig(Captions):
-    """Pairs whose captions are edited: recall needs their images.
+    """How shortsighted? Recall when sentences are moved, removed or come late.
 
     Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
 
@@ -256,7 +227,7 @@ class RobustnessConfig(Captions):
 
 @dataclass
 class RetrievalConfig(RobustnessConfig):
-    """Pairs, or several benchmarks, to find by whole captions.
+    """Retrieval recall with whole captions.
 
     Each of several benchmarks lies in a folder of its name, or of its data set's, in `root`, and is evaluated into a
     folder of its name in `output`.
@@ -272,7 +243,7 @@ class RetrievalConfig(RobustnessConfig):
 
 @dataclass
 class AttentionConfig(Captions):
-    """Texts in which to look at the attention from EOT.
+    """How much EOT attends to each position of a text.
 
     Give `data`, or a benchmark (`dataset` with `root`), or a prompt, or captions and a prompt.
 
@@ -299,7 +270,7 @@ class AttentionConfig(Captions):
 
 @dataclass(kw_only=True)
 class DriftConfig(Captions):
-    """Captions whose hidden states are compared, and the encoder to compare with.
+    """How far hidden states have moved from those that SDXL's UNet was trained on.
 
     Give `data`, or a benchmark (`dataset` with `root`).
 
@@ -314,7 +285,7 @@ class DriftConfig(Captions):
 
 @dataclass(kw_only=True)
 class GenerationConfig(Scoring, Drawing, Data):
-    """Prompts and reference images of one set of pairs.
+    """FID, DINO score and others of images generated from captions.
 
     Captions of the data are the prompts, images the references.
 
@@ -330,7 +301,7 @@ class GenerationConfig(Scoring, Drawing, Data):
 
 @dataclass(kw_only=True)
 class DpgBenchConfig(Drawing):
-    """DPG-Bench's prompts, and images of them that a VQA model is asked about.
+    """How much of DPG-Bench's dense prompts the generated images show.
 
     Give either `images`, a folder of images, or `base` and `encoders` to generate them with.
 
@@ -368,7 +339,7 @@ class DpgBenchConfig(Drawing):
 
 @dataclass(kw_only=True)
 class ClassificationConfig(Data):
-    """Labelled images, and the benchmark whose classes they have.
+    """Zero-shot top-1 on ImageNet, its variants and CIFAR.
 
     Attributes:
         dataset: The benchmark.
@@ -385,7 +356,7 @@ class ClassificationConfig(Data):
 
 @dataclass
 class AllConfig(Scoring, Data):
-    """Data, encoders and networks of all evaluations; by default the toy world's.
+    """Every evaluation that the options allow, and one page of all; by default in the toy world.
 
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
@@ -475,7 +446,7 @@ class AllConfig(Scoring, Data):
 
 @dataclass
 class ReportConfig(Checked):
-    """Results to show on one page, and where it goes.
+    """One page of any number of results.
 
     Attributes:
         folder: Folder with results of `evaluate`, at any depth.

@@ -54,7 +54,7 @@ def settings_of_all(config: AllConfig) -> dict[str, Any]:
     settings = {}
     for name, entry in EVALUATIONS.items():
         choose = getattr(entry.load(), "settings_for", None)
-        chosen = choose(config) if choose else config.settings(entry.settings())
+        chosen = choose(config) if choose else config.settings(entry.options)
         if chosen is not None:
             settings[name] = chosen
     return settings

@@ -27,7 +27,7 @@ from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, render_batch
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, encode, render
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.training.logs import make_accelerator
@@ -237,7 +237,8 @@ def test_evaluations_and_generate_take_both_encoders_from_its_folder(finished, s
         return np.asarray(Image.open(next(iter(images.values())).files[0]))
 
     pipe = load_pipeline(base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
-    image = np.asarray(render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0])
+    sampling = Sampling(steps=2, guidance_scale=7.0)
+    image = np.asarray(render(pipe, encode(pipe, [ImagePrompt(clean(prompt))], sampling), [0], sampling)[0])
     assert np.array_equal(image, rendered(finished))
     generate(GenerateConfig(prompt, base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))
     png = Image.open(tmp_path / "p.png")

@@ -96,7 +96,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
     # Batches are each evaluation's own unless one number is given.
     assert {name: config.batch_size for name, config in bench.items()} == {
-        name: EVALUATIONS[name].settings().batch_size for name in bench
+        name: EVALUATIONS[name].options.batch_size for name in bench
     }
     assert {config.batch_size for config in chosen(**toy, batch_size=5).values()} == {5}
     for given, limit in ((toy, 200), (toy | {"images_per_encoder": 3}, 3), (real, 1000)):  # 1000 as in Table S7
@@ -123,7 +123,8 @@ def test_the_docs_list_the_evaluations():
     texts = {name: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for name, text in rows}
     commands = {name.replace("_", "-"): evaluation for name, evaluation in EVALUATIONS.items()}
     assert [name for name in texts if name in commands] == list(commands)
-    assert all(texts[name].startswith(evaluation.summary) for name, evaluation in commands.items())
+    summaries = {name: each.options.__doc__.partition("\n")[0].rstrip(".").lower() for name, each in commands.items()}
+    assert all(texts[name].lower().startswith(summary) for name, summary in summaries.items())
 
 
 # ---- the cache

@@ -84,7 +84,7 @@ REFUSED = [
     (DpgBenchConfig, {"images_per_prompt": 10**9}, "images_per_prompt is 1000000000, but must be"),
     (DpgBenchConfig, {"images": "i"}, "Images are there, or are generated, not both"),
     (DriftConfig, {"encoders": ["toy/clip", "separate:toy/clip"]}, "Name at least one encoder, and none twice"),
-    (GenerationConfig, {"steps": 1001}, "steps is 1001, but must be a whole number, from 1 to 1000, or auto."),
+    (GenerationConfig, {"steps": 1001}, "steps is 1001, but must be a whole number, from 1 to 1000, or null."),
     (GenerationConfig, {"layer": "first"}, "layer is 'first', but must be penultimate or last."),
     (GenerationConfig, {"encoders": ["chunks:toy/clip"]}, "how an encoder reads long prompts: overlap, separate, cut"),
     (RetrievalConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or auto, or null."),
