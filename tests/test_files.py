@@ -220,7 +220,7 @@ def test_captions_that_are_no_regular_files_are_bad_records(tmp_path, kind):
 def test_links_to_regular_files_are_opened(tmp_path):
     (tmp_path / "mine").write_text("A cat.")
     (tmp_path / "prompts.txt").symlink_to("mine")
-    assert [prompt.text for prompt in read_prompts(tmp_path / "prompts.txt")[0]] == ["A cat."]
+    assert [task.prompt.prompt for task in read_prompts(tmp_path / "prompts.txt")[0]] == ["A cat."]
 
 
 # They read, by other means, files of the package, or those that the same program has written and checked.
