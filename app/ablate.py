@@ -10,21 +10,17 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from debias_diffusion.ablation.backprop import Backprop
-from debias_diffusion.ablation.genetic import Generation
-from debias_diffusion.ablation.heads import ABLATED, Ablation, image_means, text_means, tower_shape
-from debias_diffusion.ablation.population import Population, TextPopulation
+from debias_diffusion.ablation.backprop import descend, image_features
+from debias_diffusion.ablation.heads import ABLATED, Ablation, head_means, tower_shape
+from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.problems import (
-    ImageProblem,
     Problem,
-    TextProblem,
-    best_alone,
     better_alone,
-    check_count,
     every_mask,
     fittest,
     genetic_search,
     probe,
+    recalls,
 )
 from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
 from debias_diffusion.clip.image_tower import PROMPTS_AND_ATTENTION
@@ -37,14 +33,15 @@ from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.session import read_source
-from debias_diffusion.files import read_json_object
+from debias_diffusion.files import read_json, read_json_object, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.text.tokens import TokenBatch
 
 from .options import AblateConfig
 
 FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
-PROBE_FILE, PICTURE, GENERATION = "probe.json", "heads.png", "generation-"
+PROBE_FILE, PICTURE = "probe.json", "heads.png"
 _WITHOUT_EFFECT = ("output", "model", "data", "images", "root", "device", "batch", "max_bad")  # paths are inputs
 # Why the recall may fall all the same, and what to do.
 _FELL = {
@@ -75,10 +72,6 @@ def ablate(config: AblateConfig) -> Path:
     return Path(config.output)
 
 
-def _ablated_already(model: str) -> UserError:
-    return UserError(f"{model!r} is ablated already. Give the model that it was made from.")
-
-
 class _Search:
     """One search, which continues from the finished items of `job`."""
 
@@ -88,18 +81,16 @@ class _Search:
     def __init__(self, config: AblateConfig):
         self.config, self.output = config, Path(config.output)
         spec = EncoderSpec.parse(config.model)
-        if spec.kind is Kind.ABLATION:
-            raise _ablated_already(config.model)
         self.seen_before = read_seen(spec)
         self.device = pick_device(config.device)
         self.backbone = spec.load_two_tower().to(self.device).eval()
-        self.blocks, self.heads = tower_shape(self.backbone, config.tower)
-        if self.backbone.image_attention or self.backbone.text_attention:  # an open_clip folder with suppressed heads
-            raise _ablated_already(config.model)
+        self.shape = tower_shape(self.backbone, config.tower)
+        # the latter in an open_clip folder with suppressed heads
+        if spec.kind is Kind.ABLATION or self.backbone.image_attention or self.backbone.text_attention:
+            raise UserError(f"{config.model!r} is ablated already. Give the model that it was made from.")
         if config.tower == "image" and self.backbone.prompt_settings is not None:
             raise UserError(f"{config.model!r}: {PROMPTS_AND_ATTENTION}")
         self.pairs = read_source(config)
-        check_count(len(self.pairs.records))
         sentences = (len(split_sentences(record.caption)) for record in self.pairs.records)
         if config.fitness == "robust" and max(sentences) < 2:
             raise UserError(
@@ -114,7 +105,7 @@ class _Search:
             return
         if not self._is_finished():
             problem = self._problem()
-            if problem.recalls(problem.untouched)[0]["mean_r"] == 0:
+            if recalls(problem.untouched)[0]["mean_r"] == 0:
                 raise UserError(
                     f"Which heads hurt cannot be known from these {len(self.pairs.records)} pairs: the model finds "
                     "none of them (mean-R 0.0), as where images or captions are alike. Give other pairs."
@@ -146,11 +137,12 @@ class _Search:
         """Writes the ablation with these betas, [blocks, heads], and the recalls before and after."""
         config, ablation = self.config, Ablation.of_rows(self.config.tower, beta.tolist(), self.means)
         if config.search == "bp":
-            encoded, heads = problem.encode_betas(beta), ablation.names_below(ABLATED)
+            parts = [image_features(self.backbone.image, part, beta) for part in problem.images.split(config.batch)]
+            encoded, heads = (torch.cat(parts)[None], problem.untouched[1]), ablation.names_below(ABLATED)
         else:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
-        recall = {"before": problem.recalls(problem.untouched)[0], "after": problem.recalls(encoded)[0]}
+        recall = {"before": recalls(problem.untouched)[0], "after": recalls(encoded)[0]}
         more = {"heads": heads, "settings": asdict(config), "recall": recall}
         write_seen(self.output, add_seen([self.seen_before], self.pairs.digest, range(len(self.pairs.records))))
         with self.job.write(FILE) as temporary:
@@ -159,92 +151,60 @@ class _Search:
     def _problem(self) -> Problem:
         """The pairs whose image can be read, encoded as far as every ablation shares."""
         config, backbone, pairs = self.config, self.backbone, self.pairs
-        is_image = config.tower == "image"
-        shape: list[torch.Size] = []
+        is_image, tower = config.tower == "image", backbone.tower(config.tower)
 
         def embed(images: Tensor) -> Tensor:
-            embedded = backbone.image.embed(images)
-            shape.append(embedded.shape[1:])
-            return embedded.flatten(1)
+            return backbone.image.embed(images).flatten(1)
 
-        encode = embed if is_image else None
-        features, good, bad = encode_images(
-            backbone, pairs.records, pairs.images, config.batch, self.device, "images", encode=encode
-        )
+        def read(edit: str) -> Tensor | list[TokenBatch]:
+            captions = [edit_caption(pairs.records[index].caption, edit) for index in good]
+            if is_image:
+                return encode_texts(backbone, captions, config.batch, self.device, f"captions, {edit}").to(self.device)
+            starts = range(0, len(captions), config.batch)
+            return [backbone.tokenize(captions[at : at + config.batch]).to(self.device) for at in starts]
+
+        inputs, encode = (pairs.records, pairs.images, config.batch, self.device), embed if is_image else None
+        features, good, bad = encode_images(backbone, *inputs, encode=encode)
         print_left_out(bad)
         check_share(bad, len(pairs.records), config.max_bad)
-        captions = [pairs.records[index].caption for index in good]
-        texts = {edit: [edit_caption(text, edit) for text in captions] for edit in FITNESS[config.fitness]}
-        if is_image:
-            embedded = features.view(-1, *shape[0]).to(self.device)
-            encoded = {
-                edit: encode_texts(backbone, edited, config.batch, self.device, f"captions, {edit}").to(self.device)
-                for edit, edited in texts.items()
-            }
-            if config.way == "mean":
-                self.means = image_means(backbone.image, embedded, config.batch)
-            problem = ImageProblem(Population(backbone.image, config.beta, config.batch, self.means), embedded, encoded)
-        else:
-            starts = range(0, len(captions), config.batch)
-            batches = {
-                edit: [backbone.tokenize(edited[at : at + config.batch]).to(self.device) for at in starts]
-                for edit, edited in texts.items()
-            }
-            if config.way == "mean":
-                self.means = text_means(backbone, batches["keep"])
-            population = TextPopulation(backbone.text, config.beta, self.means)
-            problem = TextProblem(population, features.to(self.device), batches)
-        problem.make_margins(seed=config.seed)
-        return problem
+        images = features.to(self.device)
+        images = images.unflatten(1, (1 + tower.patches, -1)) if is_image else images
+        texts = {edit: read(edit) for edit in FITNESS[config.fitness]}
+        if config.way == "mean":
+            self.means = head_means(tower, images.split(config.batch) if is_image else texts["keep"])
+        population = Population(tower, config.beta, self.means)
+        return Problem(population, images, texts, config.batch, seed=config.seed)
 
     def _search(self, problem: Problem) -> Tensor:
         """[blocks, heads] the betas."""
         config = self.config
         if config.search == "bp":
+            pairs = self.backbone.image, problem.images, problem.texts["keep"]
             settings = config.learning_rate, config.epochs, config.bp_batch, config.constant, config.seed
             with torch.inference_mode(False), torch.enable_grad():
-                return Backprop(problem, self.backbone.logit_scale.exp(), self.job, *settings).run()
+                return descend(*pairs, self.backbone.logit_scale.exp(), self.job, *settings)
         match config.search:
-            case "single":
-                mask = best_alone(list(self._probe(problem).values()))
-            case "naive":
-                mask = better_alone(list(self._probe(problem).values()))
+            case "single" | "naive":
+                mask = better_alone(self._probe(problem).values(), best=config.search == "single")
             case "all":
                 mask = fittest(problem, every_mask(*problem.shape))
             case "ga":
-                mask, _ = genetic_search(
-                    problem, config.generations, config.efficient, config.seed, self._generations(), self._note
-                )
+                mask, _ = genetic_search(problem, config.generations, config.efficient, config.seed, self.job)
         return torch.where(mask.view(*problem.shape), config.beta if self.means is None else 0.0, 1.0)
-
-    def _generations(self) -> list[Generation]:
-        """Those that were noted, up to the first of which the note is lost."""
-        history: list[Generation] = []
-        while (name := f"{GENERATION}{len(history):04}") in self.job:
-            notes = self.job.notes(name)
-            masks = torch.tensor([[bit == "1" for bit in mask] for mask in notes["masks"]])
-            history.append(Generation(len(history), masks, torch.tensor(notes["fitness"], dtype=torch.float64)))
-        return history
-
-    def _note(self, generation: Generation) -> None:
-        masks = ["".join("01"[ablated] for ablated in mask) for mask in generation.masks.tolist()]
-        self.job.note(f"{GENERATION}{generation.number:04}", masks=masks, fitness=generation.fitness.tolist())
 
     def _probe(self, problem: Problem | None = None) -> dict[str, dict[str, float]]:
         """The recalls of the untouched model, by "none", then those with each head ablated alone, by its name."""
 
-        def measure() -> dict:
-            names = ["none", *(f"{block}-{head}" for block in range(self.blocks) for head in range(self.heads))]
-            recalls = probe(problem or self._problem())
-            return {"settings": asdict(self.config), "recall": dict(zip(names, recalls, strict=True))}
+        def measure(file: Path) -> None:
+            write_json(file, {"settings": asdict(self.config), "recall": probe(problem or self._problem())})
 
-        return self.job.json(PROBE_FILE, measure)["recall"]
+        return read_json(self.job.ensure(PROBE_FILE, measure))["recall"]
 
     def _show_probe(self) -> None:
         by_head = self._probe()
         untouched, *alone = (row["mean_r"] for row in by_head.values())
         title = f"mean-R with one head suppressed ({untouched:.1f} with none)"
-        values = np.reshape(alone, (self.blocks, self.heads))
+        values = np.reshape(alone, self.shape)
         write_png(self.output / PICTURE, draw_heads(values, title, untouched))
         rows = [[name, *row.values()] for name, row in by_head.items()]
         print("\n" + Table(["ablated head", *by_head["none"]], rows).markdown())

@@ -1,147 +1,105 @@
 """The command line, `debias-diffusion`: its commands are those of `COMMANDS`."""
 
-import errno
 import os
 import platform
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import distributions, version
 from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
+from debias_diffusion.eval.options import AllConfig, ReportConfig
 from debias_diffusion.eval.registry import EVALUATIONS as REGISTRY
 from debias_diffusion.files import explain_full_disk
+from debias_diffusion.training.config import TrainConfig
+
+from . import options
 
 
 class Command(NamedTuple):
-    """One command. Its modules are named, not imported, because an import takes seconds.
+    """One command. What runs it is named, not imported, because the import takes seconds.
 
     Attributes:
-        summary: for the list of commands.
-        options: "module:dataclass" in `package`. The fields are the options; nothing large is imported.
-        function: "module:function", which takes the options.
+        options: its dataclass: the docstring begins with what the command does, the fields are the options.
+        function: "module:function" in the package of `options`; takes the options.
         example: arguments to start from.
         extra: the optional dependencies that it needs, as in pyproject.toml; "" for none.
-        package: that holds the modules.
     """
 
-    summary: str
-    options: str
+    options: type
     function: str
     example: str
     extra: str = ""
-    package: str = "debias_diffusion"
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a line."""
+        return self.options.__doc__.partition("\n")[0]
+
+    def load(self) -> Callable:
+        """What runs it; imports large libraries."""
+        module, _, name = self.function.partition(":")
+        package = self.options.__module__.partition(".")[0]
+        return getattr(import_module(f"{package}.{module}"), name)
 
 
 _ENCODERS = "--encoders toy/clip toy/debias-clip"
 EVALUATIONS = {
-    "all": Command(
-        "every evaluation that the options allow, and one page of all",
-        "eval.options:AllConfig",
-        "eval.all:evaluate_all",
-        f"{_ENCODERS} --data toy/test --output scores",
-        "eval",
-    ),
+    "all": Command(AllConfig, "eval.page:evaluate_all", f"{_ENCODERS} --data toy/test --output scores", "eval"),
     **{
-        name.replace("_", "-"): Command(
-            entry.summary,
-            f"eval.options:{entry.options}",
-            f"eval.{entry.module}:evaluate_{name}",
-            entry.example,
-            "eval",
-        )
+        name.replace("_", "-"): Command(entry.options, f"eval.{entry.module}:evaluate_{name}", entry.example, "eval")
         for name, entry in REGISTRY.items()
     },
-    "report": Command(
-        "one page of any number of results",
-        "eval.options:ReportConfig",
-        "eval.page:evaluate_report",
-        "scores",
-        "eval",
-    ),
+    "report": Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval"),
 }
 COMMANDS = {
-    "quickstart": Command(
-        "train, generate and compare in a toy world: minutes, no downloads",
-        "app.options:QuickstartConfig",
-        "app.quickstart:quickstart",
-        "--output runs/quickstart",
-        "eval",
-    ),
+    "quickstart": Command(options.QuickstartConfig, "app.quickstart:quickstart", "--output runs/quickstart", "eval"),
     "train": Command(
-        "fine-tune CLIP so that its text encoder reads long captions to the end",
-        "training.config:TrainConfig",
+        TrainConfig,
         "training.loop:train",
         "--config configs/debias-clip-vit-b16.yaml --data captions.json --images images --output runs/a",
         "train",
     ),
     "align": Command(
-        "fit text encoders to the frozen UNet of an SDXL that reads them",
-        "app.options:AlignConfig",
+        options.AlignConfig,
         "app.align.command:align",
         "--base sdxl --encoder runs/a --data captions.json --images images --output runs/b",
         "train",
     ),
     "ablate": Command(
-        "find and suppress attention heads that lower recall",
-        "app.options:AblateConfig",
+        options.AblateConfig,
         "app.ablate:ablate",
         "--model toy/clip --data toy/validation --output runs/ablation",
         "eval",
     ),
-    "export": Command(
-        "write a text encoder, or both towers, for diffusers, ComfyUI, open_clip or transformers",
-        "app.options:ExportConfig",
-        "app.export:export",
-        "--model runs/a --output my-encoder",
-    ),
+    "export": Command(options.ExportConfig, "app.export:export", "--model runs/a --output my-encoder"),
     "comfyui": Command(
-        "write ComfyUI's node for long prompts",
-        "app.options:ComfyUIConfig",
-        "app.comfyui.write:write_node",
-        "--output ComfyUI/custom_nodes/long_prompt",
+        options.ComfyUIConfig, "app.comfyui.write:write_node", "--output ComfyUI/custom_nodes/long_prompt"
     ),
     "generate": Command(
-        "generate images from prompts of any length",
-        "app.options:GenerateConfig",
+        options.GenerateConfig,
         "app.generate:generate",
         "'A red star above a blue ring.' --base toy/sdxl --output star.png",
     ),
     "tokens": Command(
-        "show where a prompt is cut, as each program reads it",
-        "app.options:TokensConfig",
-        "app.tokens:show_tokens",
-        "'A red star above a blue ring.' --base toy/sdxl",
+        options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
     ),
     "shards": Command(
-        "write pairs as WebDataset shards of small images, which train faster",
-        "app.options:ShardsConfig",
+        options.ShardsConfig,
         "app.shards:write_shards",
         "--data captions.json --images images --output shards",
         "train",
     ),
     "synthesize": Command(
-        "write long captions for a folder of images with a multimodal model, and clean them",
-        "app.options:SynthesizeConfig",
+        options.SynthesizeConfig,
         "app.synthesize.command:synthesize",
         "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
         "eval",
     ),
-    "app": Command(
-        "a page for trying encoders: how each reads a prompt, and the images it gives",
-        "app.options:AppConfig",
-        "app.demo.launch:run_app",
-        f"--base toy/sdxl {_ENCODERS}",
-        "app",
-    ),
+    "app": Command(options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
     "evaluate": EVALUATIONS,
-}
-_GROUP_SUMMARIES = {"evaluate": "measure what an encoder reads: " + ", ".join(EVALUATIONS)}
-# Errors of the path that the user gave, not of the program.
-_PATH_ERRORS = {
-    getattr(errno, name)
-    for name in "EACCES EEXIST EFBIG EIO EISDIR ELOOP ENAMETOOLONG ENOTDIR ENOTEMPTY EPERM EROFS".split()
 }
 
 
@@ -162,10 +120,10 @@ def main(arguments: list[str] | None = None, program: str = "debias-diffusion", 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _leave(1)
     except OSError as error:
-        if error.errno not in _PATH_ERRORS:
+        if error.errno is None:  # of a library, not of the system
             raise
         place = f": {str(error.filename)!r}" if error.filename else ""
-        _fail(f"A file or folder cannot be used ({error.strerror}{place}). Fix it, or give another path.")
+        _fail(f"The system refuses it ({error.strerror}{place}). Fix it, or give another path.")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         _leave(130)
@@ -210,7 +168,9 @@ def _versions() -> str:
 
 def _list_commands(program: str, commands: dict) -> str:
     width = max(map(len, commands)) + 2
-    lines = [f"  {name:<{width}}{_GROUP_SUMMARIES.get(name) or command.summary}" for name, command in commands.items()]
+    group = f"Measure what an encoder reads: {', '.join(EVALUATIONS)}."
+    summaries = {name: group if command is EVALUATIONS else command.summary for name, command in commands.items()}
+    lines = [f"  {name:<{width}}{summary}" for name, summary in summaries.items()]
     footer = f"`{program} COMMAND --help` lists a command's options."
     return "\n".join([f"usage: {program} COMMAND [options]\n", *lines, "", footer])
 
@@ -223,8 +183,8 @@ def _run_command(program: str, command: Command, arguments: list[str]) -> None:
         warnings.filterwarnings("ignore", category=category)
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
-        settings = parse(program, command.summary, _load(command, command.options), command.example, arguments)
-        function = _load(command, command.function)
+        settings = parse(program, command.options, command.example, arguments)
+        function = command.load()
         import transformers
 
         transformers.utils.logging.disable_progress_bar()  # ours stay
@@ -233,11 +193,6 @@ def _run_command(program: str, command: Command, arguments: list[str]) -> None:
         if (error.name or "").partition(".")[0] not in EXTRAS:
             raise
         raise UserError(f"{missing_library(error, command.extra)}.") from error
-
-
-def _load(command: Command, name: str):
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(f"{command.package}.{module}"), attribute)
 
 
 def _fail(message: str, exit_code: int = 2):

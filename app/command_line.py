@@ -5,11 +5,11 @@ YAML files have the names of the fields. Of several values of an option the last
 """
 
 import dataclasses
+import json
 import os
 import re
 from argparse import SUPPRESS
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentError, ArgumentParser, DefaultHelpFormatter
@@ -29,15 +29,9 @@ class _HelpFormatter(DefaultHelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=26)
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(super(_HelpFormatter, self)._fill_text(line, width, indent) for line in text.splitlines())
-
     def _get_help_string(self, action) -> str:
-        if action.required:
-            return f"{action.help} (required)"
-        return (
-            action.help if action.default in (None, SUPPRESS) else f"{action.help} (default: {_show(action.default)})"
-        )
+        default = action.default if isinstance(action.default, str) else json.dumps(action.default)
+        return action.help if default in ("null", SUPPRESS, "") else f"{action.help} (default: {default})"
 
 
 class _ConfigFile(ActionConfigFile):
@@ -49,26 +43,26 @@ class _ConfigFile(ActionConfigFile):
         super().__call__(parser, cfg, values, option_string)
 
 
-def make_parser(program: str, summary: str, options: type, example: str) -> ArgumentParser:
-    """A parser whose options are the fields of a dataclass.
+def make_parser(program: str, options: type, example: str) -> ArgumentParser:
+    """A parser whose options are the fields of a dataclass; `make_options` checks that the required ones are given.
 
     Args:
         program: the words that start the command.
-        summary: what it does.
-        options: the dataclass. Its attribute `GROUPS`, {title: names of fields}, groups the options, if there is one;
-            names of no field do not count.
+        options: the dataclass, whose docstring says what the command does. Its attribute `GROUPS`, {title: names of
+            fields}, groups the options, if there is one; names of no field do not count.
         example: arguments to start from.
     """
     docs = [parse_docstring(cls.__doc__ or "") for cls in reversed(options.__mro__) if dataclasses.is_dataclass(cls)]
     texts = {param.arg_name: " ".join((param.description or "").split()) for doc in docs for param in doc.params}
-    details = " ".join(" ".join(doc.long_description or "" for doc in docs).split())
+    details = [docs[-1].short_description, *(doc.long_description or "" for doc in docs)]
     fields, hints = {field.name: field for field in dataclasses.fields(options)}, get_type_hints(options)
-    required = [name for name in fields if _is_required(fields[name]) and name not in _POSITIONAL]
-    usage = [f"[{name.upper()}]" for name in fields if _is_positional(fields[name])]
+    required = [name for name in fields if _is_required(fields[name])]
+    required.sort(key=lambda name: name not in _POSITIONAL)
+    words = [f"[{name.upper()}]" if name in _POSITIONAL else f"{flag(name)} {name.upper()}" for name in required]
     parser = ArgumentParser(
         prog=program,
-        usage=" ".join([program, *usage, *(f"{flag(name)} {name.upper()}" for name in required), "[options]"]),
-        description=f"{summary[0].upper()}{summary[1:]}. {details}",
+        usage=" ".join([program, *words, "[options]"]),
+        description=" ".join(" ".join(details).split()),
         epilog=f"Example: {program} {example}",
         formatter_class=_HelpFormatter,
         exit_on_error=False,
@@ -84,24 +78,24 @@ def make_parser(program: str, summary: str, options: type, example: str) -> Argu
         field, hint = fields[name], hints[name]
         target, is_list = targets.get(groups.get(name), parser), get_origin(hint) is list
         kind = get_args(hint)[0] if is_list else hint
-        settings = {"help": texts.get(name, "").replace("%", "%%"), "type": kind}
-        if _is_positional(field):  # a default would replace the value of a file
-            target.add_argument(name, nargs="*" if is_list else "?", default=SUPPRESS, **settings)
+        help_text = texts.get(name, "").replace("%", "%%")
+        if name in required and name in _POSITIONAL:  # a default would replace the value of a file
+            target.add_argument(name, nargs="*" if is_list else "?", default=SUPPRESS, help=help_text, type=kind)
             continue
+        settings = {"help": help_text, "dest": name}
         if name in required:
-            settings["required"] = True
+            settings |= {"help": f"{help_text} (required)", "default": SUPPRESS}
         else:
             settings["default"] = field.default_factory() if field.default is dataclasses.MISSING else field.default
         if hint is bool:
             settings["action"] = ActionYesNo(no_prefix="no-")
-            del settings["type"]
         else:
-            settings |= {"metavar": _values(kind, name.upper())} | ({"nargs": "+"} if is_list else {})
-        target.add_argument(flag(name), dest=name, **settings)
+            settings |= {"type": kind, **({"nargs": "+"} if is_list else {})}
+        target.add_argument(flag(name), **settings)
     return parser
 
 
-def parse(program: str, summary: str, options: type, example: str, arguments: list[str]) -> Any:
+def parse(program: str, options: type, example: str, arguments: list[str]) -> Any:
     """An instance of the dataclass, from a command line and the files that it names; see `make_parser`.
 
     Raises:
@@ -109,31 +103,25 @@ def parse(program: str, summary: str, options: type, example: str, arguments: li
         SystemExit: help or the options were asked for, and are printed.
     """
     try:
-        values = make_parser(program, summary, options, example).parse_args(arguments).as_dict()
+        values = make_parser(program, options, example).parse_args(arguments)
     except ArgumentError as error:
         raise UserError(_explain(str(error), program, options, example)) from error
     except _BROKEN as error:
         raise UserError(f"The options cannot be read: {reason(error)}. `{program} --help` lists them.") from error
-    for name, hint in get_type_hints(options).items():
-        if name in _POSITIONAL and name not in values:
-            if hint is str:
-                raise UserError(f"{name.upper()} is missing. For example: {program} {example}")
-            values[name] = [] if get_origin(hint) is list else None
+    return make_options(options, values.as_dict(), f" For example: {program} {example}")
+
+
+def make_options(options: type, values: dict[str, Any], advice: str = "") -> Any:
+    """An instance of the dataclass from what a parser has read. Raises UserError for required options without value."""
     del values["config"]
-    return options(**values)
-
-
-def checked(options: type, values: dict[str, Any]) -> Any:
-    """An instance of a dataclass of options, its values checked as those of a command line and a file are.
-
-    Raises:
-        UserError: a value cannot be used, is unknown or is missing.
-    """
-    try:
-        values = make_parser("", "settings", options, "").parse_object(values).as_dict()
-    except ArgumentError as error:
-        raise UserError(f"Settings of {options.__name__} cannot be used: {reason(error)}") from error
-    del values["config"]
+    hints, missing = get_type_hints(options), []
+    for field in filter(_is_required, dataclasses.fields(options)):
+        if field.name not in values and field.name in _POSITIONAL and hints[field.name] is not str:
+            values[field.name] = [] if get_origin(hints[field.name]) is list else None
+        elif field.name not in values:
+            missing.append(field.name.upper() if field.name in _POSITIONAL else flag(field.name))
+    if missing:
+        raise UserError(f"Missing: {', '.join(missing)}.{advice}")
     return options(**values)
 
 
@@ -143,7 +131,7 @@ def flag(name: str) -> str:
 
 
 def _explain(message: str, program: str, options: type, example: str) -> str:
-    """A parser's message in one line that names the nearest option, the missing ones, or what is allowed."""
+    """A parser's message in one line that names the nearest option, or what is allowed."""
     message = " ".join(message.split())
     hints = get_type_hints(options, include_extras=True)
     if unknown := re.search(r"unrecognized arguments: --([\w-]+)|Option '([\w.-]+)' is not", message):
@@ -153,10 +141,6 @@ def _explain(message: str, program: str, options: type, example: str) -> str:
     if words := re.search(r"unrecognized arguments: (.*)", message):
         words = f"{words[1][:80]!r} belongs to no option. Put text of several words in quotation marks."
         return f"{words} For example: {program} {example}"
-    if missing := re.search(r"required: (.*)", message):
-        *others, last = map(flag, missing[1].split(", "))
-        listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-        return f"{listed} missing. For example: {program} {example}"
     if wrong := re.search(r'Parser key "(\w+)".*(?:Given|Got) value: (.*)', message):
         return f"{refusal(wrong[1], wrong[2], hints[wrong[1]])} `{program} --help` says more."
     if "does not support item assignment" in message:  # jsonargparse, of text in place of a list
@@ -166,27 +150,3 @@ def _explain(message: str, program: str, options: type, example: str) -> str:
 
 def _is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _is_positional(field: dataclasses.Field) -> bool:
-    return field.name in _POSITIONAL and _is_required(field)
-
-
-def _values(hint: Any, text: str) -> str:
-    """The values of an option in a word: N, {eot,average}, N|auto; `text` for any text."""
-    parts = get_args(hint)
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(map(str, parts)) + "}"
-    if get_origin(hint) is tuple:
-        return "[" + ",".join(_values(part, text) for part in parts) + "]"
-    if get_origin(hint) in (Union, UnionType):
-        return "|".join(_values(part, text) for part in parts if part is not NoneType).replace("{auto}", "auto")
-    return {int: "N", float: "X"}.get(hint, text)
-
-
-def _show(default: Any) -> str:
-    if isinstance(default, list | tuple):
-        return " ".join(map(_show, default)) or "none"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return repr(default) if default == "" else f"{default:g}" if isinstance(default, float) else str(default)

@@ -10,9 +10,8 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from debias_diffusion.data.bad_records import printable
-from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import open_regular
-from debias_diffusion.pipelines.rendering.png import UNREADABLE, write_png
+from debias_diffusion.pipelines.rendering.png import write_png
 
 PER_PAGE = 48
 CELL = 240  # pixels of an image's longer side
@@ -30,9 +29,6 @@ def write_contact_sheets(folder: Path, images: Sequence[tuple[Path, str, str]]) 
 
     Args:
         images: (file, title, text of which the beginning is shown below the title), in order.
-
-    Raises:
-        UserError: an image cannot be read.
     """
     import matplotlib  # takes a second
 
@@ -53,13 +49,8 @@ def write_contact_sheets(folder: Path, images: Sequence[tuple[Path, str, str]]) 
 
 def _cell(path: Path, title: str, text: str, font: ImageFont.FreeTypeFont) -> Image.Image:
     """An image in a square, and below it its title and the first lines of its text."""
-    try:
-        with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
-            image = image.convert("RGB")
-    except UNREADABLE as error:
-        raise UserError(
-            f"The image {str(path)!r} cannot be read ({reason(error)}). Remove it, and run the same command again."
-        ) from error
+    with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
+        image = image.convert("RGB")
     # tiny images are shown with their pixels
     method = Image.Resampling.NEAREST if max(image.size) < CELL else Image.Resampling.BICUBIC
     image = ImageOps.contain(image, (CELL, CELL), method)

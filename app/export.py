@@ -3,20 +3,14 @@
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.data.seen import SEEN, Seen, read_seen, write_seen
 from debias_diffusion.encoders.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
-from debias_diffusion.encoders.text_encoders import (
-    TextEncoder,
-    is_bigg,
-    keeps_projection,
-    text_config,
-    to_transformers,
-)
+from debias_diffusion.encoders.text_encoders import TextEncoder, is_bigg, keeps_projection, to_transformers
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines.custom_pipeline import write_block, write_custom_pipeline
@@ -53,10 +47,10 @@ def export(config: ExportConfig) -> Path:
     if config.to == "modular":
         return _export_block(config, output)
     spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
-    seen, (source, digest) = read_seen(spec), _load(config, spec)
-    backbone = None if isinstance(source, tuple) else source
+    seen, (backbone, digest) = read_seen(spec), _load_two_tower(config, spec)
+    source = backbone if config.to in _BOTH_TOWERS else _load_text_encoder(config, spec, backbone)
     if config.to == "comfyui":
-        lines = _write_comfyui(config, source, output, seen)
+        lines = _write_comfyui(config, source[0], output, seen)
     else:
         write = {"transformers": _write_transformers, "open_clip": _write_open_clip, "clip": _write_clip}[config.to]
         with written_folder(output, "export") as folder:
@@ -107,28 +101,18 @@ def _check(config: ExportConfig, output: Path) -> None:
         raise UserError(f"The output {config.output!r} exists and is no file of an export. Give a new file.")
 
 
-# What is exported: two towers, suppressed text heads as ordinary weights where they can be, or a text encoder alone.
-_Source = Union["Backbone", tuple[TextEncoder, CLIPTokenizer]]
-
-
-def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]:
-    """The model, and the digest of two towers as evaluations read them, if scores are wanted."""
+def _load_two_tower(config: ExportConfig, spec: EncoderSpec) -> tuple["Backbone | None", str | None]:
+    """The two-tower, suppressed text heads as ordinary weights where they can be; its digest as evaluations read it, if
+    scores are wanted. None of a text encoder alone."""
     if config.to not in _BOTH_TOWERS and spec.kind not in (Kind.OPEN_CLIP, Kind.ABLATION):
         if config.positions == "short":
             raise UserError(
                 f"{config.model!r} is a text encoder alone. Give the training run, or leave out --positions."
             )
-        return spec.load_text_encoder(), None
-    from debias_diffusion.ablation.heads import fold_text_heads, noted, soft_heads  # with open_clip, which is optional
-    from debias_diffusion.encoders.loading import load_backbone
+        return None, None
+    from debias_diffusion.ablation.heads import fold_text_heads, suppressed_heads  # with open_clip, which is optional
 
-    if spec.kind is Kind.OPEN_CLIP:  # random weights, too
-        backbone = load_backbone(spec.place, spec.weights).eval()
-    else:
-        try:
-            backbone = spec.load_two_tower()
-        except UserError as error:
-            raise UserError(f"--to {config.to} needs both towers. {error}") from error
+    backbone = spec.load_two_tower(random_weights=True)
     if config.to in _BOTH_TOWERS and backbone.prompt_settings is not None:
         raise UserError(
             f"The image tower of {config.model!r} has regional prompts, which no other program knows: {config.to} "
@@ -137,28 +121,32 @@ def _load(config: ExportConfig, spec: EncoderSpec) -> tuple[_Source, str | None]
         )
     if config.positions == "short":
         backbone.read_short()
-    digest, text = backbone.digest() if config.scores else None, noted(backbone, "text")
+    digest, text = backbone.digest() if config.scores else None, suppressed_heads(backbone, "text")
     # Soft heads stay in the configuration, which open_clip's format has.
-    if not (config.to == "open_clip" and text and soft_heads(text)):
+    if not (config.to == "open_clip" and text and text.soft_names):
         fold_text_heads(backbone)
     return backbone, digest
 
 
-def _text_encoder(source: _Source, projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
-    """The text encoder with its tokenizer; bigG always keeps its projection."""
-    if not isinstance(source, tuple):
-        return to_transformers(source, projection or keeps_projection(source))
-    if projection and not isinstance(source[0], CLIPTextModelWithProjection):
+_TextEncoder = tuple[TextEncoder, CLIPTokenizer]
+
+
+def _load_text_encoder(config: ExportConfig, spec: EncoderSpec, backbone: "Backbone | None") -> _TextEncoder:
+    """The text encoder, of the two-tower if there is one; bigG always keeps its projection."""
+    if backbone:
+        return to_transformers(backbone, config.projection or keeps_projection(backbone))
+    encoder, tokenizer = spec.load_text_encoder()
+    if config.projection and not isinstance(encoder, CLIPTextModelWithProjection):
         raise UserError("This text encoder has no projection to export. Leave out --projection.")
-    return source
+    return encoder, tokenizer
 
 
 # Each writes a format: (title of the card, class of the text encoder alone, lines to print, the first after the output)
 _Written = tuple[str, str | None, list[str]]
 
 
-def _write_transformers(config: ExportConfig, source: _Source, folder: Path) -> _Written:
-    encoder, tokenizer = _text_encoder(source, config.projection)
+def _write_transformers(config: ExportConfig, source: _TextEncoder, folder: Path) -> _Written:
+    encoder, tokenizer = source
     write_text_encoder(encoder, tokenizer, folder)
     if type(encoder) is CLIPTextModel:  # the class of SDXL's first encoder
         write_custom_pipeline(folder / "pipeline.py")
@@ -192,8 +180,8 @@ def _write_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Wr
     return f"A CLIP that reads {backbone.context_length} tokens", None, [f"both towers, for {load}."]
 
 
-def _write_comfyui(config: ExportConfig, source: _Source, output: Path, seen: Seen) -> list[str]:
-    sizes = source[0].config if isinstance(source, tuple) else text_config(source)
+def _write_comfyui(config: ExportConfig, encoder: TextEncoder, output: Path, seen: Seen) -> list[str]:
+    sizes = encoder.config
     if sizes.vocab_size != VOCABULARY:
         raise UserError(
             f"{config.model!r} has a vocabulary of {sizes.vocab_size}, and ComfyUI knows only CLIP's of {VOCABULARY}. "
@@ -208,7 +196,7 @@ def _write_comfyui(config: ExportConfig, source: _Source, output: Path, seen: Se
         )
     program = f"debias-diffusion {version('debias-diffusion')}"
     record = {SEEN: json.dumps(seen)} if seen else {}
-    write_file(_text_encoder(source)[0], output, {"note": _COMFYUI_NOTE, "exported_with": program} | record)
+    write_file(encoder, output, {"note": _COMFYUI_NOTE, "exported_with": program} | record)
     width = sizes.hidden_size
     lines = [f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."]
     if not known:

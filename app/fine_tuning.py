@@ -18,7 +18,6 @@ def toy_training(
     steps: int = 150,
     batch: int = 128,
     learning_rate: float = 5e-4,
-    short_weight: float | None = None,
     seed: int = 0,
 ) -> TrainConfig:
     """Settings of the real `train`: the same budget and seed whatever the recipe.
@@ -28,7 +27,6 @@ def toy_training(
         model: the base CLIP.
         data, images: pairs that `write_pairs` wrote, the first VALIDATION of them held out.
         output: the run's folder.
-        short_weight: w for either recipe; None leaves each its own.
     """
     return TrainConfig(
         data=str(data),
@@ -36,7 +34,6 @@ def toy_training(
         output=str(output),
         model=model,
         recipe=recipe,
-        short_weight=short_weight,
         components=min(32, batch // 4),
         validation=VALIDATION,
         batch=batch,

@@ -27,12 +27,13 @@ from debias_diffusion.pipelines.rendering.renderer import (
     Sampling,
     explain_failures,
     explain_memory,
+    read_layout,
     render_into,
 )
 
 from .contact_sheet import write_contact_sheets
 from .options import GenerateConfig
-from .prompts import MAX_PROMPTS, Prompt, check_last_seed, check_prompt, check_text, read_prompts
+from .prompts import check_prompt, check_text, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
@@ -65,23 +66,17 @@ def generate(config: GenerateConfig) -> Path:
         encoder = replace(encoder, name=encoder.place)  # without the second encoder
     elif encoder.fitted_second:
         print(f"Second encoder: {encoder.fitted_second}, fitted with the first")
-    prompts, left_out = [Prompt(0, config.prompt or "")], {}
+    prompt = ImagePrompt(config.prompt or "", config.seed, config.negative_prompt)
+    firsts, left_out = [ImageTask("00000", prompt, "the prompt")], {}
     if config.prompts is not None:
-        prompts, left_out = read_prompts(config.prompts)
-        print(f"Prompts: {len(prompts):,} in {config.prompts}")
+        firsts, left_out = read_prompts(config.prompts, config.seed, config.negative_prompt)
+        print(f"Prompts: {len(firsts):,} in {config.prompts}")
         _print_left_out(left_out)
-    seeds = [config.seed + prompt.number if prompt.seed is None else prompt.seed for prompt in prompts]
-    prompts = [replace(prompt, seed=seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-    count = len(prompts) * config.images_per_prompt
-    if count > MAX_PROMPTS:
-        raise UserError(
-            f"{len(prompts):,} prompts with {config.images_per_prompt:,} images each make {count:,}; one run renders "
-            f"at most {MAX_PROMPTS:,}. Lower --images-per-prompt, or split the prompts."
-        )
-    for prompt in prompts:
-        check_last_seed(prompt.seed, config.images_per_prompt)
+    for first in firsts:
+        parse_seed(first.prompt.seed + config.images_per_prompt - 1)  # of the last image
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
-    _check_output(output, config.several)
+    if not config.several:  # a job checks its folder
+        _check_file(output)
     renderer = Renderer(
         config.base,
         Sampling.of(vars(config)),
@@ -93,7 +88,7 @@ def generate(config: GenerateConfig) -> Path:
         show_steps=not config.several,
     )
     kind = renderer.checkpoint.check_kind(PIPELINES)
-    if kind != SDXL and any(prompt.second for prompt in prompts):
+    if kind != SDXL and any(first.prompt.prompt_2 for first in firsts):
         raise UserError(
             f"The prompts have a prompt_2, and the SDXL checkpoint {config.base!r} is a {kind}, which has one text "
             "encoder. Leave it out."
@@ -102,39 +97,31 @@ def generate(config: GenerateConfig) -> Path:
     with explain_memory(renderer.device, advice):
         if config.several:
             with Job.open(output, "generate", renderer.settings(encoder), renderer.inputs(encoder)) as job:
-                _fill(job, renderer, encoder, _tasks(config, prompts, job), left_out)
+                _fill(job, renderer, encoder, _tasks(firsts, config.images_per_prompt, job), left_out)
         else:
-            _render_one(output, config, renderer, encoder, _tasks(config, prompts)[0])
+            _render_one(output, config, renderer, encoder, firsts[0])
     print(f"Wrote {output}")
     return output
 
 
-def _check_output(path: Path, several: bool) -> None:
-    """Raises UserError or OSError unless images can be written there."""
-    output, is_png = str(path), path.suffix.lower() == ".png"
-    if several and (is_png or path.is_file()):
-        raise UserError(f"The output {output!r} is a file, and several images need a folder. Give a folder.")
-    if not several and path.is_dir():
-        raise UserError(f"The output {output!r} is a folder. Give a file name, such as {str(path / 'picture.png')!r}.")
-    if not several and not is_png:
-        raise UserError(f"The output {output!r} must end in .png, because PNG is the format.")
-    if several:  # a job, which checks it
-        return
+def _check_file(path: Path) -> None:
+    """Raises UserError or OSError unless a PNG can be written there."""
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise UserError(f"The output {str(path)!r} must be a file that ends in .png, because PNG is the format.")
     path.parent.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=path.parent).close()  # an OSError now, not after the image is made
 
 
-def _tasks(config: GenerateConfig, prompts: Sequence[Prompt], job: Job | None = None) -> list[ImageTask]:
+def _tasks(firsts: Sequence[ImageTask], images_per_prompt: int, job: Job) -> list[ImageTask]:
     """All images of a run. Number and seed identify a file; the words after them are for people."""
-    finished = map(_NAME.fullmatch, job.names() if job else ())
-    names = {(int(match[2]), int(match[3])): match[1] for match in finished if match}
+    finished = map(_NAME.fullmatch, job.names())
+    names = {(match[2], int(match[3])): match[1] for match in finished if match}
     tasks = []
-    for prompt in prompts:
-        negative = config.negative_prompt if prompt.negative is None else prompt.negative
-        for seed in range(prompt.seed, prompt.seed + config.images_per_prompt):
-            name = "-".join(filter(None, (f"{prompt.number:05}", str(seed), _slug(prompt.text))))
-            image = ImagePrompt(prompt.text, seed, negative, prompt.second)
-            tasks.append(ImageTask(names.get((prompt.number, seed), name), image, prompt.where))
+    for first in firsts:
+        for seed in range(first.prompt.seed, first.prompt.seed + images_per_prompt):
+            name = "-".join(filter(None, (first.name, str(seed), _slug(first.prompt.prompt))))
+            prompt = replace(first.prompt, seed=seed)
+            tasks.append(ImageTask(names.get((first.name, seed), name), prompt, first.where))
     return tasks
 
 
@@ -149,12 +136,13 @@ def _render_one(path: Path, config: GenerateConfig, renderer: Renderer, encoder:
     if path.exists() and not config.overwrite and (difference := _difference(path, settings)):
         raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
     pipe = renderer.pipeline(encoder)
-    layout = renderer.layout(pipe, task.prompt)
+    prompt = task.prompt.cleaned(renderer.options(encoder))
+    layout = read_layout(pipe, prompt, renderer.sampling)
     names = ("first ", "second ") if len(layout.chunks) > 1 else ("",)
     chunks = zip(layout.chunks, names, strict=True)
     counts = [f"{count} chunk{'s' * (count > 1)} of the {name}text encoder" for count, name in chunks]
     print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({', '.join(counts)})")
-    [[image]] = renderer.render(pipe, encoder, [[task.prompt]])
+    [[image]] = renderer.render(pipe, encoder, [[prompt]])
     if isinstance(image, str):
         failed = [(f"{task.where}, seed {task.prompt.seed}", image)]
         raise FailedError(explain_failures(failed, "1 image", renderer.dtype))

@@ -90,9 +90,9 @@ def model_card(
         search = read_json_object(Path(config.model) / ABLATION_FILE).get("settings", {})
         command = _command("debias-diffusion ablate", search, AblateConfig)
     elif backbone:
-        from debias_diffusion.ablation.heads import TOWERS, noted  # with open_clip, which is optional
+        from debias_diffusion.ablation.heads import TOWERS, suppressed_heads  # with open_clip, which is optional
 
-        ablations = [ablation for tower in TOWERS if (ablation := noted(backbone, tower))]
+        ablations = [ablation for tower in TOWERS if (ablation := suppressed_heads(backbone, tower))]
     repository, is_named = _hub_repository(*base), base[0] in open_clip_models()
     front = ModelCardData(
         license="unknown",
@@ -183,7 +183,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
                 "title": evaluation.title,
                 "tables": evaluation.load().tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
                 "notes": list(map(escaped, report["notes"])),
-                "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.settings()),
+                "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.options),
             }
         if not encoders:
             raise UserError(

@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import TOYS, Sharpening, check_output, check_source
+from debias_diffusion.eval.options import MOST_IMAGES, TOYS, check_output, check_source
 from debias_diffusion.limits import (
     Checked,
-    Guidance,
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,10 +18,10 @@ from debias_diffusion.limits import (
     Seed,
     Share,
     Side,
-    Steps,
     Tower,
     between,
 )
+from debias_diffusion.pipelines.rendering.options import ImageOptions
 from debias_diffusion.text.chunks import Breaks, Emphasis, Reading
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
@@ -39,7 +38,7 @@ _Split = Annotated[
 
 @dataclass
 class QuickstartConfig(Checked):
-    """Train DeBias-CLIP for SDXL in a toy world, and compare images with it, with SDXL's own encoder and with others.
+    """Train, generate and compare in a toy world: minutes, no downloads.
 
     A run that was stopped continues with the same command.
 
@@ -242,7 +241,7 @@ class ExportConfig(Checked):
 
 @dataclass
 class ComfyUIConfig(Checked):
-    """Write the node "CLIP Text Encode (long prompt)" for ComfyUI.
+    """Write ComfyUI's node for long prompts, "CLIP Text Encode (long prompt)".
 
     Attributes:
         output: Folder to write, in ComfyUI's `custom_nodes`. An earlier copy of the node is replaced.
@@ -252,8 +251,8 @@ class ComfyUIConfig(Checked):
 
 
 @dataclass
-class GenerateConfig(Checked):
-    """What to render, with which models, and where to write it.
+class GenerateConfig(ImageOptions):
+    """Generate images from prompts of any length.
 
     Attributes:
         prompt: What to render, in up to 20,000 characters; nothing of it is cut off.
@@ -273,7 +272,7 @@ class GenerateConfig(Checked):
         negative_prompt: What to avoid. Only used with a guidance scale above 1.
         seed: Equal seeds start from equal noise, on every device. Entry i of a file of prompts, from 0, has this seed
             + i unless it names one.
-        images_per_prompt: Images of each prompt, with its seed, the next seed, and so on.
+        images_per_prompt: Images of each prompt, with its seed, the next seed, and so on; at most 1000.
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
         low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
         reading: Of a prompt longer than a text encoder's context length. overlap, the default, reads chunks, each but
@@ -286,15 +285,6 @@ class GenerateConfig(Checked):
             names.
         breaks: What BREAK does where weights are read: concatenate begins a new chunk; average reads each part as a
             prompt of its own and takes their mean, weighted by BREAK:0.7.
-        steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50. The default is 30, and 20 for
-            toy/sdxl.
-        guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. The
-            default is 7, above diffusers' 5, for the details of long prompts, and 3 for toy/sdxl; above 10 colours
-            oversaturate.
-        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
-            changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
-        height: Pixels, a multiple of 8; the model's own size by default (1024 for SDXL).
-        width: Likewise.
         device: cpu, cuda, cuda:1, mps; the fastest available by default.
         precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
     """
@@ -316,20 +306,15 @@ class GenerateConfig(Checked):
     overwrite: bool = False
     negative_prompt: str | None = None
     seed: Seed = 0
-    steps: Steps | None = None
-    guidance_scale: Guidance | None = None
-    height: Side | None = None
-    width: Side | None = None
     device: str | None = None
     precision: Precision = "auto"
     encoder_2: str | None = None
     prompts: str | None = None
-    images_per_prompt: PositiveInt = 1
+    images_per_prompt: between(int, 1, MOST_IMAGES) = 1
     batch: PositiveInt = 1
     low_memory: bool = False
     emphasis: Emphasis | None = None
     breaks: Breaks = "concatenate"
-    sharpen: Sharpening = 1.0
     reading: Reading | None = None
 
     def __post_init__(self):
@@ -363,7 +348,9 @@ def _parse_encoder(name: str | None, reading: Reading | None, default: Reading |
 
 @dataclass
 class TokensConfig(Checked):
-    """Which prompt, and which readings of it, to show. Needs tokenizers and context lengths; no model is loaded.
+    """Show where a prompt is cut, as each program reads it.
+
+    Needs tokenizers and context lengths; no model is loaded.
 
     Attributes:
         prompt: What to read, in up to 20,000 characters.
@@ -469,7 +456,7 @@ class SynthesizeConfig(Checked):
 
 @dataclass
 class AppConfig(Checked):
-    """Models of the demo, and access to it.
+    """A page for trying encoders: how each reads a prompt, and the images it gives.
 
     Attributes:
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
@@ -480,8 +467,7 @@ class AppConfig(Checked):
         port: Port to listen on. The default is the first free one from 7860.
         user: For the login, with a password in password_file or the environment variable DEBIAS_DIFFUSION_PASSWORD.
         password_file: File whose first line is the password.
-        budget: Denoising steps of one request, over all its images and encoders. Images larger than the SDXL
-            checkpoint's native size, and prompts beyond the longest context length, count more.
+        budget: Denoising steps of one request, over all its images and encoders.
         device: cpu, cuda, cuda:1, mps; by default the fastest available.
         precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
     """

@@ -6,17 +6,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from debias_diffusion.data.bad_records import printable
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
 from debias_diffusion.text.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
 MAX_SEED = 2**63 - 1
-MAX_PROMPTS = 1_000_000
 _TEXTS = ("prompt", "negative_prompt", "prompt_2")
 _COLUMNS = (*_TEXTS, "seed")
 # By a name in lower case, without blanks, underscores and dashes.
@@ -29,26 +29,6 @@ _SHAPES = (
     'a .txt of one prompt a line, a .jsonl of lines like {"prompt": "a cat", "negative_prompt": "grey", "seed": 7}, or '
     "a .csv with such columns"
 )
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """An entry of a file of prompts.
-
-    Attributes:
-        number: index in the file, from 0; invalid entries count, blank lines do not.
-        negative: the negative prompt, None if the entry has none.
-        second: the prompt for SDXL's second text encoder, None for `text`.
-        seed: of the noise, None if the entry has none.
-        where: its place in words: "line 3", with lines from 1.
-    """
-
-    number: int
-    text: str
-    negative: str | None = None
-    second: str | None = None
-    seed: int | None = None
-    where: str = "the prompt"
 
 
 def check_text(name: str, text: str) -> None:
@@ -68,32 +48,33 @@ def check_prompt(text: str) -> None:
         raise UserError("The prompt is empty. Say what to draw.")
 
 
-def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]:
+def read_prompts(
+    path: str | os.PathLike, seed: int = 0, negative_prompt: str | None = None
+) -> tuple[list[ImageTask], dict[str, str]]:
     """Reads a .txt, .jsonl or .csv of prompts, in UTF-8.
 
+    Args:
+        seed: of the first entry; each has the next one, unless it names one.
+        negative_prompt: of entries that name none.
+
     Returns:
-        the valid entries, and what is wrong with the others by their place, in file order
+        the first image of each valid entry, named by the entry's index from 0 in five digits (invalid entries count,
+        blank lines do not) and placed in words, "line 3"; what is wrong with the others by their place, in file order
 
     Raises:
-        UserError: there is no such file, it is of another kind, a CSV is broken or has other columns, or no entry is
-            valid.
+        OSError: the file cannot be read.
+        UserError: it is of another kind, a CSV is broken or has other columns, or no entry is valid.
     """
     path = Path(path)
     entries = _READERS.get(path.suffix.lower())
     if entries is None:
         raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
-    try:
-        data = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise UserError(
-            f"The file of prompts {str(path)!r} cannot be read ({error.strerror}). Give {_SHAPES}."
-        ) from error
+    text = read_file(path).decode("utf-8-sig", errors="surrogateescape")  # which `check_text` refuses by entry
     prompts, left_out = [], {}
-    for number, (line, entry) in enumerate(entries(path, data)):
-        if number == MAX_PROMPTS:
-            raise UserError(f"The file of prompts {str(path)!r} has more than {MAX_PROMPTS:,} entries. Split it.")
+    for number, (line, entry) in enumerate(entries(path, text)):
         try:
-            prompts.append(_prompt(number, f"line {line}", entry))
+            prompt = _prompt(entry, ImagePrompt("", seed + number, negative_prompt))
+            prompts.append(ImageTask(f"{number:05}", prompt, f"line {line}"))
         except UserError as error:
             left_out[f"line {line}"] = printable(str(error))
     if not prompts:
@@ -106,44 +87,29 @@ def read_prompts(path: str | os.PathLike) -> tuple[list[Prompt], dict[str, str]]
 Entry = dict | str
 
 
-def _text_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
-    for line, raw in enumerate(data.splitlines(), 1):
-        try:
-            if text := raw.decode().strip():
-                yield line, {"prompt": text}
-        except UnicodeDecodeError as error:
-            yield line, f"Not UTF-8 ({error.reason} at byte {error.start})."
+def _text_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
+    for line, prompt in enumerate(io.StringIO(text, newline=None), 1):
+        if prompt.strip():
+            yield line, {"prompt": prompt}
 
 
-def _json_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
-    for line, raw in enumerate(data.splitlines(), 1):
+def _json_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
+    for line, raw in enumerate(io.StringIO(text, newline=None), 1):
         try:
             if raw.strip():
-                entry = json.loads(raw.decode())
+                entry = json.loads(raw)
                 yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
         except (ValueError, RecursionError) as error:
-            begin = raw[:40].decode(errors="replace")
-            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {begin!r}."
+            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {raw.strip()[:40]!r}."
 
 
-def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
+def _csv_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
     """A broken row ends the file: where the next one begins is a guess, and skipping it could drop many prompts."""
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"The file of prompts {str(path)!r} is not UTF-8 (line {line}). Save it as UTF-8.") from error
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        try:
-            header = _columns(_without_empty_end(next(rows, [])))
-            if "prompt" not in header:
-                raise UserError("There is no column 'prompt'.")
-        except UserError as error:
-            raise UserError(
-                f"The first line of the file of prompts {str(path)!r} names no usable columns. {error} Name columns "
-                "there, with commas between them."
-            ) from error
+        header = _columns(_without_empty_end(next(rows, [])))
+        if "prompt" not in header:
+            raise UserError("There is no column 'prompt'.")
         line = rows.line_num + 1
         for row in map(_without_empty_end, rows):
             if len(row) > len(header):
@@ -152,10 +118,10 @@ def _csv_entries(path: Path, data: bytes) -> Iterator[tuple[int, Entry]]:
             if entry:
                 yield line, entry
             line = rows.line_num + 1
-    except csv.Error as error:
+    except (csv.Error, UserError) as error:
         raise UserError(
-            f"The file of prompts {str(path)!r} is no CSV at line {rows.line_num}: {error}. Write a quotation mark "
-            "within a cell twice, and close each cell that begins with one."
+            f"The file of prompts {str(path)!r} is no CSV at line {rows.line_num}: {reason(error)}. Name columns in "
+            "the first line, with commas between them; write a quotation mark within a cell twice."
         ) from error
 
 
@@ -182,15 +148,15 @@ def _columns(names: Iterable[str]) -> list[str]:
     return columns
 
 
-_READERS: dict[str, Callable[[Path, bytes], Iterator[tuple[int, Entry]]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, Entry]]]] = {
     ".txt": _text_entries,
     ".jsonl": _json_entries,
     ".csv": _csv_entries,
 }
 
 
-def _prompt(number: int, where: str, entry: Entry) -> Prompt:
-    """An entry as a Prompt. Raises UserError."""
+def _prompt(entry: Entry, default: ImagePrompt) -> ImagePrompt:
+    """An entry, with the default of what it does not say. Raises UserError."""
     if isinstance(entry, str):
         raise UserError(entry)
     entry = {name: value for name, value in entry.items() if value is not None}
@@ -205,17 +171,8 @@ def _prompt(number: int, where: str, entry: Entry) -> Prompt:
             raise UserError(f"The {name} holds the character '\\x00'. Write it as UTF-8.")
     texts = {name: entry[name].strip() for name in _TEXTS if name in entry}
     check_prompt(texts["prompt"])  # stripped: cleaning makes a text of some characters that are spaces
-    seed = parse_seed(entry["seed"]) if "seed" in entry else None
-    return Prompt(number, texts["prompt"], texts.get("negative_prompt"), texts.get("prompt_2") or None, seed, where)
-
-
-def check_last_seed(first: int, count: int) -> None:
-    """Raises UserError where the last of `count` images, seeded `first`, `first` + 1, ..., has too large a seed."""
-    if first + count - 1 > MAX_SEED:
-        raise UserError(
-            f"The seed {first} is too large for {count:,} image{'s' * (count > 1)}: seeds go up to 2^63 - 1, and each "
-            "image has the next one. Take a smaller one."
-        )
+    texts["prompt_2"] = texts.get("prompt_2") or None
+    return replace(default, **texts, seed=parse_seed(entry.get("seed", default.seed)))
 
 
 def parse_seed(value) -> int:

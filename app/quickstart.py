@@ -13,10 +13,10 @@ from pathlib import Path
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.objects import BY_SENTENCE
 from debias_diffusion.eval.options import ReportConfig
-from debias_diffusion.eval.page import evaluate_report, read_results
+from debias_diffusion.eval.page import evaluate_report
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
-from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS, tell
+from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS
 from debias_diffusion.jobs import Job
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.loop import train
@@ -73,9 +73,7 @@ def quickstart(config: QuickstartConfig, setup: Setup | None = None) -> Path:
             seconds = time.monotonic() - started
             job.note(title, seconds=seconds)
             print(f"      {shown if isinstance(shown, str) else f'{seconds:.0f} s'}", flush=True)
-    story = tell([(result.file.parent, result.report) for result in read_results(output / RESULTS_FOLDER)[0]])
-    print("\n" + "\n".join(story["sentences"]) + f"\n\n{story['scores']}\n\nReport: {output / 'report.html'}")
-    return output / "report.html"
+        return evaluate_report(ReportConfig(str(output / RESULTS_FOLDER), str(output)))
 
 
 def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]:
@@ -103,21 +101,14 @@ def _steps(config: QuickstartConfig, setup: Setup) -> list[tuple[str, Callable]]
     return [
         ("draw one long prompt, cut at 77 tokens and whole", partial(_first_image, GenerationConfig(**first))),
         *((f"train {recipe}", partial(_train, config, setup, recipe, run)) for recipe, run in runs.items()),
-        *(
-            (f"export {recipe}", partial(export, ExportConfig(str(output / recipe), run)))
-            for recipe, run in runs.items()
-        ),
-        (
-            f"find {config.scenes} images by caption",
-            lambda: evaluate_retrieval(RetrievalConfig(**pairs)),
-        ),
+        *((f"export {name}", partial(export, ExportConfig(str(output / name), run))) for name, run in runs.items()),
+        (f"find {config.scenes} images by caption", lambda: evaluate_retrieval(RetrievalConfig(**pairs))),
         ("and by edited captions", lambda: evaluate_robustness(RobustnessConfig(**pairs))),
         (
             f"draw {config.prompts} long prompts with 5 encoders",
             lambda: evaluate_generation(GenerationConfig(**images)),
         ),
         (f"draw {few} short prompts", lambda: evaluate_generation(GenerationConfig(**short))),
-        ("write the report", partial(evaluate_report, ReportConfig(str(results), str(output)))),
     ]
 
 

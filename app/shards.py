@@ -3,7 +3,7 @@
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
+from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import FINISHED
@@ -49,13 +49,8 @@ def write_shards(config: ShardsConfig) -> Path:
                 _write_shard(job, name, part, records, small)
         left_out = {name: [BadRecord(**bad) for bad in job.notes(name)["left_out"]] for name in shards}
         bad = sum(left_out.values(), start=captions.bad)
-        (job.folder / BAD_RECORDS).unlink(missing_ok=True)
-        report_bad(bad, job.folder)
-        advice = (
-            f"All are named in {str(job.folder / BAD_RECORDS)!r}. Mend them and give a new output, or raise --max-bad "
-            "to keep the shards that are written."
-        )
-        check_share(bad, pairs, config.max_bad, advice)
+        advice = "Mend them and give a new output, or raise --max-bad to keep the shards that are written."
+        report_all(bad, pairs, config.max_bad, job.folder, advice)
         job.note(FINISHED, samples={name: len(part) - len(left_out[name]) for name, part in shards.items()})
     size = sum((job.folder / name).stat().st_size for name in shards)
     written = f"{pairs - len(bad)} of {pairs} pairs in {len(shards)} shards"
@@ -112,7 +107,8 @@ def _write_shard(
 ) -> None:
     """Writes one shard. A sample's key is its position in the data; bad records are noted when it is written."""
     left_out: list[dict] = []
-    with job.write(name, left_out=left_out) as temporary, tarfile.open(temporary, "w") as tar:
+
+    def members() -> Iterator[tuple[str, bytes]]:
         for index in part:
             image, record = next(images), records[index]
             if isinstance(image, BadRecord):
@@ -120,12 +116,16 @@ def _write_shard(
                 continue
             caption = {"id": record.sample_id, "caption": record.caption}
             caption |= {} if record.short is None else {"short_caption": record.short}
-            add_file(tar, f"{index:09}.jpg", image)
-            add_file(tar, f"{index:09}.json", json.dumps(caption).encode())
+            yield f"{index:09}.jpg", image
+            yield f"{index:09}.json", json.dumps(caption).encode()
+
+    write_tar(job, name, members(), left_out=left_out)
 
 
-def add_file(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Adds a file without time and owner, so that the same content gives the same bytes."""
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
+def write_tar(job: Job, name: str, members: Iterable[tuple[str, bytes]], **notes) -> None:
+    """Writes an item of (name, content) without times and owners, so that the same members give the same bytes."""
+    with job.write(name, **notes) as temporary, tarfile.open(temporary, "w") as tar:
+        for member, content in members:
+            header = tarfile.TarInfo(member)
+            header.size = len(content)
+            tar.addfile(header, io.BytesIO(content))

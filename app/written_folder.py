@@ -16,10 +16,8 @@ _LEFT_BY_OTHERS = {MARK, "__pycache__", ".cache", ".DS_Store"}  # by Python, the
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError unless a folder is new, empty, or a job's. Hidden files may be what a killed run left."""
-    if folder.is_file():
-        raise UserError(f"The output {str(folder)!r} is a file. Give a new folder.")
-    used = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+    """Raises UserError, or OSError for a file, unless a folder is new, empty, or a job's, but for hidden files."""
+    used = folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir())
     if used and not (folder / JOB).is_file():
         raise UserError(f"The output {str(folder)!r} exists and holds something else. Give a new folder.")
 

@@ -31,6 +31,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.blocks import full_attention
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
 
 BETA = 0.1
@@ -88,10 +89,10 @@ def loop(backbone: Backbone, pixels: Tensor, masks: Tensor) -> Tensor:
     features = []
     for mask in masks:
         ablation = Ablation.of_mask("image", mask, BETA)
-        beta = enumerate(ablation.beta)
-        backbone.image.attends = {block: Suppressed(torch.tensor(row)) for block, row in beta if min(row) < 1}
+        betas = enumerate(map(torch.tensor, ablation.beta))
+        backbone.image.changes = {block: partial(Suppressed, beta) for block, beta in betas if beta.min() < 1}
         features.append(backbone.image(pixels))
-    backbone.image.attends = {}
+    backbone.image.changes = {}
     return torch.stack(features)
 
 
@@ -105,14 +106,14 @@ def evaluators(backbone: Backbone, kinds: dict[str, Tensor], images: int, rounds
     for kind, masks in kinds.items():
         masks = masks.view(len(masks), len(blocks), blocks[0].attn.num_heads)
         some = torch.linspace(0, len(masks) - 1, TIMED).long()
-        population = Population(backbone.image, BETA, images)
-        features = population.features(embedded, masks)
+        population = Population(backbone.image, BETA)
+        features = population.features([embedded], masks)
         torch.testing.assert_close(features[some], loop(backbone, pixels, masks[some]), rtol=1e-3, atol=1e-3)
         works = {
-            "tree": partial(population.features, embedded, masks),
+            "tree": partial(population.features, [embedded], masks),
             "loop": partial(loop, backbone, pixels, masks[some]),
         }
-        computed, medians = population.children // images, median_seconds(works, rounds, device)
+        computed, medians = population.children, median_seconds(works, rounds, device)
         result[kind] = {
             "ablations": len(masks),
             "blocks": computed,
@@ -143,7 +144,7 @@ def tables(measured: dict) -> list[Table]:
 def main() -> None:
     arguments = read_options(__doc__, model="ViT-B-16", images=4, rounds=3, device=None)
     device = pick_device(arguments.device)
-    backbone, toy = (load_backbone(name).to(device).eval() for name in (arguments.model, TOY))
+    backbone, toy = load_backbone(arguments.model).to(device).eval(), load_two_tower(TOY).to(device)
     blocks = backbone.image.visual.transformer.resblocks
     shape = len(blocks), blocks[0].attn.num_heads
     heads = shape[0] * shape[1]

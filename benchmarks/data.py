@@ -34,7 +34,7 @@ from tqdm import tqdm
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.images import ImageFolder
-from debias_diffusion.data.json_files import read_sharegpt4v
+from debias_diffusion.data.json_files import read_data_file
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.loading import load_backbone
@@ -50,7 +50,7 @@ SENTENCES = 9  # with 173 tokens, ShareGPT4V's averages
 def make_pairs(folder: Path, count: int, size: tuple[int, int]) -> tuple[str, str]:
     """(data file, image folder): crops of photographs, with some grain, so that a JPEG is as large as a camera's."""
     rng, noise = random.Random(0), np.random.default_rng(0)
-    described = read_sharegpt4v(CAPTIONS).records
+    described = read_data_file(CAPTIONS).records
     photographs = [ImageFolder(skimage.data_dir).open(record.image) for record in described]
     sentences = [sentence for record in described for sentence in split_sentences(record.caption)]
     lines = []
@@ -106,7 +106,9 @@ def main() -> None:
         records = open_data(data, images)[0].records
         candidates: dict[str, Dataset] = {"plain": Plain(records, folder, backbone.context_length)}
         for name, (captions, source) in {"folder": open_data(data, images), "shards": open_data(output)}.items():
-            candidates[name] = CaptionDataset(captions.records, source, backbone.read_pixels, tokenizer, recipe, seed=0)
+            candidates[name] = CaptionDataset(
+                captions.records, source, backbone.read_pixels, 0, None, tokenizer, recipe
+            )
         runs = {name: partial(samples_per_second, dataset) for name, dataset in candidates.items()}
         keys = [(0, index, 0) for index in range(arguments.pairs)]
         speeds = by_turns(runs, arguments.repeats, lambda run: run(keys))

@@ -22,7 +22,7 @@ from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import labels
 from debias_diffusion.eval.report import Table
-from debias_diffusion.toyworld.checker import compare
+from debias_diffusion.toyworld.checker import compare, read_image
 from debias_diffusion.toyworld.scenes import PLACES
 
 
@@ -30,7 +30,9 @@ def scores(models: DemoModels, number: int) -> list[list[float]]:
     """[encoders, 2], in the demo's order: the share of the objects that are right, and of the empty places filled."""
     scene = random_scene(number)
     items = render_request(models, replace(Request.default(models), prompt=scene.caption))
-    seen = {item.label: compare(item.image, scene.scene) for item in items if isinstance(item, RenderedImage)}
+    seen = {
+        item.label: compare(read_image(item.image), scene.scene) for item in items if isinstance(item, RenderedImage)
+    }
     count, empty = len(scene.objects), len(PLACES) - len(scene.objects)
     return [[sum(seen[label].correct.values()) / count, len(seen[label].invented) / empty] for label in models.labels]
 

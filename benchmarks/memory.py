@@ -14,7 +14,7 @@ from harness import publish, read_options
 from machine import PeakMemory, seconds
 from train_step import make_batch
 
-from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
 from debias_diffusion.methods import find_method
 from debias_diffusion.training.step import backward
@@ -28,7 +28,7 @@ def main() -> None:
     # Blocks from 64 kB on go back to the system when freed; else the holes between blocks of ever other sizes count.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     accelerator, recipe = Accelerator(), find_method("debias-clip")
-    backbone = load_backbone("toy/clip")
+    backbone = load_two_tower("toy/clip")
     backbone.stretch()
     backbone.to(accelerator.device).train()
     memory = PeakMemory(accelerator.device)

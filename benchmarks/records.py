@@ -6,7 +6,7 @@ A JSON file as large as ShareGPT4V's, of sentences from captions of scikit-image
 temporary one, removed afterwards: 1.3 GB). Then, each in a process of its own, and the file in the system's cache:
 
 list      json.load, and a list of Record objects with folded white space
-ours      `read_sharegpt4v`
+ours      `read_data_file`
 
 Each in seconds on the clock and of the processors, since other work on the machine makes the former longer. Memory is
 what belongs to a process alone (USS) once it has read, and its peak, in MB. Prints a table and writes it to
@@ -27,7 +27,7 @@ from harness import CPU, publish, read_options
 from machine import PeakMemory
 from tqdm import tqdm
 
-from debias_diffusion.data.json_files import read_sharegpt4v
+from debias_diffusion.data.json_files import read_data_file
 from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import Table
 from debias_diffusion.text.sentences import split_sentences
@@ -40,7 +40,7 @@ READERS = ("list", "ours")
 def make_data(file: Path, pairs: int) -> None:
     """A data file of so many pairs, without their images."""
     rng = random.Random(0)
-    sentences = [part for record in read_sharegpt4v(CAPTIONS).records for part in split_sentences(record.caption)]
+    sentences = [part for record in read_data_file(CAPTIONS).records for part in split_sentences(record.caption)]
     with open(file, "w") as written:
         for index in tqdm(range(pairs), desc=f"writing {file.name}"):
             caption = "\n".join([" ".join(rng.sample(sentences, rng.randint(5, 13))), f"It is number {index}."])
@@ -69,7 +69,7 @@ def read(kind: str, path: Path) -> dict[str, float]:
     peak, before = PeakMemory(CPU), megabytes()
     peak.start()
     started, used = time.perf_counter(), time.process_time()
-    records = read_list(path) if kind == "list" else read_sharegpt4v(path).records
+    records = read_list(path) if kind == "list" else read_data_file(path).records
     result = {
         "seconds": time.perf_counter() - started,
         "processor_seconds": time.process_time() - used,

@@ -152,9 +152,8 @@ class FixClipSteps:
         self.accelerator, self.precision = accelerator, options.precision
         self.backbone = load_backbone(options.model)
         self.backbone.stretch()
-        method.prepare(self.backbone)
+        self.method = method.prepare(self.backbone)
         self.backbone.to(accelerator.device).train()
-        self.method = method.bind(self.backbone)
         modules = self.method.modules(self.backbone)
         self.modules = torch.nn.ModuleDict(modules).to(accelerator.device) if modules else None
         named = dict(self.backbone.model.named_parameters())
@@ -267,7 +266,7 @@ def main() -> None:
         padded.append(rows.numel())
         with torch.no_grad():
             cached = replace(batch, images=backbone.encode_image(batch.images), cached_features=True)
-            pixels = backbone.normalise(batch.images)
+            pixels = backbone.as_floats(batch.images)
         given = accelerator, precision
         steps = {
             "padded": partial(step, optimizer, padded_backward, backbone, method, batch, rows, precision),

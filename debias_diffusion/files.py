@@ -9,7 +9,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 
 from .errors import UserError, reason
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # not every system has it
 MACHINE = platform.node()[:32].replace(os.sep, "-")  # machines may share folders
 # What a process is writing (`.tmp`), and the folder that it replaces (`.old`): a name that nobody else gives.
 _UNFINISHED = re.compile(r"\.([0-9a-f]{16})\.(.+)-(\d{1,9})\.(tmp|old)", re.DOTALL)
@@ -32,7 +31,8 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     Raises:
         OSError: the file cannot be opened, or is a folder, FIFO, device or socket.
     """
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (returned open)
+    at_once = os.O_NONBLOCK | os.O_NOCTTY
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | at_once))  # noqa: SIM115 (returned open)
     # Checked on the open file, because another one may have replaced it at `path` in the meantime.
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -44,11 +44,6 @@ def read_file(path: str | os.PathLike) -> bytes:
     """The content of a regular file. Raises OSError as `open_regular`."""
     with open_regular(path) as file:
         return file.read()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    # `open` has set O_CLOEXEC already. Not every system has the others.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0), 0o666)
 
 
 def bytes_digest(parts: Iterable) -> str:
@@ -90,8 +85,7 @@ def _visible_files(folder: Path, above: frozenset = frozenset()) -> Iterator[Pat
 
 
 def json_digest(values: dict) -> str:
-    """sha256, in hexadecimal, of JSON values in any order. A value named "sha256" does not count."""
-    values = {name: value for name, value in values.items() if name != "sha256"}
+    """sha256, in hexadecimal, of JSON values in any order."""
     return bytes_digest([json.dumps(values, sort_keys=True).encode()])
 
 
@@ -147,8 +141,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-@contextmanager
-def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike) -> AbstractContextManager[Path]:
     """Gives a temporary path for a file, which replaces `path` once it is complete and on the disk.
 
     After a failure or a kill `path` is as it was. A link or FIFO at `path` is replaced, and never written through. The
@@ -162,8 +155,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     _recover_once(path.parent.absolute())
     if path.is_dir() and not path.is_symlink():
         raise UserError(f"{str(path)!r} is a folder, in the place of a file. Move it away, or give another place.")
-    with replacing(path.parent, path.name) as temporary:
-        yield temporary
+    return replacing(path.parent, path.name)
 
 
 @contextmanager
@@ -172,7 +164,6 @@ def atomic_folder(path: str | os.PathLike) -> Iterator[Path]:
     disk.
 
     After a failure `path` is as it was. After a kill between the two renames the next call puts the old folder back.
-    Processes that write the same folder at once replace it one after the other.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,29 +184,20 @@ def replacing(folder: Path, name: str, record: Callable[[Path], None] = lambda t
     remove_path(temporary)
     try:
         yield temporary
-        for part in (*temporary.rglob("*"), temporary) if temporary.is_dir() else [temporary]:
+        for part in (*temporary.rglob("*"), temporary):
             _sync(part)
         record(temporary)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _put(temporary, path, old)
+        if temporary.is_dir() or path.is_dir():  # only a file replaces a file in one step
+            remove_path(old)
+            with suppress(FileNotFoundError):
+                os.replace(path, old)
+        os.replace(temporary, path)
         if os.path.lexists(old):
             _sync(path.parent)  # else a power failure could undo the renames, and not the removal
             remove_path(old)
     finally:
         remove_path(temporary)
-
-
-def _put(new: Path, path: Path, old: Path) -> None:
-    """Renames `new` to `path`. A folder, or what a folder replaces, becomes `old` first."""
-    for attempts_left in (2, 1, 0):  # another process may put a folder there between the two renames
-        try:
-            if os.path.lexists(path) and (path.is_dir() or new.is_dir()):
-                remove_path(old)
-                os.replace(path, old)
-            return os.replace(new, path)
-        except OSError as error:
-            if not attempts_left or error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                raise
 
 
 def unfinished(folder: Path, name: str, kind: str) -> Path:
@@ -234,11 +216,13 @@ def recover(folder: Path, names: Iterable[str] = (), alone: bool = False) -> Non
     Args:
         alone: whether nobody else writes there. Otherwise what living processes and other machines write is left.
     """
-    left = [match for match in map(_UNFINISHED.fullmatch, os.listdir(folder)) if match and (alone or _has_ended(match))]
-    name_of = {short_digest(name): name for name in names} if left else {}
-    for match in left:
-        name = name_of.get(match[1])
-        if match[4] == "tmp" or (name and os.path.lexists(folder / name)):
+    name_of = {short_digest(name): name for name in names}
+    for match in filter(None, map(_UNFINISHED.fullmatch, os.listdir(folder))):
+        digest, machine, process, kind = match.groups()
+        name = name_of.get(digest)
+        if not alone and (machine != MACHINE or psutil.pid_exists(int(process))):
+            continue
+        if kind == "tmp" or (name and os.path.lexists(folder / name)):
             remove_path(folder / match[0])
         elif name:
             os.replace(folder / match[0], folder / name)
@@ -246,10 +230,6 @@ def recover(folder: Path, names: Iterable[str] = (), alone: bool = False) -> Non
 
 # Once a process, because listing a folder of many images before each write would be quadratic.
 _recover_once = lru_cache(maxsize=1024)(recover)
-
-
-def _has_ended(match: re.Match) -> bool:
-    return match[2] == MACHINE and not psutil.pid_exists(int(match[3]))
 
 
 def append(path: Path, line: str, sync: bool = False) -> None:
@@ -261,19 +241,15 @@ def append(path: Path, line: str, sync: bool = False) -> None:
     Raises:
         UserError: what lies there is no regular file, or a link.
     """
-    try:
-        with open(path, "ab+", opener=lambda path, flags: _open_at_once(path, flags | _NO_LINK)) as file:
-            if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
-                line = f"\n{line}"
-            file.write(f"{line}\n".encode())
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR, None):  # a link, a folder; None: what has no end, as a FIFO
-            raise
-        problem = f"{str(path)!r} is no regular file."
-        raise UserError(f"{problem} Nothing is written through it: remove it.") from error
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{str(path)!r} is no regular file. Nothing is written through it: remove it.")
+    with open(path, "ab+") as file:
+        if file.tell() and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            line = f"\n{line}"
+        file.write(f"{line}\n".encode())
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
 
 
 def remove_path(path: Path) -> None:
@@ -295,29 +271,16 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def file_lock(file: Path) -> Iterator[bool]:
-    """Takes a lock, if no other process has it: whether it did. Raises UserError where the file cannot be one."""
+    """Takes a lock, if no other process has it: whether it did. Raises UserError for a link, which would be emptied."""
+    if file.is_symlink():
+        raise UserError(f"The lock {str(file)!r} is a link. Remove it, or give another folder.")
     lock = FileLock(file, timeout=0)
-    try:
-        if file.is_symlink():
-            raise OSError(errno.ELOOP, "it is a link")
-        with suppress(Timeout):
-            lock.acquire()
-    except OSError as error:
-        problem = f"The lock {str(file)!r} cannot be taken ({error.strerror})."
-        raise UserError(f"{problem} Remove it, or give another folder.") from error
+    with suppress(Timeout):
+        lock.acquire()
     try:
         yield lock.is_locked
     finally:
         lock.release()
-
-
-@contextmanager
-def folder_lock(folder: Path, by_another: str) -> Iterator[None]:
-    """Locks a folder for this process. Raises UserError where another has the lock, with this message."""
-    with file_lock(folder / ".lock") as is_mine:
-        if not is_mine:
-            raise UserError(by_another)
-        yield
 
 
 @contextmanager

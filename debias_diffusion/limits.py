@@ -67,53 +67,37 @@ class Checked:
         """Raises UserError for a value that its annotation does not allow."""
         hints = get_type_hints(type(self), include_extras=True)
         for field in dataclasses.fields(self):
-            check_value(field.name, getattr(self, field.name), hints[field.name])
-
-
-def check_value(name: str, value: Any, hint: Any) -> None:
-    """Raises UserError for a value that an annotation does not allow."""
-    if not _fits(value, hint):
-        raise UserError(refusal(name, value, hint))
+            value, hint = getattr(self, field.name), hints[field.name]
+            if not _compare(value, hint)[0]:
+                raise UserError(refusal(field.name, value, hint))
 
 
 def refusal(name: str, value: Any, hint: Any) -> str:
     """What was given for an option, and what its annotation allows."""
     shown = repr(value) if len(repr(value)) <= 100 else f"{repr(value)[:100]}..."
-    return f"{name} is {shown}, but must be {_allowed(hint, value)}."
+    return f"{name} is {shown}, but must be {_compare(value, hint)[1]}."
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether an annotation allows a value."""
+def _compare(value: Any, hint: Any) -> tuple[bool, str]:
+    """Whether an annotation allows a value, and in words what it allows."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        rule = parts[1]
-        return _fits(value, parts[0]) and rule.holds(value) and (rule.most is None or value <= rule.most)
+        (fits, kind), rule = _compare(value, parts[0]), parts[1]
+        is_more = rule.most is not None and isinstance(value, Real) and value > rule.most
+        most = f", at most {rule.most:,}" if is_more else ""
+        return fits and rule.holds(value) and not is_more, f"{kind}, {rule.text}{most}"
     if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
+        fits, kinds = zip(*(_compare(value, part) for part in parts), strict=True)
+        return any(fits), ", or ".join(kinds)
     if origin is Literal:
-        return value in parts
-    if origin is tuple and ... not in parts:
-        return isinstance(value, list | tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+        return value in parts, " or ".join(map(str, parts))
     if origin in (list, tuple):
-        return isinstance(value, list | tuple) and all(_fits(entry, parts[0]) for entry in value)
-    return isinstance(value, origin or _KINDS.get(hint, hint)) and not (hint in _KINDS and isinstance(value, bool))
-
-
-def _allowed(hint: Any, value: Any) -> str:
-    """An annotation in words, for who gave `value`."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        rule = parts[1]
-        most = f", at most {rule.most:,}" if rule.most and isinstance(value, Real) and value > rule.most else ""
-        return f"{_WORDS[parts[0]]}, {rule.text}{most}"
-    if origin in (Union, UnionType):
-        return ", or ".join(_allowed(part, value) for part in parts)
-    if origin is Literal:
-        return " or ".join(map(str, parts))
-    if origin in (list, tuple):
-        number = "" if origin is list else f"{len(parts)} "
-        return f"{number}values, each {_allowed(parts[0], value)}"
-    return _WORDS.get(hint, "names with values")
+        size = len(parts) if origin is tuple and ... not in parts else None
+        fits = isinstance(value, list | tuple) and size in (None, len(value))
+        fits = fits and all(_compare(entry, parts[0])[0] for entry in value)
+        return fits, f"{f'{size} ' if size else ''}values, each {_compare(value, parts[0])[1]}"
+    fits = isinstance(value, origin or _KINDS.get(hint, hint)) and not (hint in _KINDS and isinstance(value, bool))
+    return fits, _WORDS.get(hint, "names with values")
 
 
 def check_pixels(height: int, width: int) -> None:

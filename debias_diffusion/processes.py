@@ -1,11 +1,11 @@
 """The processes of a run, one for each GPU as `accelerate launch` starts them, or a single one."""
 
-import os
-import sys
+import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 
 from .devices import end_group_at_exit, pick_device
 from .errors import UserError
+from .jobs import Job
 
 # The other processes wait while the main one reads all of the data, which may take longer than the default ten minutes.
 # A failure ends the wait: launchers stop the rest once one process has failed.
@@ -77,7 +78,15 @@ class Processes:
         return gather_object(values) if self.count > 1 else values
 
     @contextmanager
-    def only_main_prints(self) -> Iterator[None]:
+    def open_job(self, folder: Path, command: str, settings: dict, inputs: dict) -> Iterator[Job]:
+        """A job of all processes, see `Job.open`: the main one begins it and holds the lock, each writes its lines."""
+        if not self.is_main:
+            self.gathered([])
+        with Job.open(folder, command, settings, inputs, shared=not self.is_main) as job:
+            if self.is_main:
+                self.gathered([])
+            yield job
+
+    def only_main_prints(self) -> AbstractContextManager:
         """Discards what the other processes print inside the context."""
-        with open(os.devnull, "w", encoding="utf-8") as null, redirect_stdout(sys.stdout if self.is_main else null):
-            yield
+        return nullcontext() if self.is_main else redirect_stdout(io.StringIO())

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -132,13 +133,9 @@ def _bands(at_text: dict[str, np.ndarray], name: str) -> dict[str, dict]:
 
 def split_words(tokenizer: CLIPTokenizer, ids: Sequence[int]) -> list[tuple[str, int]]:
     """(word, its number of tokens) for each word; CLIP's tokens mark where a word ends."""
-    words, pieces = [], []
-    for index, token in enumerate(tokenizer.convert_ids_to_tokens(list(ids)), 1):
-        pieces.append(ids[index - 1])
-        if token.endswith("</w>") or index == len(ids):
-            words.append((tokenizer.decode(pieces).strip(), len(pieces)))
-            pieces = []
-    return words
+    ends = [end for end, token in enumerate(tokenizer.convert_ids_to_tokens(list(ids)), 1) if token.endswith("</w>")]
+    ends = list(dict.fromkeys([0, *ends, len(ids)]))
+    return [(tokenizer.decode(ids[start:end]).strip(), end - start) for start, end in pairwise(ends)]
 
 
 def look_at_prompt(reader: CaptionReader, prompt: str) -> dict:
@@ -174,16 +171,13 @@ def look_at_tokens(reader: CaptionReader, ids: list[int], first: int = 1) -> dic
         values = {"before_softmax": before[places].mean().item(), "after_softmax": after[places].sum().item()}
         words.append({"word": word, "position": place + first - 1, "tokens": tokens, **values})
         place += tokens
-    ends = {
-        name: {"before_softmax": before[at].item(), "after_softmax": after[at].item()}
-        for name, at in (("sot", 0), ("eot", -1))
-    }
-    return {**ends, "words": words}
+    sot, eot = ({"before_softmax": before[at].item(), "after_softmax": after[at].item()} for at in (0, -1))
+    return {"sot": sot, "eot": eot, "words": words}
 
 
-def _evaluate(session: Session, pairs: Pairs | None, encoder: tuple[str, CaptionReader]) -> dict:
+def _evaluate(session: Session, pairs: Pairs | None, label: str, reader: CaptionReader) -> dict:
     """The numbers of one encoder, from the cache where they are finished."""
-    (label, reader), config, result = encoder, session.config, {}
+    config, result = session.config, {}
     if pairs:
         images = {"image_of": json_digest({"all": pairs.image_of})}
         look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
@@ -211,13 +205,11 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used.
     """
-    pairs = None
-    if config.has_captions:
-        pairs = read_source(config, config.labelled, config.held_out, only_captions=True)
+    pairs = read_source(config, config.labelled, config.held_out, only_captions=True) if config.has_captions else None
     session = Session("attention", config, pairs)
     results = session.by_encoder(
         partial(_evaluate, session, pairs),
-        lambda spec, label, device: (label, load_caption_reader(spec, device, config.scale)),
+        lambda spec, device: load_caption_reader(spec, device, config.scale),
     )
     notes = NOTES if config.scale == "hidden" else NOTES[:1]
     report = session.report(tables, figures, results, notes=notes, captions=len(pairs.captions) if pairs else 0)
@@ -238,12 +230,11 @@ def tables(report: dict) -> list[Table]:
     for quantity, title in QUANTITIES.items() if results else ():
         unit, scale = ("percent", 100.0) if quantity == "after_softmax" else ("mean", 1.0)
         rows = []
-        for edit in EDITS:
-            for label, result in results.items():
-                numbers = result[edit][quantity]
-                cells = [numbers["sot"], *numbers["bands"].values(), numbers["eot"]]
-                scaled = (None if cell is None else scale * cell for cell in cells)
-                rows.append([f"{label}, {edit}", result[edit]["cut_captions"], *scaled])
+        for edit, (label, result) in product(EDITS, results.items()):
+            numbers = result[edit][quantity]
+            cells = [numbers["sot"], *numbers["bands"].values(), numbers["eot"]]
+            scaled = (None if cell is None else scale * cell for cell in cells)
+            rows.append([f"{label}, {edit}", result[edit]["cut_captions"], *scaled])
         by_quantity.append(Table([f"attention from EOT {title}, {unit}", "captions cut", "SOT", *bands, "EOT"], rows))
     return by_quantity
 
@@ -299,14 +290,11 @@ def plot_prompt(results: dict[str, dict]) -> Figure:
         read, tokens = result["window"], result["tokens"]
         part = f"{tokens} tokens" if tokens <= read else f"the first {read} of {tokens} tokens"
         ends = ", ".join(f"{name.upper()} {result[name]['after_softmax']:.1%}" for name in ("sot", "eot"))
-        lines += [[], [(f"{label}: {part}; {ends}", None)]]
-        used = _COLUMNS
+        lines += [[], [(f"{label}: {part}; {ends}", None)], []]
         for word in result["words"]:
-            if used + len(word["word"]) > _COLUMNS:
+            if sum(len(text) + 1 for text, _ in lines[-1]) + len(word["word"]) > _COLUMNS:
                 lines.append([])
-                used = 0
             lines[-1].append((word["word"], word["after_softmax"]))
-            used += len(word["word"]) + 1
     figure = Figure(figsize=((_COLUMNS + 4) * _SIZE * 0.602 / 72, _LINE * (len(lines) + 1)), dpi=150)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(-2, _COLUMNS + 2), ylim=(len(lines) + 1, -0.5))
     axes.axis("off")

@@ -7,9 +7,8 @@ torchvision's readers do not fit: its CIFAR10 unpickles the files, which could r
 without an image's suffix, stops at an unreadable image instead of naming it, and sorts folders as text (1, 10, 100).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ from PIL import Image
 from scipy.stats import binomtest
 from timm.data import ImageNetInfo
 from torch import Tensor
-from tqdm import tqdm
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
@@ -35,11 +33,11 @@ from .image_features import ImageSession
 from .intervals import paired_difference
 from .options import AllConfig, ClassificationConfig
 from .report import Table, cell, compared_tables
-from .session import TwoTower, compare_encoders
+from .session import compare_encoders
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
-CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
-    lambda name, form=form, article=article: form.format(article, name)
+CIFAR_TEMPLATES = [
+    form.format(article, "{}")
     for article in ("a", "the")
     for form in (
         "a photo of {} {}.",
@@ -52,10 +50,22 @@ CIFAR_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(
         "a photo of {} small {}.",
         "a photo of {} big {}.",
     )
-)
-IMAGENET_TEMPLATES: tuple[Callable[[str], str], ...] = tuple(open_clip.OPENAI_IMAGENET_TEMPLATES)
+]
+IMAGENET_TEMPLATES = [template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
 
 CIFAR_SIDE = 32  # pixels
+
+_OPENAI = "open_clip's class names, OpenAI's 80 templates."
+NOTES = {
+    "imagenet-1k": f"Top-1 of 1000 classes: {_OPENAI}",
+    "imagenet-v2": f"Top-1 of 1000 classes: {_OPENAI}",
+    "imagenet-a": f"Top-1 of the 200 classes that have a folder, not of 1000: {_OPENAI}",
+    "imagenet-o": "ImageNet-O was made to detect images of no ImageNet class (AUPR). Papers on CLIP report, as here "
+    "and in CLIP_benchmark, top-1 of its 200 folders' classes: whether models make the confusions its authors chose. "
+    f"{_OPENAI}",
+    "cifar-10": "Top-1 of 10 classes: CLIP's 18 CIFAR templates.",
+    "cifar-100": "Top-1 of the 100 fine classes: CLIP's 18 CIFAR templates, underscores in names as spaces.",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ class LabelledImages:
         records: the images; a record's caption is the name of its class.
         labels: the class of each, from 0.
         classes: the names of all candidate classes.
+        templates: prompts of a class, with {} for its name.
         images: opens them.
         bad: the bad records of the data.
         digest: of the data; of image folders, of the files' names and sizes.
@@ -74,14 +85,10 @@ class LabelledImages:
     records: list[Record]
     labels: list[int]
     classes: list[str]
+    templates: list[str]
     images: ImageSource
     bad: list[BadRecord]
     digest: str
-
-
-def imagenet_wnids() -> list[str]:
-    """The WordNet ids of ImageNet-1k's classes, in the order of `open_clip.IMAGENET_CLASSNAMES`: sorted."""
-    return ImageNetInfo("imagenet-1k").label_names()
 
 
 def read_imagenet(data: str, dataset: str) -> LabelledImages:
@@ -90,14 +97,14 @@ def read_imagenet(data: str, dataset: str) -> LabelledImages:
     Only the classes that have a folder are candidates: of A and O 200.
 
     Raises:
-        UserError: the folders are not these, or are empty.
+        UserError: the folders are not these.
     """
-    by_number, count = dataset == "imagenet-v2", 1000 if dataset in ("imagenet-1k", "imagenet-v2") else 200
-    names = [str(index) for index in range(1000)] if by_number else imagenet_wnids()  # in the order of the labels
-    layout = "0 to 999" if by_number else f"named by WordNet id, such as {names[0]}"
-    root = Path(data)
-    folders = {entry.name for entry in root.iterdir() if entry.is_dir()} if root.is_dir() else set()
-    folders = {name for name in folders if name[0] != "."}
+    images, count = ImageFolder(data), 200 if dataset in ("imagenet-a", "imagenet-o") else 1000
+    # In the order of the labels, which is that of `open_clip.IMAGENET_CLASSNAMES`.
+    names, layout = ImageNetInfo("imagenet-1k").label_names(), "named by WordNet id, such as n01440764"
+    if dataset == "imagenet-v2":
+        names, layout = [str(index) for index in range(1000)], "0 to 999"
+    folders = {entry.name for entry in images.root.iterdir() if entry.is_dir() and entry.name[0] != "."}
     known = folders & set(names)
     if len(known) != count or folders != known:
         strange = f", and {min(folders - known)!r}" if folders != known else ""
@@ -105,56 +112,35 @@ def read_imagenet(data: str, dataset: str) -> LabelledImages:
             f"{data!r} holds {len(known)} class folders of {dataset}{strange}. Give the whole folder, as its authors "
             f"publish it: {count} class folders, {layout}. A number of some classes compares with nothing published."
         )
-    classes = [
-        (name, title) for name, title in zip(names, open_clip.IMAGENET_CLASSNAMES, strict=True) if name in folders
-    ]
+    titles = dict(zip(names, open_clip.IMAGENET_CLASSNAMES, strict=True))
+    classes = {name: title for name, title in titles.items() if name in folders}
     records, labels = [], []
-    for label, (folder, title) in enumerate(classes):
+    for label, (folder, title) in enumerate(classes.items()):
         # Sorted, because a file system's order is arbitrary.
-        for file in sorted(entry.name for entry in (root / folder).iterdir() if entry.name[0] != "."):
+        for file in sorted(entry.name for entry in (images.root / folder).iterdir() if entry.name[0] != "."):
             records.append(Record(f"{folder}/{file}", f"{folder}/{file}", title))
             labels.append(label)
-    if not records:
-        raise UserError(f"The class folders of {data!r} are empty. Give the folder with the images.")
-    sizes = (f"{record.image} {(root / record.image).lstat().st_size}" for record in records)
-    titles = [title for _, title in classes]
-    return LabelledImages(records, labels, titles, ImageFolder(root), [], digest_of(*sizes).hex())
+    digest = digest_of(*(f"{record.image} {(images.root / record.image).lstat().st_size}" for record in records)).hex()
+    return LabelledImages(records, labels, list(classes.values()), IMAGENET_TEMPLATES, images, [], digest)
 
 
+@dataclass(frozen=True)
 class CifarImages:
     """Opens the images of a CIFAR file of the binary version by their index in it, as text.
 
-    Args:
-        file: the file.
-        label_bytes: bytes before each image's pixels; the last of them is the class.
-
     Attributes:
         root: the file, for messages.
-        labels: uint8 [N].
-
-    Raises:
-        UserError: the file does not hold whole images.
+        pixels: uint8 [N, 3, 32, 32].
     """
 
-    def __init__(self, file: Path, label_bytes: int):
-        self.root = file
-        row = label_bytes + 3 * CIFAR_SIDE**2
-        content = np.fromfile(file, dtype=np.uint8)
-        if len(content) == 0 or len(content) % row:
-            raise UserError(
-                f"{str(file)!r} has {len(content)} bytes, which is no whole number of images of {row} bytes. Download "
-                "the binary version again, or give the folder of the other CIFAR."
-            )
-        rows = content.reshape(-1, row)
-        self.labels = rows[:, label_bytes - 1]
-        # Stored as a plane for each colour.
-        self._pixels = rows[:, label_bytes:].reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE).transpose(0, 2, 3, 1)
+    root: Path
+    pixels: np.ndarray
 
     def open(self, image: str) -> Image.Image:
-        return Image.fromarray(np.ascontiguousarray(self._pixels[int(image)]))
+        return Image.fromarray(np.ascontiguousarray(self.pixels[int(image)].transpose(1, 2, 0)))
 
     def stamp(self, image: str) -> bytes:
-        return digest_of(image, self._pixels[int(image)].tobytes().hex())
+        return digest_of(image, self.pixels[int(image)].tobytes().hex())
 
 
 def read_cifar(data: str, dataset: str) -> LabelledImages:
@@ -164,86 +150,56 @@ def read_cifar(data: str, dataset: str) -> LabelledImages:
     file, with spaces for underscores.
 
     Raises:
-        UserError: the folder is not of the binary version, or its files do not match.
+        UserError: the folder is not of the binary version, or its file does not hold whole images.
     """
-    file, names, label_bytes, count, kind = {
-        "cifar-10": ("test_batch.bin", "batches.meta.txt", 1, 10, "cifar-10-binary.tar.gz"),
-        "cifar-100": ("test.bin", "fine_label_names.txt", 2, 100, "cifar-100-binary.tar.gz"),
+    # Bytes before each image's pixels; the last of them is the class.
+    file, names, label_bytes = {
+        "cifar-10": ("test_batch.bin", "batches.meta.txt", 1),
+        "cifar-100": ("test.bin", "fine_label_names.txt", 2),
     }[dataset]
-    root = Path(data)
-    missing = [name for name in (file, names) if not (root / name).is_file()]
-    if missing:
+    path, row = Path(data, file), label_bytes + 3 * CIFAR_SIDE**2
+    if missing := [name for name in (file, names) if not Path(data, name).is_file()]:
         raise UserError(
-            f"{data!r} has no {missing[0]}. Give the unpacked folder of {kind} (https://www.cs.toronto.edu/~kriz/cifar"
-            ".html), which holds it. The Python version is pickled, and a pickle can run code, so it is not read."
+            f"{data!r} has no {missing[0]}. Give the unpacked folder of {dataset}-binary.tar.gz (https://www.cs.toronto"
+            ".edu/~kriz/cifar.html), which holds it. The Python version is pickled, and a pickle can run code, so it "
+            "is not read."
         )
-    lines = read_file(root / names).decode(errors="replace").splitlines()
+    content = np.fromfile(path, dtype=np.uint8)
+    if len(content) % row:
+        raise UserError(
+            f"{str(path)!r} has {len(content)} bytes, which is no whole number of images of {row} bytes. Download the "
+            "binary version again, or give the folder of the other CIFAR."
+        )
+    lines = read_file(Path(data, names)).decode(errors="replace").splitlines()
     classes = [line.strip().replace("_", " ") for line in lines if line.strip()]
-    if len(classes) != count:
-        raise UserError(f"{str(root / names)!r} names {len(classes)} classes, and {dataset} has {count}.")
-    images = CifarImages(root / file, label_bytes)
-    good = np.flatnonzero(images.labels < count).tolist()
-    bad = [
-        BadRecord(f"{file}, image {index}", "unknown class", f"{images.labels[index]}, and there are {count}")
-        for index in np.flatnonzero(images.labels >= count)
-    ]
-    if not good:
-        raise UserError(f"None of the {len(bad)} images of {str(root / file)!r} has a class of {dataset}.")
-    labels = images.labels[good].tolist()
-    records = [Record(str(index), str(index), classes[label]) for index, label in zip(good, labels, strict=True)]
-    return LabelledImages(records, labels, classes, images, bad, digest_of(sha256(root / file), *classes).hex())
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A data set: how to read its folder, given its name too; its templates, and a note on its number."""
-
-    read: Callable[[str, str], LabelledImages]
-    templates: Sequence[Callable[[str], str]]
-    note: str
-
-
-_OPENAI = "open_clip's class names, OpenAI's 80 templates."
-_IMAGENET = Benchmark(read_imagenet, IMAGENET_TEMPLATES, f"Top-1 of 1000 classes: {_OPENAI}")
-BENCHMARKS = {
-    "imagenet-1k": _IMAGENET,
-    "imagenet-v2": _IMAGENET,
-    "imagenet-a": replace(_IMAGENET, note=f"Top-1 of the 200 classes that have a folder, not of 1000: {_OPENAI}"),
-    "imagenet-o": replace(
-        _IMAGENET,
-        note="ImageNet-O was made to detect images of no ImageNet class (AUPR). Papers on CLIP report, as here and in "
-        "CLIP_benchmark, top-1 of its 200 folders' classes: whether models make the confusions its authors chose. "
-        f"{_OPENAI}",
-    ),
-    "cifar-10": Benchmark(read_cifar, CIFAR_TEMPLATES, "Top-1 of 10 classes: CLIP's 18 CIFAR templates."),
-    "cifar-100": Benchmark(
-        read_cifar,
-        CIFAR_TEMPLATES,
-        "Top-1 of the 100 fine classes: CLIP's 18 CIFAR templates, underscores in names as spaces.",
-    ),
-}
+    rows = content.reshape(-1, row)
+    records, labels, bad = [], [], []
+    for index, label in enumerate(rows[:, label_bytes - 1].tolist()):
+        if label < len(classes):
+            records.append(Record(str(index), str(index), classes[label]))
+            labels.append(label)
+        else:
+            bad.append(BadRecord(f"{file}, image {index}", "unknown class", f"{label}, and there are {len(classes)}"))
+    images = CifarImages(path, rows[:, label_bytes:].reshape(-1, 3, CIFAR_SIDE, CIFAR_SIDE))
+    digest = digest_of(sha256(path), *classes).hex()
+    return LabelledImages(records, labels, classes, CIFAR_TEMPLATES, images, bad, digest)
 
 
 def class_features(
     backbone: Backbone,
     classes: Sequence[str],
-    templates: Sequence[Callable[[str], str]],
+    templates: Sequence[str],
     batch_size: int,
     device: torch.device | str,
     title: str = "classes",
 ) -> Tensor:
     """[C, D] normalised mean, over the templates, of the normalised text features of each class's name."""
     # A name that two classes share (two of ImageNet's are) is encoded once, so that their features are identical.
-    unique = list(dict.fromkeys(classes))
-    features = []
-    size = max(1, 8192 // len(templates))  # all prompts of ImageNet at once would be half a gigabyte of features
-    for start in tqdm(range(0, len(unique), size), desc=title):
-        part = unique[start : start + size]
-        prompts = [template(name) for name in part for template in templates]
-        encoded = F.normalize(encode_texts(backbone, prompts, batch_size, device, progress=False).double(), dim=1)
-        features.append(F.normalize(encoded.view(len(part), len(templates), -1).mean(dim=1), dim=1))
-    places = {name: index for index, name in enumerate(unique)}
-    return torch.cat(features)[[places[name] for name in classes]]
+    rows = {name: row for row, name in enumerate(dict.fromkeys(classes))}
+    prompts = [template.format(name) for name in rows for template in templates]
+    encoded = encode_texts(backbone, prompts, batch_size, device, title)
+    means = [F.normalize(of_class.double(), dim=1).mean(dim=0) for of_class in encoded.split(len(templates))]
+    return F.normalize(torch.stack(means), dim=1)[[rows[name] for name in classes]]
 
 
 def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) -> Tensor:
@@ -291,25 +247,6 @@ def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]
     }
 
 
-def _classify_all(session: ImageSession, data: LabelledImages, encoder: TwoTower) -> tuple[list[int], list[int]]:
-    """The classes that one encoder assigns to the readable images, and their true ones."""
-    (features, good), config = session.encode(encoder), session.config
-    templates = BENCHMARKS[config.dataset].templates
-
-    def compute() -> dict[str, Tensor]:
-        title = f"classes, {encoder.label}"
-        means = class_features(encoder.backbone, data.classes, templates, config.batch_size, session.device, title)
-        return {"features": means}
-
-    depends = {"encoder": encoder.digest, "classes": data.classes, "templates": _written(templates)}
-    classes = session.cache.tensors("classes", depends, compute)["features"]
-    return classify(features, classes).tolist(), [data.labels[index] for index in good]
-
-
-def _written(templates: Sequence[Callable[[str], str]]) -> list[str]:
-    return [template("{}") for template in templates]
-
-
 def evaluate_classification(config: ClassificationConfig) -> dict:
     """Zero-shot top-1 of each encoder; writes `classification.json` and `classification.png` and prints tables.
 
@@ -320,11 +257,25 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     Raises:
         UserError: the data or an encoder cannot be used, or more of the images are bad than the share `max_bad`.
     """
-    benchmark = BENCHMARKS[config.dataset]
-    data = benchmark.read(config.data, config.dataset)
+    data = (read_cifar if config.dataset.startswith("cifar") else read_imagenet)(config.data, config.dataset)
+    if not data.records:
+        raise UserError(f"{config.data!r} holds no image of a class of {config.dataset}. Give the folder of images.")
     print_left_out(data.bad)
     session = ImageSession("classification", config, data, data.bad)
-    results = session.by_encoder(partial(_classify_all, session, data))
+
+    def classify_all(label: str, backbone: Backbone) -> tuple[list[int], list[int]]:
+        """The classes that one encoder assigns to the readable images, and their true ones."""
+        features, good = session.encode(label, backbone)
+
+        def compute() -> dict[str, Tensor]:
+            settings = (config.batch_size, session.device, f"classes, {label}")
+            return {"features": class_features(backbone, data.classes, data.templates, *settings)}
+
+        depends = {"encoder": session.digests["encoders"][label], "classes": data.classes, "templates": data.templates}
+        classes = session.cache.tensors("classes", depends, compute)["features"]
+        return classify(features, classes).tolist(), [data.labels[index] for index in good]
+
+    results = session.by_encoder(classify_all)
     # 100 for each correct image, else 0: their mean is top-1 in percent.
     hits = {label: {"top-1": 100.0 * np.equal(*result)} for label, result in results.items()}
     return session.report(
@@ -332,10 +283,10 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
         figures,
         {label: top1(*result, data.classes) for label, result in results.items()},
         compare_encoders(hits, lambda a, b, _: paired_difference(a, b)),
-        [benchmark.note],
+        [NOTES[config.dataset]],
         images=len(next(iter(results.values()))[0]),
         classes=len(data.classes),
-        templates=_written(benchmark.templates),
+        templates=data.templates,
     )
 
 

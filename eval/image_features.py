@@ -1,19 +1,22 @@
-"""An evaluation on images, which are encoded and cached in pieces."""
+"""An evaluation on images, which are encoded and cached in pieces, or on image-caption pairs."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import encode_images, none_readable
+from debias_diffusion.data.retrieval import encode_images, encode_texts, none_readable, recall_ranks
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import bytes_digest
+from debias_diffusion.files import bytes_digest, json_digest
 
-from .session import Session, TwoTower
+from .session import Session, read_source
 
 PIECE = 2048  # images whose features are in one file of the cache
 
@@ -41,7 +44,7 @@ class ImageSession(Session):
         self.image_digest = stamps_digest(self.records, self.images)
         self._readable: list[int] | None = None
 
-    def encode(self, encoder: TwoTower) -> tuple[Tensor, list[int]]:
+    def encode(self, label: str, backbone: Backbone) -> tuple[Tensor, list[int]]:
         """The features [M, D] of the M readable images, on the CPU, and their positions among all, ascending.
 
         Finished pieces come from the cache; unreadable images are named once.
@@ -50,11 +53,9 @@ class ImageSession(Session):
             UserError: no image is readable, more are bad than the share `max_bad`, or not the same images are readable
                 as for an earlier encoder.
         """
-        features, good = [], []
-        for start in range(0, len(self.records), PIECE):
-            piece = self._piece(encoder, start)
-            features.append(piece["features"])
-            good += (start + piece["good"]).tolist()
+        digest, starts = backbone.image_digest(), range(0, len(self.records), PIECE)
+        pieces = [self._piece(label, backbone, digest, start) for start in starts]
+        good = torch.cat([piece["good"] for piece in pieces]).tolist()
         if self._readable is None:
             bad = [self._explain(self.records[index]) for index in sorted(set(range(len(self.records))) - set(good))]
             if not good:
@@ -69,21 +70,19 @@ class ImageSession(Session):
                 f"{name!r} and perhaps other images could be read for one encoder and not for another, so that their "
                 f"numbers would be of other images. Delete {str(self.cache.folder)!r} and start again."
             )
-        return torch.cat([part for part in features if len(part)]), good
+        return torch.cat([piece["features"] for piece in pieces if len(piece["good"])]), good
 
-    def _piece(self, encoder: TwoTower, start: int) -> dict[str, Tensor]:
-        """The n readable images of one piece: "features" [n, D], and "good", their positions in the piece, [n]."""
+    def _piece(self, label: str, backbone: Backbone, digest: str, start: int) -> dict[str, Tensor]:
+        """The n readable images of one piece: "features" [n, D], and "good", their positions among all, [n]."""
         records = self.records[start : start + PIECE]
 
         def compute() -> dict[str, Tensor]:
-            title, batch_size = f"images, {encoder.label}", self.config.batch_size
-            features, good, _ = encode_images(
-                encoder.backbone, records, self.images, batch_size, self.device, title, require_any=False
-            )
-            return {"features": features, "good": torch.tensor(good, dtype=torch.long)}
+            settings = (self.config.batch_size, self.device, f"images, {label}")
+            features, good, _ = encode_images(backbone, records, self.images, *settings, require_any=False)
+            return {"features": features, "good": start + torch.tensor(good, dtype=torch.long)}
 
         depends = {"pixels": self.image_digest, "start": start, "count": len(records)}
-        return self.cache.tensors("images", depends | {"image tower": encoder.image_digest}, compute)
+        return self.cache.tensors("images", depends | {"image tower": digest}, compute)
 
     def _explain(self, record: Record) -> BadRecord:
         """Why an image is missing from the features of its piece, which may come from an earlier run."""
@@ -91,6 +90,80 @@ class ImageSession(Session):
         if isinstance(image, BadRecord):
             return image
         return BadRecord(record.image, "unreadable image", f"{record.image}: it could not be read when it was encoded")
+
+
+@dataclass(frozen=True)
+class Readable:
+    """The readable images of the data, encoded by one encoder, and their captions.
+
+    Attributes:
+        label, backbone: the encoder.
+        features: of the readable images, [N, D].
+        good: their positions among all images, [N].
+        captions: of these images, [M].
+        image_of: the row of `features` of each caption's image, [M].
+    """
+
+    label: str
+    backbone: Backbone
+    features: Tensor
+    good: list[int]
+    captions: list[str]
+    image_of: list[int]
+
+
+class PairSession(ImageSession):
+    """What the evaluations of two-towers on image-caption pairs share.
+
+    Raises:
+        UserError: the data cannot be used.
+    """
+
+    def __init__(self, name: str, config: Any):
+        pairs = read_source(config, config.labelled, config.held_out)
+        # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
+        super().__init__(name, config, pairs, pairs.bad if config.dataset else ())
+
+    def read(self, label: str, backbone: Backbone) -> Readable:
+        """The features of the images, and the captions of those that can be read.
+
+        Raises:
+            UserError: more images or records than the share `max_bad` are unreadable, or all.
+        """
+        features, good = self.encode(label, backbone)
+        row_of = {position: row for row, position in enumerate(good)}
+        pairs = zip(self.data.captions, self.data.image_of, strict=True)
+        kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
+        captions, image_of = map(list, zip(*kept, strict=True))
+        return Readable(label, backbone, features, good, captions, image_of)
+
+    def rank(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> dict:
+        """How the encoder ranks these texts in place of the captions, in JSON values, from the cache if it is there.
+
+        Args:
+            progress: title of the progress bar; False shows none.
+
+        Returns:
+            `ranks` by direction, see `recall_ranks`; `similarities`, the cosine of each text with its image, [M]; and
+            `longer_than_context`, how many texts exceed the context length.
+        """
+        backbone, image_of = readable.backbone, readable.image_of
+        tokenizer = backbone.tokenizer
+
+        def compute() -> dict:
+            features = encode_texts(backbone, texts, self.config.batch_size, self.device, progress)
+            ranks = recall_ranks(readable.features, features, image_of=image_of)
+            similarities = F.cosine_similarity(readable.features[image_of].double(), features.double(), dim=1)
+            return {
+                "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
+                "ranks": {direction: values.tolist() for direction, values in ranks.items()},
+                "similarities": similarities.tolist(),
+            }
+
+        of_texts = json_digest({"all": [readable.good, texts, image_of]})
+        encoder = self.digests["encoders"][readable.label]
+        depends = {"encoder": encoder, "pixels": self.image_digest, "texts": of_texts}
+        return self.cache.result("ranks", depends, compute)
 
 
 def stamps_digest(records: Sequence[Record], images: ImageSource) -> str:

@@ -7,30 +7,15 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import (
-    Checked,
-    Guidance,
-    Layer,
-    NonNegativeInt,
-    PositiveInt,
-    Rule,
-    Seed,
-    Share,
-    Side,
-    Steps,
-    between,
-)
-from debias_diffusion.text.chunks import MOST_SHARPENING
-from debias_diffusion.toyworld.shipped import TWO_TOWERS, shipped
+from debias_diffusion.limits import Checked, Layer, NonNegativeInt, PositiveInt, Seed, Share, between
+from debias_diffusion.pipelines.rendering.options import ImageOptions, Scheduler
+from debias_diffusion.toyworld.shipped import TWO_TOWERS
 
 Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o", "cifar-10", "cifar-100"]
-Sharpening = Annotated[
-    float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
-]
 MOST_IMAGES = 1000  # of a prompt
 TOYS = (f"cut:{TWO_TOWERS[0]}", *TWO_TOWERS)
 TOY_BASE, TOY_FEATURES = "toy/sdxl", "toy/features"
@@ -49,26 +34,16 @@ def check_output(output: str) -> None:
         raise UserError(f"The output {output!r} cannot be made: {str(existing)!r} {fault}. Give another folder.")
 
 
-def check_source(config: Any, otherwise: str = "") -> None:
-    """Raises UserError unless the settings name data, or a benchmark (`dataset` and `root`), whole, or `otherwise`."""
-    data, root = config.data or None, config.root or None
-    dataset = (" ".join(config.dataset) if isinstance(config.dataset, list) else config.dataset) or None
-    if data is None and dataset is None and root is None:
-        fault = "There is no data and no benchmark"
-    elif dataset is None and root is not None:
-        fault = f"The root {root!r} is of a benchmark, and none is named"
-    elif data is not None and dataset is not None:
-        fault = f"Both data, {data!r}, and a benchmark, {dataset!r}, are given"
-    elif dataset is not None and root is None:
-        fault = f"The benchmark {dataset!r} needs the folder that it lies in"
-    elif dataset is not None and config.images:
-        fault = f"The images {config.images!r} are given, and the benchmark {dataset!r} has its own"
-    else:
-        return
-    raise UserError(
-        f"{fault}. Give either --data, such as --data toy/test, or a benchmark, such as --dataset docci --root docci"
-        f"{otherwise}."
-    )
+def check_source(config: Any) -> None:
+    """Raises UserError unless the settings name data, or a benchmark (`dataset`) and its folder (`root`)."""
+    dataset = bool(config.dataset)
+    if bool(config.data) == dataset or bool(config.root) != dataset or (dataset and config.images):
+        sources = ("data", "images", "dataset", "root")
+        given = ", ".join(f"{name} {getattr(config, name)!r}" for name in sources if getattr(config, name))
+        raise UserError(
+            f"Given is {given or 'no data and no benchmark'}. Give either --data, such as --data toy/test, or a "
+            "benchmark and its folder, such as --dataset docci --root docci."
+        )
 
 
 # ---- parts that several evaluations share
@@ -146,15 +121,15 @@ class Captions(Data):
     root: str | None = field(default=None, kw_only=True)
     limit: PositiveInt | Literal["auto"] | None = field(default="auto", kw_only=True)
 
-    images, OTHERWISE = None, ""  # of captions alone, see `check_source`; no annotations, so no options
+    images = None  # of captions alone, see `check_source`; no annotation, so no option
 
     def __post_init__(self):
         super().__post_init__()
-        check_source(self, self.OTHERWISE)
+        check_source(self)
 
 
 @dataclass(kw_only=True)
-class Drawing(Encoders):
+class Drawing(ImageOptions, Encoders):
     """How each encoder's images are generated, in one SDXL checkpoint.
 
     Attributes:
@@ -166,9 +141,6 @@ class Drawing(Encoders):
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
             every device.
-        steps: Denoising steps. auto is 30, and 20 for toy/sdxl.
-        guidance_scale: How strongly prompts are followed; 1 is no guidance. auto is 7, as in `generate`, and 3 for
-            toy/sdxl.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
@@ -176,29 +148,18 @@ class Drawing(Encoders):
             stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
         layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
             last one after the final norm, as in Long-CLIP's code.
-        scheduler: diffusers' class in the place of the checkpoint's scheduler: EulerDiscreteScheduler,
-            EulerAncestralDiscreteScheduler, DPMSolverMultistepScheduler, DDIMScheduler or UniPCMultistepScheduler. null
-            keeps it.
-        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
-        width: Pixels, as height.
-        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions, as
-            in `generate`.
+        scheduler: diffusers' class in the place of the checkpoint's scheduler. null keeps it.
         zero_empty_negative: The empty negative prompt is zeros (true) or the encoded empty text (false). null: as in
             the program that a reading imitates, else as in diffusers.
     """
 
     base: str
     seed: Seed = 0
-    steps: Steps | Literal["auto"] = "auto"
-    guidance_scale: Guidance | Literal["auto"] = "auto"
     images_at_once: PositiveInt | Literal["auto"] = "auto"
     prefix: str = ""
     encoder_2: str | None = None
     layer: Layer = "penultimate"
-    scheduler: str | None = None
-    height: Side | None = None
-    width: Side | None = None
-    sharpen: Sharpening = 1.0
+    scheduler: Scheduler | None = None
     zero_empty_negative: bool | None = None
 
     WITH_READINGS = True
@@ -253,7 +214,7 @@ class Scoring:
 
 @dataclass
 class RobustnessConfig(Captions):
-    """Pairs whose captions are edited: recall needs their images.
+    """How shortsighted? Recall when sentences are moved, removed or come late.
 
     Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
 
@@ -266,7 +227,7 @@ class RobustnessConfig(Captions):
 
 @dataclass
 class RetrievalConfig(RobustnessConfig):
-    """Pairs, or several benchmarks, to find by whole captions.
+    """Retrieval recall with whole captions.
 
     Each of several benchmarks lies in a folder of its name, or of its data set's, in `root`, and is evaluated into a
     folder of its name in `output`.
@@ -279,20 +240,10 @@ class RetrievalConfig(RobustnessConfig):
     dataset: list[str] = field(default_factory=list, kw_only=True)
     examples: NonNegativeInt = field(default=0, kw_only=True)
 
-    def __post_init__(self):
-        super().__post_init__()
-        if len(set(self.dataset)) < len(self.dataset):
-            raise UserError(f"dataset is {self.dataset!r}. Name no benchmark twice.")
-        if self.examples and len(self.encoders) < 2:
-            raise UserError(
-                f"examples is {self.examples} with {len(self.encoders)} encoder. Give at least two encoders: examples "
-                "are captions that one of them gets right and another wrong."
-            )
-
 
 @dataclass
 class AttentionConfig(Captions):
-    """Texts in which to look at the attention from EOT.
+    """How much EOT attends to each position of a text.
 
     Give `data`, or a benchmark (`dataset` with `root`), or a prompt, or captions and a prompt.
 
@@ -306,13 +257,10 @@ class AttentionConfig(Captions):
     prompt: str | None = field(default=None, kw_only=True)
     scale: Literal["head", "hidden"] = field(default="head", kw_only=True)
 
-    OTHERWISE = ", or --prompt"
-
     def __post_init__(self):
+        Data.__post_init__(self)
         if self.has_captions or self.prompt is None:
-            super().__post_init__()
-        else:
-            Data.__post_init__(self)
+            check_source(self)
 
     @property
     def has_captions(self) -> bool:
@@ -322,7 +270,7 @@ class AttentionConfig(Captions):
 
 @dataclass(kw_only=True)
 class DriftConfig(Captions):
-    """Captions whose hidden states are compared, and the encoder to compare with.
+    """How far hidden states have moved from those that SDXL's UNet was trained on.
 
     Give `data`, or a benchmark (`dataset` with `root`).
 
@@ -334,14 +282,10 @@ class DriftConfig(Captions):
     base: str
     batch_size: PositiveInt = 16
 
-    def __post_init__(self):
-        shipped(self.base)  # raises UserError for a misspelt toy model
-        super().__post_init__()
-
 
 @dataclass(kw_only=True)
 class GenerationConfig(Scoring, Drawing, Data):
-    """Prompts and reference images of one set of pairs.
+    """FID, DINO score and others of images generated from captions.
 
     Captions of the data are the prompts, images the references.
 
@@ -357,7 +301,7 @@ class GenerationConfig(Scoring, Drawing, Data):
 
 @dataclass(kw_only=True)
 class DpgBenchConfig(Drawing):
-    """DPG-Bench's prompts, and images of them that a VQA model is asked about.
+    """How much of DPG-Bench's dense prompts the generated images show.
 
     Give either `images`, a folder of images, or `base` and `encoders` to generate them with.
 
@@ -395,7 +339,7 @@ class DpgBenchConfig(Drawing):
 
 @dataclass(kw_only=True)
 class ClassificationConfig(Data):
-    """Labelled images, and the benchmark whose classes they have.
+    """Zero-shot top-1 on ImageNet, its variants and CIFAR.
 
     Attributes:
         dataset: The benchmark.
@@ -412,7 +356,7 @@ class ClassificationConfig(Data):
 
 @dataclass
 class AllConfig(Scoring, Data):
-    """Data, encoders and networks of all evaluations; by default the toy world's.
+    """Every evaluation that the options allow, and one page of all; by default in the toy world.
 
     Attributes:
         encoders: CLIP models to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names
@@ -467,9 +411,9 @@ class AllConfig(Scoring, Data):
     def for_images(self) -> list[str]:
         """The encoders for SDXL, each once; toy/clip in toy/sdxl is the checkpoint's own."""
         renames = {TOY_CLIP: ORIGINAL} if self.sdxl == TOY_BASE else {}
-        prefixes = [name.removesuffix(spec.name) for name, spec in zip(self.encoders, self.specs, strict=True)]
-        names = [renames.get(spec.name, spec.name) for spec in self.specs]
-        return list(dict.fromkeys(map("".join, zip(prefixes, names, strict=True))))
+        pairs = zip(self.encoders, self.specs, strict=True)
+        names = (name.removesuffix(spec.name) + renames.get(spec.name, spec.name) for name, spec in pairs)
+        return list(dict.fromkeys(names))
 
     @property
     def is_toy(self) -> bool:
@@ -502,7 +446,7 @@ class AllConfig(Scoring, Data):
 
 @dataclass
 class ReportConfig(Checked):
-    """Results to show on one page, and where it goes.
+    """One page of any number of results.
 
     Attributes:
         folder: Folder with results of `evaluate`, at any depth.

@@ -1,16 +1,18 @@
-"""One page of all results: tables and figures of several encoders and runs side by side, and the toy world's story."""
+"""Every evaluation in one command, and one page of all results: of several encoders and runs side by side."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file, read_json, write_text
 
-from .options import ReportConfig, check_output
+from .options import AllConfig, ReportConfig, check_output
 from .registry import EVALUATIONS
 from .report import Table, escaped, figure_png, image_url, write_page, write_png
 from .story import tell
@@ -20,6 +22,42 @@ TEMPLATE = "page.html.j2"
 # a digest.
 _IGNORED = ("output", "device", "batch_size", "images_at_once", "max_bad", "images", "root", "examples")
 _COUNTS = ("images", "captions", "items", "classes", "prompts", "propositions")
+
+
+def evaluate_all(config: AllConfig) -> Path:
+    """Runs every evaluation that the settings allow, one after the other, and writes one page of all results.
+
+    Returns:
+        The path of report.html.
+
+    Raises:
+        UserError: a setting cannot be used.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "evaluate all runs in one process. To generate on several GPUs, run `accelerate launch -m debias_diffusion "
+            "evaluate generation` with the same output first; its images are then there."
+        )
+    settings = settings_of_all(config)
+    for number, (name, evaluation) in enumerate(settings.items(), 1):
+        print(f"\n[{number}/{len(settings)}] {name}", flush=True)
+        getattr(EVALUATIONS[name].load(), f"evaluate_{name}")(evaluation)
+    return evaluate_report(ReportConfig(config.output))
+
+
+def settings_of_all(config: AllConfig) -> dict[str, Any]:
+    """The settings of each evaluation that `config` allows, by its name in `EVALUATIONS`, in the order to run them.
+
+    Raises:
+        UserError: a setting cannot be used, or a network cannot be loaded, which should not stop a run later.
+    """
+    settings = {}
+    for name, entry in EVALUATIONS.items():
+        choose = getattr(entry.load(), "settings_for", None)
+        chosen = choose(config) if choose else config.settings(entry.options)
+        if chosen is not None:
+            settings[name] = chosen
+    return settings
 
 
 @dataclass(frozen=True)
@@ -70,6 +108,8 @@ def evaluate_report(config: ReportConfig) -> Path:
     story = tell([(result.file.parent, result.report) for result in results])
     shown = [(section, {name: image_url(png) for name, png in section.figures.items()}) for section in sections]
     write_page(output / "report.html", TEMPLATE, sections=shown, has_story=story is not None, **(story or {}))
+    if story:
+        print("\n".join(["", *story["sentences"], "", str(story["scores"]), ""]))
     print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
     return output / "report.html"
 

@@ -6,21 +6,22 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
-from debias_diffusion.data.retrieval import encode_texts, recall_ranks
-from debias_diffusion.files import bytes_digest
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
+from .image_features import PairSession
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
 from .options import RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars, error_lengths
-from .retrieval import DIRECTIONS, PairSession, Readable, hits, in_words
-from .session import TwoTower, compare_encoders
+from .retrieval import DIRECTIONS, hits, in_words, query_groups
+from .session import compare_encoders
+
+ShareKept = tuple[dict[str, float | None], np.ndarray]  # see `share_kept`
 
 _MOST_WIDTH = 100  # points of a share's interval; a wider one is of too few hits
 # Encoders are compared by these drops; fewer padding sentences add nothing to the largest number.
@@ -47,7 +48,7 @@ class EditedHits:
     groups: dict[str, Sequence[int] | None]
     one_sentence: int
     similarities: dict[str, np.ndarray]
-    first_two_tokens: np.ndarray
+    first_two_tokens: list[int]
 
     def of(self, edit: str, direction: str) -> np.ndarray:
         """The mean over variants for each query, in percent, [N]."""
@@ -58,72 +59,25 @@ class EditedHits:
         return self.of(EDITS[edit].base, direction) - self.of(edit, direction)
 
 
-def _evaluate(session: PairSession, encoder: TwoTower, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
-    readable, tokenizer = session.read(encoder), encoder.backbone.tokenizer
+def _evaluate(session: PairSession, label: str, backbone: Backbone, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
+    readable, tokenizer = session.read(label, backbone), backbone.tokenizer
     captions = [split_sentences(caption) for caption in readable.captions]
-    ranked = {edit: [] for edit in edits}
-    for edit, variant in tqdm([(e, v) for e in edits for v in EDITS[e].variants], desc=f"edits, {encoder.label}"):
-        texts = [join_sentences(variant(sentences)) for sentences in captions]
-        ranked[edit].append(_rank(session, encoder, readable, texts))
-
-    def by_edit(value: Callable[[list[dict]], Any]) -> dict[str, Any]:
-        return {edit: value(results) for edit, results in ranked.items()}
-
+    longer, succeeded, similarities = {}, {}, {}
+    for edit in tqdm(edits, desc=f"edits, {label}"):
+        texts = [[join_sentences(variant(sentences)) for sentences in captions] for variant in EDITS[edit].variants]
+        ranked = [session.rank(readable, of_variant) for of_variant in texts]
+        longer[edit] = float(np.mean([rank["longer_than_context"] for rank in ranked]))
+        succeeded[edit] = {way: np.stack([hits(rank["ranks"][way], 1) for rank in ranked]) for way in DIRECTIONS}
+        similarities[edit] = np.mean([rank["similarities"] for rank in ranked], axis=0)
     return EditedHits(
         tokenizer.context_length,
-        by_edit(lambda results: float(np.mean([result["longer_than_context"] for result in results]))),
-        by_edit(lambda results: {w: np.stack([hits(result["ranks"][w], 1) for result in results]) for w in DIRECTIONS}),
-        {"text_to_image": readable.image_of, "image_to_text": None},
+        longer,
+        succeeded,
+        query_groups(readable.image_of),
         sum(len(sentences) < 2 for sentences in captions),
-        by_edit(lambda results: np.mean([result["similarities"] for result in results], axis=0)),
-        np.array([tokenizer.count(join_sentences(part[:2])) - tokenizer.n_special for part in captions]),
+        similarities,
+        [tokenizer.count(join_sentences(part[:2])) - tokenizer.n_special for part in captions],
     )
-
-
-def _rank(session: PairSession, encoder: TwoTower, readable: Readable, texts: list[str]) -> dict:
-    """The ranks with these texts in place of the captions."""
-    tokenizer, batch_size = encoder.backbone.tokenizer, session.config.batch_size
-
-    def compute() -> dict:
-        features = encode_texts(encoder.backbone, texts, batch_size, session.device, progress=False)
-        ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
-        similarities = F.cosine_similarity(readable.features[readable.image_of].double(), features.double(), dim=1)
-        return {
-            "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
-            "ranks": {direction: values.tolist() for direction, values in ranks.items()},
-            "similarities": similarities.tolist(),
-        }
-
-    # The key holds the texts, not the edit's name: if two edits give the same texts, they are encoded once.
-    digest = bytes_digest(["\0".join(texts).encode("utf-8", "surrogatepass")])
-    depends = session.depends(encoder, readable) | {"edited": digest}
-    return session.cache.result("robustness", depends, compute)
-
-
-@dataclass(frozen=True)
-class ShareKept:
-    """A ratio of two sums over the same queries.
-
-    Attributes:
-        percent: the ratio; nan where the divisor is 0.
-        samples: the ratio in each bootstrap sample, [SAMPLES]; nan likewise. Shares over equally many groups use the
-            same samples.
-    """
-
-    percent: float
-    samples: np.ndarray
-
-    def numbers(self) -> dict[str, float | None]:
-        """ "share", "low" and "high", a 95% interval; all None if there is no ratio."""
-        if np.isnan(self.percent):
-            return {"share": None, "low": None, "high": None}
-        low, high = ends(self.samples)
-        return {"share": self.percent, "low": low, "high": high}
-
-    def minus(self, other: "ShareKept") -> dict[str, float | None]:
-        """ "difference" in points, its "low" and "high"; "p" is None, as there is no test."""
-        low, high = ends(self.samples - other.samples)
-        return {"difference": self.percent - other.percent, "low": low, "high": high, "p": None}
 
 
 def share_kept(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> ShareKept:
@@ -132,10 +86,21 @@ def share_kept(after: Sequence[float], before: Sequence[float], groups: Sequence
     Args:
         after, before: hits of the same queries, in the same order, [N].
         groups: the image of each query, from 0, [N]; None: each query is another image. Images are resampled whole.
+
+    Returns:
+        "share" in percent, "low" and "high" (95% interval), all None where nothing was hit before; and the share in
+        each bootstrap sample, [SAMPLES], nan likewise. Shares over equally many groups use the same samples.
     """
     above, below = (by_group(values, groups)[0] for values in (after, before))
-    percent = 100 * above.sum() / below.sum() if below.any() else np.nan
-    return ShareKept(float(percent), drawn_ratios(100 * above, below))
+    samples = drawn_ratios(100 * above, below)
+    share = float(100 * above.sum() / below.sum()) if below.any() else None
+    return dict(zip(("share", "low", "high"), (share, *ends(samples)), strict=True)), samples
+
+
+def share_difference(a: ShareKept, b: ShareKept) -> dict[str, float | None]:
+    """ "difference" of two shares, a - b, in points, its "low" and "high"; "p" is None, as there is no test."""
+    low, high = ends(a[1] - b[1])
+    return {"difference": a[0]["share"] - b[0]["share"], "low": low, "high": high, "p": None}
 
 
 def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str, dict[str, Any]]:
@@ -144,7 +109,7 @@ def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str
 
 
 def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> dict:
-    groups, kept = result.groups, {direction: share.numbers() for direction, share in shares.items()}
+    groups, kept = result.groups, {direction: share for direction, (share, _) in shares.items()}
     orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
     return {
         "window": result.context_length,
@@ -164,7 +129,7 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> di
             name: {"mean": float(values.mean()), "interval": mean_interval(values, groups["text_to_image"])}
             for name, values in result.similarities.items()
         },
-        "first_two_sentences_tokens": float(result.first_two_tokens.mean()),
+        "first_two_sentences_tokens": float(np.mean(result.first_two_tokens)),
         "in_words": _sentence(label, kept["text_to_image"]),
     }
 
@@ -196,9 +161,9 @@ def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[st
     kept = {
         label: {f"share kept without summary, {in_words(way)}": by_way[way] for way in DIRECTIONS}
         for label, by_way in shares.items()
-        if not any(np.isnan(by_way[way].percent) for way in DIRECTIONS)
+        if not any(share["share"] is None for share, _ in by_way.values())
     }
-    return lines + compare_encoders(kept, lambda a, b, _: a.minus(b))
+    return lines + compare_encoders(kept, lambda a, b, _: share_difference(a, b))
 
 
 def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, EditedHits]:
@@ -233,17 +198,19 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
     """
     session = PairSession("robustness", config)
     results = session.by_encoder(partial(_evaluate, session))
-    shares = {}  # of R@1, kept when the first sentence is removed
-    for label, result in results.items():
-        removed, kept = (partial(result.of, edit) for edit in ("remove", "keep"))
-        shares[label] = {way: share_kept(removed(way), kept(way), result.groups[way]) for way in DIRECTIONS}
+    shares = {  # of R@1, kept when the first sentence is removed
+        label: {
+            way: share_kept(result.of("remove", way), result.of("keep", way), groups)
+            for way, groups in result.groups.items()
+        }
+        for label, result in results.items()
+    }
     encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
-    first = next(iter(results.values()))
-    captions, notes = len(first.first_two_tokens), []
+    first, notes = next(iter(results.values())), []
     if first.one_sentence:
         notes = [
-            f"{first.one_sentence} of {captions} captions have a single sentence, which no edit moves or removes: this "
-            "makes the drops smaller and the share kept larger."
+            f"{first.one_sentence} of {len(first.first_two_tokens)} captions have a single sentence, which no edit "
+            "moves or removes: this makes the drops smaller and the share kept larger."
         ]
     report = session.report(
         tables,
@@ -252,7 +219,7 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         _compared(results, shares),
         notes,
         images=len(first.of("keep", "image_to_text")),
-        captions=captions,
+        captions=len(first.first_two_tokens),
         one_sentence_captions=first.one_sentence,
     )
     for numbers in encoders.values():
@@ -263,28 +230,26 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
 def tables(report: dict) -> list[Table]:
     """The numbers of a report: shares kept, R@1 and drops by edit for each encoder, and the encoders compared."""
     encoders, similar = report["encoders"], {"first": "first sentence", "keep": "whole caption"}
-    shares, similarities = [], []
+    shares, similarities, by_edit = [], [], []
+    columns = ["captions cut", *(f"{column}, {in_words(way)}" for way in DIRECTIONS for column in ("R@1", "drop"))]
     for label, numbers in encoders.items():
         kept = [numbers["kept_without_summary_percent"][way] for way in DIRECTIONS]
-        shares.append([label, *(_kept(of_direction) for of_direction in kept)])
+        shares.append([label, *("too low to say" if _is_too_low(share) else cell(*share.values()) for share in kept)])
         means = [numbers["similarity"][edit] for edit in similar]
         cells = [cell(number["mean"], *number["interval"], form=".3f") for number in means]
         similarities.append([label, *cells, numbers["first_two_sentences_tokens"]])
-    header = ["mean similarity of image and text", *similar.values(), "tokens of sentences 1 and 2"]
+        by_edit.append(Table([label, *columns], [_row(numbers, name) for name in EDITS]))
     result = [
         Table(["share of R@1 kept without the first sentence, percent", *map(in_words, DIRECTIONS)], shares),
-        Table(header, similarities),
+        Table(
+            ["mean similarity of image and text", *similar.values(), "tokens of sentences 1 and 2"],
+            similarities,
+        ),
+        *by_edit,
     ]
-    header = ["captions cut", *(f"{column}, {in_words(way)}" for way in DIRECTIONS for column in ("R@1", "drop"))]
-    for label, numbers in encoders.items():
-        result.append(Table([label, *header], [_row(numbers, name) for name in EDITS]))
     # Without those from image to text, which are in the JSON: twice as many lines would hide the important ones.
     shown = [line for line in report["compared"] if line["score"].endswith(in_words(DIRECTIONS[0]))]
     return result + compared_tables(shown)
-
-
-def _kept(kept: dict) -> str | None:
-    return "too low to say" if _is_too_low(kept) else cell(*kept.values())
 
 
 def _row(numbers: dict, edit: str) -> list[str | None]:
@@ -307,9 +272,15 @@ def figures(report: dict) -> dict[str, Figure]:
     rows = figure.subplots(len(DIRECTIONS), 4, width_ratios=(5, 3, 3, 1.5))
     for row, direction in zip(rows, DIRECTIONS, strict=True):
         for axes, edits in zip(row, (whole, opening, ["first2", *behind]), strict=False):
-            groups = {label: _values(numbers, direction, edits) for label, numbers in encoders.items()}
+            groups = {}
+            for label, numbers in encoders.items():
+                parts = (numbers["recall_at_1_percent"], numbers["interval_percent"])
+                groups[label] = [[by_way[edit][direction] for edit in edits] for by_way in parts]
             if edits[-1] in behind:
-                _draw_curves(axes, groups)
+                for label, (values, intervals) in groups.items():
+                    errors = {"yerr": error_lengths(values, intervals), "capsize": 2}
+                    axes.errorbar(range(len(values)), values, marker="o", markersize=3, label=label, **errors)
+                axes.set_xticks(range(len(edits)))
             else:
                 draw_bars(axes, groups, [EDITS[edit].title for edit in edits])
                 axes.margins(y=0.08)
@@ -325,19 +296,6 @@ def figures(report: dict) -> dict[str, Figure]:
     rows[1, 2].set_xlabel("padding sentences")
     figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return {"robustness.png": figure}
-
-
-def _values(numbers: dict, direction: str, edits: Sequence[str]) -> tuple[list[float], list[list[float]]]:
-    """R@1 under each edit, [E], and its intervals, [E, 2]"""
-    recall, intervals = (numbers[name] for name in ("recall_at_1_percent", "interval_percent"))
-    return [recall[edit][direction] for edit in edits], [intervals[edit][direction] for edit in edits]
-
-
-def _draw_curves(axes: Axes, groups: Mapping[str, tuple[list[float], list[list[float]]]]) -> None:
-    for label, (values, intervals) in groups.items():
-        places, lengths = range(len(values)), error_lengths(values, intervals)
-        axes.errorbar(places, values, yerr=lengths, marker="o", markersize=3, capsize=2, label=label)
-        axes.set_xticks(places)
 
 
 def _draw_shares(axes: Axes, shares: Sequence[dict]) -> None:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
 from debias_diffusion.data.images import ImageSource
-from debias_diffusion.data.records import Record
+from debias_diffusion.data.records import SHAREGPT4V_HELD_OUT, Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
@@ -33,7 +33,6 @@ from debias_diffusion.jobs import Job
 from .report import Table, versions, write_png
 
 CACHE = "cache"  # in an evaluation's output folder
-AUTO_LIMIT = 1000  # pairs of data, as many as ShareGPT4V's validation split has
 
 Result = TypeVar("Result")
 Content = TypeVar("Content", dict, dict[str, Tensor])
@@ -64,16 +63,6 @@ class Pairs:
     digest: str
     trained_on: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def notes(self) -> list[str]:
-        """`trained_on` in words."""
-        return [
-            f"{label} was trained or chosen on {count} of these {len(self.records)} pairs. --held-out evaluates on "
-            "the others."
-            for label, count in self.trained_on.items()
-            if count
-        ]
-
 
 def read_source(
     config: Any,
@@ -96,39 +85,37 @@ def read_source(
     Raises:
         UserError: the data cannot be used, or more of it than the share `max_bad`.
     """
-    specs = {label: [spec, *beside] for label, spec in (encoders or {}).items()}
-    limit, choose = config.limit, partial(_choose, specs, held_out)
+    specs, limit = {label: [spec, *beside] for label, spec in (encoders or {}).items()}, config.limit
     if dataset := config.dataset:
         [name] = [dataset] if isinstance(dataset, str) else dataset
-        return _read_benchmark(name, config, choose, None if limit == "auto" else limit)
-    captions, source = (read_captions(config.data), None) if only_captions else open_data(config.data, config.images)
-    print_left_out(captions.bad)
-    check_share(captions.bad, len(captions.records) + len(captions.bad), config.max_bad)
-    digest, limit = data_digest(config.data, captions), AUTO_LIMIT if limit == "auto" else limit
-    positions, seen = choose(config.data, digest, len(captions.records), limit)
-    records = captions.records[positions]
-    texts = [record.caption for record in records]
-    return Pairs(records, source, texts, list(range(len(records))), captions.bad, digest, seen)
-
-
-def _read_benchmark(name: str, config: Any, choose: Callable, limit: int | None) -> Pairs:
-    benchmark = read_retrieval_set(name, config.root)
-    print_left_out(benchmark.bad)
-    check_share(benchmark.bad, len(benchmark.captions) + len(benchmark.bad), config.max_bad)
-    digest = benchmark.digest()
-    positions, seen = choose(name, digest, len(benchmark.images), limit)
-    used = benchmark.select(positions.tolist())
+        source = read_retrieval_set(name, config.root)
+        bad, images, digest = source.bad, source.source, source.digest()
+        count, usable, most = len(source.images), len(source.captions), None
+    else:
+        name = config.data
+        source, images = (read_captions(name), None) if only_captions else open_data(name, config.images)
+        bad, digest = source.bad, data_digest(name, source)
+        count = usable = len(source.records)
+        most = SHAREGPT4V_HELD_OUT
+    print_left_out(bad)
+    check_share(bad, usable + len(bad), config.max_bad)
+    positions, seen = _choose(specs, held_out, name, digest, count, most if limit == "auto" else limit)
+    if not dataset:
+        records = source.records[positions]
+        texts = [record.caption for record in records]
+        return Pairs(records, images, texts, list(range(len(records))), bad, digest, seen)
+    used = source.select(positions.tolist())
     first = dict(zip(reversed(used.image_of), reversed(used.captions), strict=True))  # the earliest is set last
     records = [Record(image, image, first[position]) for position, image in enumerate(used.images)]
-    return Pairs(records, used.source, used.captions, used.image_of, used.bad, digest, seen)
+    return Pairs(records, images, used.captions, used.image_of, bad, digest, seen)
 
 
 def _choose(
     encoders: Mapping[str, Sequence[EncoderSpec]], held_out: bool, data: str, digest: str, count: int, limit: int | None
 ) -> tuple[np.ndarray, dict[str, int]]:
     """The positions of the pairs to evaluate on, and how many of them each encoder has seen, see `Pairs.trained_on`."""
-    found = {label: seen_positions(specs, digest, count) for label, specs in encoders.items()}
-    seen = {label: positions for label, positions in found.items() if positions is not None}
+    seen = {label: seen_positions(specs, digest, count) for label, specs in encoders.items()}
+    seen = {label: positions for label, positions in seen.items() if positions is not None}
     chosen = np.arange(count)
     if held_out:
         if not seen:
@@ -178,21 +165,6 @@ class ResultCache:
         """The same for tensors on the CPU."""
         return load_file(self._file(f"{CACHE}/{self._key(kind, depends)}.safetensors", compute, save_tensors))
 
-    def noted(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
-        """The same for a few values, in the job's list of items instead of a file."""
-        name = self._key(kind, depends)
-        if name not in self._job:
-            started = time.monotonic()
-            values = compute()
-            self._job.note(name, values=values, seconds=time.monotonic() - started)
-        notes = self._job.notes(name)
-        self.seconds += notes["seconds"]
-        return notes["values"]
-
-    def has_notes(self, kind: str) -> bool:
-        """Whether there are values of a kind, in this run or an earlier one."""
-        return bool(Job.read(self.output).names(f"{kind}-"))
-
     @cached_property
     def _job(self) -> Job:
         with Job.open(self.output, "evaluate", shared=True) as job:
@@ -215,31 +187,9 @@ class ResultCache:
 # ---- encoders, and the report
 
 
-@dataclass(frozen=True)
-class TwoTower:
-    """An encoder with its image tower.
-
-    Attributes:
-        label: short, and unique among the encoders of one evaluation.
-        backbone: in evaluation mode, on its device.
-    """
-
-    label: str
-    backbone: Backbone
-
-    @classmethod
-    def load(cls, spec: EncoderSpec, label: str, device: torch.device) -> "TwoTower":
-        return cls(label, spec.load_two_tower().to(device))
-
-    @cached_property
-    def digest(self) -> str:
-        """See `Backbone.digest`."""
-        return self.backbone.digest()
-
-    @cached_property
-    def image_digest(self) -> str:
-        """See `Backbone.image_digest`."""
-        return self.backbone.image_digest()
+def load_two_tower(spec: EncoderSpec, device: torch.device) -> Backbone:
+    """In evaluation mode. Raises UserError for an encoder that cannot be loaded."""
+    return spec.load_two_tower().to(device)
 
 
 class Session:
@@ -268,22 +218,19 @@ class Session:
 
     def by_encoder(
         self,
-        evaluate: Callable[[Any], Result],
-        load: Callable[[EncoderSpec, str, torch.device], Any] = TwoTower.load,
+        evaluate: Callable[[str, Any], Result],
+        load: Callable[[EncoderSpec, torch.device], Any] = load_two_tower,
     ) -> dict[str, Result]:
-        """The result of `evaluate` for each encoder, by label. One encoder at a time is in memory.
-
-        Args:
-            load: (spec, label, device) -> encoder
+        """The result of `evaluate`, given label and encoder, for each encoder, by label. One at a time is in memory.
 
         Raises:
             UserError: an encoder cannot be loaded.
         """
         results = {}
         for label, spec in self.encoders.items():
-            encoder = load(spec, label, self.device)
-            self.digests["encoders"][label] = encoder.digest if isinstance(encoder, TwoTower) else spec.digest
-            results[label] = evaluate(encoder)
+            encoder = load(spec, self.device)
+            self.digests["encoders"][label] = encoder.digest() if isinstance(encoder, Backbone) else spec.digest
+            results[label] = evaluate(label, encoder)
             del encoder  # before the next one is loaded
         return results
 
@@ -311,7 +258,13 @@ class Session:
             seconds: by default those of the results in the cache.
         """
         if isinstance(self.data, Pairs):
-            more, notes = {"trained_on": self.data.trained_on} | more, [*self.data.notes, *notes]
+            more["trained_on"], count = self.data.trained_on, len(self.data.records)
+            trained = [
+                f"{label} was trained or chosen on {seen} of these {count} pairs. --held-out evaluates on the others."
+                for label, seen in self.data.trained_on.items()
+                if seen
+            ]
+            notes = [*trained, *notes]
         report = {
             "evaluation": self.name,
             "settings": asdict(self.config),

@@ -1,14 +1,23 @@
-"""The top of the toy world's report: what each encoder drew, what to do next, and examples."""
+"""The top of the toy world's report: what each encoder drew, what to do next, and examples.
+
+An example is a prompt with its images, and what is right, wrong or extra in each place.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from debias_diffusion.encoders.spec import ORIGINAL_LABEL, READINGS
+from PIL import Image
 
+from debias_diffusion.data.toy_scenes import toy_scene
+from debias_diffusion.encoders.spec import ORIGINAL_LABEL, READINGS
+from debias_diffusion.toyworld.checker import describe, judge, read_image
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES
+
+from .images.networks import load_image
 from .images.objects import BY_SENTENCE, LATE
 from .images.rendered import FOLDER, folder_names
-from .report import Table, cell
-from .story_examples import EXAMPLES, examples
+from .report import Table, cell, image_url
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
 SHORT_FOLDER = "short-prompts"  # of images of short prompts, in the folder of the other results
@@ -16,6 +25,8 @@ OWN_CUT, OWN_WHOLE = (f"{ORIGINAL_LABEL}, {READINGS[reading]}" for reading in ("
 LONG, DEBIAS, SDXL = "Long-CLIP", "DeBias-CLIP", "DeBias-CLIP for SDXL"
 # By the last part of a label. In retrieval the base model stands for SDXL's own text encoder, which it is.
 NAMES = {"clip": OWN_CUT, "long-clip": LONG, "debias-clip": DEBIAS, "debias-clip-sdxl": SDXL}
+EXAMPLES = 8  # the first of each family of scenes, not the best ones
+_WIDTH = 240  # pixels that smaller images are enlarged to, smoothly and the same in every browser
 
 
 def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
@@ -32,11 +43,15 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
     folder = toy[-1]
     generated, short = (reports.get((place, "generation")) for place in (folder, folder / SHORT_FOLDER))
     labels, data, count = list(generated["encoders"]), generated["settings"]["data"], generated["images"]
-    names, scores = names_of(labels), _scores_by_name(generated)
+    names = names_of(labels)
+    scores, short_scores = (
+        {names.get(label, label): entry["scores"] for label, entry in report["encoders"].items()} if report else {}
+        for report in (generated, short)
+    )
     images = {names[label]: folder / FOLDER / name for label, name in folder_names(labels).items()}
     return {
         "sentences": _sentences(scores, count),
-        "scores": _table(scores, _scores_by_name(short) if short else {}, count),
+        "scores": _table(scores, short_scores, count),
         "shipped": [names[label] for label in labels if label.startswith(SCENES)],
         "examples": examples(data.removeprefix(SCENES), count, images),
         "most_examples": EXAMPLES,
@@ -53,12 +68,6 @@ def names_of(labels: Sequence[str]) -> dict[str, str]:
     """By label, the name on the page; two encoders that would share one keep their labels."""
     names = [NAMES.get(label.rpartition("/")[2], label) for label in labels]
     return {label: name if names.count(name) == 1 else label for label, name in zip(labels, names, strict=True)}
-
-
-def _scores_by_name(report: dict) -> dict[str, dict]:
-    """The scores of a report of images by the encoder's name."""
-    names = names_of(list(report["encoders"]))
-    return {names[label]: entry["scores"] for label, entry in report["encoders"].items()}
 
 
 # ---- sentences and scores
@@ -109,3 +118,67 @@ def _table(by_encoder: dict[str, dict], short: dict[str, dict], prompts: int) ->
         values.append(short.get(name, {}).get("objects_right", {}).get("value"))
         rows.append([name, cell(**scores["objects_right"]), *map(cell, values)])
     return Table(header, rows)
+
+
+# ---- examples
+
+
+def examples(split: str, count: int, folders: Mapping[str, Path]) -> list[dict]:
+    """The first prompt of each family of scenes, with its reference image and the generated ones.
+
+    Args:
+        split: of the toy world's scenes, such as "test" or "referring-test".
+        count: how many of them have images.
+        folders: of images, by the encoder's name.
+
+    Returns:
+        for the template, at most `EXAMPLES`; none if images are missing.
+    """
+    files = {
+        index: {name: folder / f"{index:06}.png" for name, folder in folders.items()}
+        for index in range(0, count, ARRANGEMENTS)[:EXAMPLES]
+    }
+    if not all(file.is_file() for by_name in files.values() for file in by_name.values()):
+        return []
+    return [_example(split, index, by_name) for index, by_name in files.items()]
+
+
+def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
+    scene, prompt = toy_scene(f"{split}/{index:06}")
+    images = {name: load_image(file) for name, file in files.items()}
+    seen = {name: judge(read_image(image), scene) for name, image in images.items()}
+    generated, mentions = [], prompt.first_mentions()
+    for name, image in images.items():
+        words, marks = describe(seen[name], scene), []
+        for place, (column, row) in PLACES.items():  # in the grid of three by three, from 0
+            if seen[name][place].text != "empty":
+                marks.append({"verdict": seen[name][place].verdict, "column": column, "row": row})
+        shown = _image(image, name, f"{name}: {words}")
+        generated.append(shown | {"score": words.partition(".")[0], "marks": marks})
+    things = {thing.place: thing.description for thing in scene.things}
+    # What the prompt asks for in each place that the scene or an image fills, then the background.
+    asked = things | {"background": f"{scene.background} background"}
+    rows = [
+        {
+            "text": asked.get(place, f"nothing, {place}"),
+            "sentence": mentions[place] + 1 if place in things else None,
+            "cells": [verdicts[place] for verdicts in seen.values()],
+        }
+        for place in next(iter(seen.values()))
+        if any(verdicts[place].text != "empty" for verdicts in seen.values())
+    ]
+    reference, title = render(scene, next(iter(images.values())).width), "Reference image"
+    return {
+        "sentences": [sentence.text for sentence in prompt.sentences],
+        "reference": _image(reference, title, f"{title}: {'; '.join(things.values())}"),
+        "generated": generated,
+        "rows": rows,
+    }
+
+
+def _image(image: Image.Image, name: str, alt: str) -> dict:
+    image = image.convert("RGB")
+    if image.width < _WIDTH:
+        image = image.resize((_WIDTH, _WIDTH * image.height // image.width), Image.Resampling.BICUBIC)
+    source = image_url(image, optimize=True)
+    return {"name": name, "alt": alt, "source": source, "width": image.width, "height": image.height}

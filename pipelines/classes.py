@@ -148,17 +148,17 @@ def _mixin(cls: type) -> type[LongPromptMixin]:
     )
 
 
-def _calls(cls: type, method: str, wanted: str) -> bool:
-    """Whether a method of a class, or one that it calls, names the method `wanted`."""
-    names, found = [method], {method}
+def _calls(cls: type, method: str, target: str) -> bool:
+    """Whether a method of a class, or one that it calls, names the method `target`."""
+    names, identifiers = [method], {method}
     for name in names:
         function: Any = inspect.unwrap(getattr(cls, name))
         blocks = [getattr(function, "__code__", None)]
         for code in filter(None, blocks):  # with functions and comprehensions in it
             blocks += [constant for constant in code.co_consts if inspect.iscode(constant)]
-            names += [used for used in code.co_names if used not in found and callable(getattr(cls, used, None))]
-            found |= set(code.co_names)
-    return wanted in found
+            names += [used for used in code.co_names if used not in identifiers and callable(getattr(cls, used, None))]
+            identifiers |= set(code.co_names)
+    return target in identifiers
 
 
 def _arguments(cls: type, method: str) -> list[str]:

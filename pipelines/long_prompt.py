@@ -364,18 +364,6 @@ class LongPromptMixin(SharpenedMixin):
         pipe._long_prompt = getattr(pipeline, "_long_prompt", cls._long_prompt)
         return pipe
 
-    def __setattr__(self, name: str, value):
-        if name in ("text_encoder", "text_encoder_2") and value is not None:
-            # A LoRA lives in the layers it was loaded into; diffusers does not say when it goes with them.
-            lost = set(getattr(self.__dict__.get(name), "peft_config", ())) - set(getattr(value, "peft_config", ()))
-            if lost:
-                warnings.warn(
-                    f"the new {name} is without the LoRA {', '.join(sorted(lost))}, which was loaded into the old one:"
-                    " set the encoder first, then load LoRAs (unload_lora_weights(), then load_lora_weights(...)).",
-                    stacklevel=2,
-                )
-        super().__setattr__(name, value)
-
     @property
     def _reader(self) -> PromptReader:
         encoders = [(tokenizer, encoder.config.max_position_embeddings) for tokenizer, encoder in self._text_encoders()]
@@ -421,19 +409,11 @@ class LongPromptMixin(SharpenedMixin):
             inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
             return self._states(encoder, ids.to(inputs), clip_skip, eos_token_id)
 
+        encode = partial(encode_texts, reading=options.reading, emphasis=options.weights, states=states, device=device)
         for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
             eos_token_id = pooling_eos(tokenizer, length, options.reading)
             alone = [self._reader.alone(tokens) for tokens in batch]
-            embedded, pooled = encode_texts(
-                encoder,
-                tokenizer,
-                [text for texts in alone for text in texts],
-                length,
-                reading=options.reading,
-                emphasis=options.weights,
-                states=states,
-                device=device,
-            )
+            embedded, pooled = encode(encoder, tokenizer, [text for texts in alone for text in texts], length)
             strengths = [tokens.strengths[: len(texts)] for tokens, texts in zip(batch, alone, strict=True)]
             embeds.append(_means(embedded, strengths))
             pooled = None if pooled is None else _means(pooled, strengths)
@@ -443,19 +423,15 @@ class LongPromptMixin(SharpenedMixin):
         self,
         prompts: tuple,
         negatives: tuple,
-        embeds: torch.Tensor | None,
-        negative_embeds: torch.Tensor | None,
-        *,
+        given: tuple[torch.Tensor | None, ...],
         guided: bool,
         device: torch.device | None,
         lora_scale: float | None,
         clip_skip: int | None,
         repeats: int,
-        pooled: torch.Tensor | None = None,
-        negative_pooled: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Embeddings, negative, pooled and negative pooled ones, of texts for each encoder; what is given stays."""
-        device = device or self._execution_device
+        (embeds, negative_embeds, pooled, negative_pooled), device = given, device or self._execution_device
         tokens = None if embeds is not None else self._reader.cut(self._reader.tokenize(*prompts))
         batch_size = embeds.shape[0] if tokens is None else len(tokens[0])
         negative_tokens, length = None, 0
@@ -555,18 +531,11 @@ class SDXLLongPromptMixin(LongPromptMixin):
                 text, or has weights that cannot be used; `clip_skip` is out of range; under `strict`, a text of more
                 than one chunk.
         """
+        prompts, negatives = (prompt, prompt_2), (negative_prompt, negative_prompt_2)
+        given = prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds
+        settings = do_classifier_free_guidance, device, lora_scale, clip_skip, num_images_per_prompt
         prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds = self._encode_pair(
-            (prompt, prompt_2),
-            (negative_prompt, negative_prompt_2),
-            prompt_embeds,
-            negative_prompt_embeds,
-            guided=do_classifier_free_guidance,
-            device=device,
-            lora_scale=lora_scale,
-            clip_skip=clip_skip,
-            repeats=num_images_per_prompt,
-            pooled=pooled_prompt_embeds,
-            negative_pooled=negative_pooled_prompt_embeds,
+            prompts, negatives, given, *settings
         )
         # diffusers reads the results' names from this line.
         return prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds
@@ -622,17 +591,9 @@ class SDLongPromptMixin(LongPromptMixin):
         Returns:
             prompt_embeds and negative_prompt_embeds, without pooled ones.
         """
-        prompt_embeds, negative_prompt_embeds, *_ = self._encode_pair(
-            (prompt,),
-            (negative_prompt,),
-            prompt_embeds,
-            negative_prompt_embeds,
-            guided=do_classifier_free_guidance,
-            device=device,
-            lora_scale=lora_scale,
-            clip_skip=clip_skip,
-            repeats=num_images_per_prompt,
-        )
+        given = prompt_embeds, negative_prompt_embeds, None, None
+        settings = do_classifier_free_guidance, device, lora_scale, clip_skip, num_images_per_prompt
+        prompt_embeds, negative_prompt_embeds, *_ = self._encode_pair((prompt,), (negative_prompt,), given, *settings)
         return prompt_embeds, negative_prompt_embeds
 
     def prompt_layout(

@@ -2,31 +2,21 @@
 
 from debias_diffusion.app.cli import Command, main
 
+from . import options
+
 COMMANDS = {
     "reproduce": Command(
-        "regenerate a table of the papers, or test their claims, with real data or in the toy world",
-        "options:ReproduceConfig",
-        "reproduce.listing:reproduce",
-        "table-S4 --world toy --device cpu",
-        "eval",
-        "research",
+        options.ReproduceConfig, "reproduce.listing:reproduce", "table-S4 --world toy --device cpu", "eval"
     ),
     "cola": Command(
-        "do objects keep their own attributes? Cola's pairs of images, and its classes",
-        "options:ColaConfig",
+        options.ColaConfig,
         "cola:evaluate_cola",
         "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
         "--output scores",
         "eval",
-        "research",
     ),
     "toymodels": Command(
-        "build the models of the toy world, as the package ships them",
-        "options:ToyModelsConfig",
-        "toymodels.build:build",
-        "--output runs/toyworld --weights runs/weights",
-        "eval",
-        "research",
+        options.ToyModelsConfig, "toymodels.build:build", "--output runs/toyworld --weights runs/weights", "eval"
     ),
 }
 

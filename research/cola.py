@@ -16,16 +16,17 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
-from debias_diffusion.data.bad_records import BadRecord, print_left_out, refused
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_out
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import encode_texts, recall_ranks
+from debias_diffusion.data.retrieval import encode_texts, ranks_among
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
-from debias_diffusion.eval.session import Pairs, TwoTower, compare_encoders
+from debias_diffusion.eval.session import Pairs, compare_encoders
 from debias_diffusion.files import read_json, sha256
 
 from .options import ColaConfig
@@ -81,10 +82,8 @@ def read_cola(file: str | Path) -> Cola:
         )
     good, bad = [], []
     for index, entry in enumerate(entries):
-        try:
+        with leave_out(f"{file.name}, entry {index}", bad):
             good.append(_item(entry) if classes is None else _labelled(entry, len(classes)))
-        except ValueError as error:
-            bad.append(refused(f"{file.name}, entry {index}", error))
     if not good:
         raise UserError(f"{str(file)!r} has no record that can be used. The first: {bad[0] if bad else 'none'}.")
     if classes is None:
@@ -145,8 +144,8 @@ def right_items(image_features: Tensor, text_features: Tensor, image_of: Sequenc
         image_of: the row of each caption's image, [2 * items].
     """
     items = [list(image_of[start : start + 2]) for start in range(0, len(image_of), 2) for _ in range(2)]
-    ranks = recall_ranks(image_features, text_features, image_of=image_of, candidates={"text_to_image": items})
-    return (100.0 * (ranks["text_to_image"].view(-1, 2) == 1).all(dim=1)).tolist()
+    ranks = ranks_among(image_features, text_features, image_of, items)
+    return (100.0 * (ranks.view(-1, 2) == 1).all(dim=1)).tolist()
 
 
 def class_precisions(image_features: Tensor, text_features: Tensor, present: Tensor, hard: Tensor) -> dict[int, float]:
@@ -211,15 +210,16 @@ _NOTES = {
 }
 
 
-def _score(session: ImageSession, data: Cola, encoder: TwoTower) -> dict[int, float]:
+def _score(session: ImageSession, data: Cola, label: str, backbone: Backbone) -> dict[int, float]:
     """One encoder's score of each item, or of each class by its number."""
-    (features, good), config, scores = session.encode(encoder), session.config, {}
+    (features, good), config, scores = session.encode(label, backbone), session.config, {}
 
     def compute() -> dict[str, Tensor]:
-        title = f"texts, {encoder.label}"
-        return {"features": encode_texts(encoder.backbone, data.texts, config.batch_size, session.device, title)}
+        title = f"texts, {label}"
+        return {"features": encode_texts(backbone, data.texts, config.batch_size, session.device, title)}
 
-    texts = session.cache.tensors("texts", {"encoder": encoder.digest, "texts": data.texts}, compute)["features"]
+    depends = {"encoder": session.digests["encoders"][label], "texts": data.texts}
+    texts = session.cache.tensors("texts", depends, compute)["features"]
     if data.part == SINGLE:
         rows = torch.tensor(good)
         scores = class_precisions(features, texts, data.present[rows], data.hard[rows])

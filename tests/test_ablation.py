@@ -16,14 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from debias_diffusion.ablation import genetic
-from debias_diffusion.ablation.backprop import Backprop
+from debias_diffusion.ablation.backprop import alpha_loss, descend
 from debias_diffusion.ablation.genetic import evolve, first_masks
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.population import Population, TextPopulation
+from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.problems import (
-    ImageProblem,
     Margin,
-    best_alone,
+    Problem,
     better_alone,
     every_mask,
     fittest,
@@ -31,7 +30,6 @@ from debias_diffusion.ablation.problems import (
     probe,
 )
 from debias_diffusion.ablation.suppression import Suppressed
-from debias_diffusion.app import ablate as command
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.clip.blocks import block_forward, causal_attention, full_attention
@@ -111,10 +109,10 @@ def test_a_population_equals_one_ablation_at_a_time(tower, beta, batch):
         for block, ablated in enumerate(mask):
             states = tower.run_block(block, states, partial(literally, beta=1 - (1 - beta) * ablated.double()))
         expected.append(tower.project(states))
-    population = Population(tower, beta, batch)
-    close(population.features(embedded, masks), torch.stack(expected))
+    population, batches = Population(tower, beta), embedded.split(batch)
+    close(population.features(batches, masks), torch.stack(expected))
     # 4 children of the root, and 16 leaves: equal ablations and equal beginnings once.
-    assert population.children == (4 + 16) * len(embedded)
+    assert population.children == (4 + 16) * len(batches)
 
 
 @pytest.mark.parametrize(("pooling", "beta"), [("eot", 0.1), ("average", 0.0)])
@@ -125,12 +123,12 @@ def test_text_heads_are_suppressed_in_packed_rows_and_in_populations(pooling, be
     masks = torch.rand(12, 3, 4, generator=torch.Generator().manual_seed(2)) < 0.4
     masks = torch.cat([masks, masks[:3], torch.zeros(1, 3, 4, dtype=torch.bool)])
     batches = [backbone.tokenize(CAPTIONS), backbone.tokenize(["A dog."])]
-    features = TextPopulation(backbone.text, beta).features(batches, masks)
+    features = Population(backbone.text, beta).features(batches, masks)
     for mask, row in zip(masks, features, strict=True):
         if mask.any():
             Ablation.of_mask("text", mask, beta).apply(backbone)
         close(row, torch.cat([backbone.encode_text(batch) for batch in batches]), atol=1e-6)
-        backbone.restore_text_attention()
+        backbone.replace_attention("text", {}, None)
     if pooling == "eot":
         tower, tokens = backbone.text.tower, batches[0]
         states = tower.token_embedding(tokens.padded()) + tower.positional_embedding
@@ -176,7 +174,7 @@ def test_heads_that_are_not_there_are_refused():
 def test_fitness_is_the_margin_over_hard_and_drawn_negatives():
     generator = torch.Generator().manual_seed(0)
     texts, images, ablated = torch.randn(3, 30, 6, generator=generator, dtype=torch.float64)
-    margin = Margin.of(texts, images, k1=4, k2=5, seed=7)
+    margin = Margin(texts, images, k1=4, k2=5, seed=7)
     first, again, second = (margin.negatives(number) for number in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, second)
     cosine = F.cosine_similarity(texts[:, None], images[None], dim=-1)
@@ -190,19 +188,19 @@ def test_fitness_is_the_margin_over_hard_and_drawn_negatives():
         margins = [cosine[text, text] - cosine[text, negatives[text]].max() for text in range(30)]
         close(margin(ablated[None], texts[None], generation)[0], torch.stack(margins).mean())
     with pytest.raises(UserError, match="8 pairs are too few: 4 hard and 5 random .* at least 10"):
-        Margin.of(texts[:8], images[:8], k1=4, k2=5)
+        Margin(texts[:8], images[:8], k1=4, k2=5)
 
 
 def test_the_search_finds_a_known_optimum_by_selection_and_ends_without_gain(monkeypatch):
     target, masks = first_masks(1, 40, seed=100)[0], first_masks(48, 40, seed=0)
 
     def best(masks) -> float:
-        history = evolve(masks, lambda masks, _: (masks == target).double().mean(dim=1), 100, seed=0)
-        return max(generation.fitness.max().item() for generation in history)
+        generations = evolve(masks, lambda masks, _: (masks == target).double().mean(dim=1), 100, seed=0)
+        return max(generation.fitness.max().item() for generation in generations)
 
     assert best(masks) > 0.95
-    assert len(evolve(masks, lambda masks, _: torch.zeros(48), 100, seed=0)) == genetic.PATIENCE + 1
-    assert len(evolve(masks[:1].repeat(48, 1), lambda masks, _: torch.zeros(48), 100, seed=0)) == 1  # all alike
+    for first, count in ((masks, genetic.PATIENCE + 1), (masks[:1].repeat(48, 1), 1)):  # the latter are all alike
+        assert len([*evolve(first, lambda masks, _: torch.zeros(48), 100, seed=0)]) == count
     monkeypatch.setattr(genetic, "TOURNAMENT", 1)
     assert best(masks) < 0.9
 
@@ -218,18 +216,16 @@ PLANTED = torch.tensor([False, True, True, False])
 
 
 @pytest.fixture(scope="module")
-def problem(tower) -> ImageProblem:
+def problem(tower) -> Problem:
     """30 images, whose texts are near the features of an ablation of the tower, so that this one is best."""
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         images = tower.embed(torch.randn(30, 3, 32, 32, generator=generator, dtype=torch.float64))
         population = Population(tower, 0.1)
-        best = population.features(images, PLANTED.view(1, 2, 2))[0]
+        best = population.features([images], PLANTED.view(1, 2, 2))[0]
     noise = torch.randn(best.shape, generator=generator, dtype=torch.float64)
     texts = {"whole": best + 0.3 * best.std() * noise, "shorter": best + 0.1 * best.std() * noise}
-    problem = ImageProblem(population, images, texts)
-    problem.make_margins(k1=5, k2=5)
-    return problem
+    return Problem(population, images, texts, k1=5, k2=5)
 
 
 def test_every_search_finds_what_was_planted(problem):
@@ -238,12 +234,12 @@ def test_every_search_finds_what_was_planted(problem):
     images, texts = problem.encode(PLANTED[None])
     parts = [problem.margins[name](images, texts[name], 0) for name in ("whole", "shorter")]
     close(problem.fitness((images, texts), 0), (parts[0] + parts[1]) / 2)
-    recalls = probe(problem)
+    recalls = list(probe(problem).values())
     untouched, *alone = [row["mean_r"] for row in recalls]
     assert better_alone(recalls).tolist() == [recall > untouched for recall in alone]
     best = alone.index(max(alone))
-    assert best_alone(recalls).nonzero().tolist() == [[best]] and PLANTED[best]
-    assert not best_alone([recalls[1 + best], *recalls[1:]]).any()  # no head raises that
+    assert better_alone(recalls, best=True).nonzero().tolist() == [[best]] and PLANTED[best]
+    assert not better_alone([recalls[1 + best], *recalls[1:]], best=True).any()  # no head raises that
     _, history = genetic_search(problem, generations=3, efficient=True)  # leaves out what ablates most
     for generation in history:
         assert torch.equal(generation.fitness.isinf(), generation.masks.double().mean(dim=1) > 0.6)
@@ -252,46 +248,42 @@ def test_every_search_finds_what_was_planted(problem):
 
 def test_a_gain_within_rounding_ablates_nothing(problem):
     features = problem.texts["whole"][:3].repeat(10, 1)  # each text ten times: no margin above 0
-    alike = ImageProblem(problem.population, problem.embedded[:3].repeat(10, 1, 1), {"whole": features})
-    alike.make_margins(k1=5, k2=5)
+    alike = Problem(problem.population, problem.images[:3].repeat(10, 1, 1), {"whole": features}, k1=5, k2=5)
     assert not fittest(alike, every_mask(*alike.shape)).any() and not genetic_search(alike, 2)[0].any()
 
 
 def test_features_that_are_not_finite_are_refused(problem):
-    images = ImageProblem(problem.population, problem.embedded * torch.inf, problem.texts)
     with pytest.raises(UserError, match="The features of images are not finite"):
-        images.make_margins(k1=5, k2=5)
-    images.margins = problem.margins
+        Problem(problem.population, problem.images * torch.inf, problem.texts, k1=5, k2=5)
+    images, texts = problem.untouched
     with pytest.raises(UserError, match="The features of an ablation are not finite"):
-        images.fitness(images.untouched, 0)
+        problem.fitness((images * torch.inf, texts), 0)
 
 
 # ---- by gradient descent
 
 
-def descent(problem: ImageProblem, job: Job | None = None, **settings) -> Backprop:
-    return Backprop(problem, torch.tensor(20.0), job, **({"batch": 8} | settings))
-
-
 def test_the_gradient_of_alpha_is_that_of_finite_differences(problem):
-    bp, images = descent(problem), torch.arange(12)
-    bp.alpha = torch.tensor([[0.3, -0.2], [0.1, 0.5]], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda alpha: setattr(bp, "alpha", alpha) or bp.loss(images), [bp.alpha])
+    pairs = problem.images[:12], problem.texts["whole"][:12], torch.tensor(20.0)
+    alpha = torch.tensor([[0.3, -0.2], [0.1, 0.5]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(partial(alpha_loss, problem.population.tower, *pairs), [alpha])
 
 
 def test_descent_quiets_what_was_planted_changes_no_weight_and_continues(problem, tmp_path):
-    before, settings = weights_digest(problem.population.tower.visual), {"rate": 0.1, "epochs": 20}
+    tower = problem.population.tower
+    before, pairs = weights_digest(tower.visual), (problem.images, problem.texts["whole"], torch.tensor(20.0))
+    descent = partial(descend, tower, *pairs, rate=0.1, epochs=20, batch=8)
     with Job.open(tmp_path, "ablate") as job:
-        whole, epochs = descent(problem, job, **settings).run(), job.names("epochs/")
+        whole, epochs = descent(job), job.names("epochs/")
         assert set(whole.flatten().argsort()[:2].tolist()) == set(PLANTED.nonzero().flatten().tolist())
-        assert weights_digest(problem.population.tower.visual) == before and len(epochs) == 20
+        assert weights_digest(tower.visual) == before and len(epochs) == 20
         for epoch in epochs[15:]:  # as if it had been stopped before
             job.remove(epoch)
-        assert torch.equal(descent(problem, job, **settings).run(), whole) and job.names("epochs/") == epochs
+        assert torch.equal(descent(job), whole) and job.names("epochs/") == epochs
     state = load_file(tmp_path / epochs[-1])
     save_file(state | {"alpha": -state["alpha"]}, tmp_path / epochs[-1])  # damaged, and made again
     with Job.open(tmp_path, "ablate") as job:
-        assert torch.equal(descent(problem, job, **settings).run(), whole)
+        assert torch.equal(descent(job), whole)
 
 
 # ---- what a search leaves
@@ -330,11 +322,11 @@ def test_a_search_leaves_what_evaluations_load_and_its_recall_is_theirs(changes,
         recalls = recall_at_k(images, texts, [1, 5, 10])
         assert content["recall"][when]["text_to_image_R@1"] == pytest.approx(recalls["text_to_image"]["R@1"])
     assert content["recall"]["after"] != content["recall"]["before"]
+    with pytest.raises(UserError, match="is ablated already"):
+        ablate(AblateConfig(str(folder), f"{folder}-again", settings.data, settings.images))
     (folder / "ablation.json").write_text(json.dumps(content | {"model_sha256": "0" * 64}))
     with pytest.raises(UserError, match="that model has other weights, another conf"):
         load_two_tower(str(folder))
-    with pytest.raises(UserError, match="is ablated already"):
-        ablate(AblateConfig(str(folder), f"{folder}-again", settings.data, settings.images))
 
 
 @pytest.mark.parametrize("part", CORRECTIONS)
@@ -344,7 +336,7 @@ def test_a_model_that_was_corrected_is_another_one(part, config, copy_of):
     folder = ablate(settings)
     assert load_two_tower(folder).image_attention
     correct(base, part)
-    with pytest.raises(UserError, match="The model is another one, by its contents"):
+    with pytest.raises(UserError, match="contents of model: "):
         ablate(settings)
     with pytest.raises(UserError, match="other weights, another configuration or another tokenizer now"):
         load_two_tower(folder)
@@ -365,14 +357,14 @@ def test_pairs_that_are_all_alike_are_refused(config, tmp_path):
 
 def test_a_stopped_command_continues_to_the_same_bits_on_the_same_data_alone(config, tmp_path, monkeypatch):
     settings = dict(generations=4, limit=22, beta=0.5)
-    whole, note, folder = ablate(config("whole", **settings)), command._Search._note, tmp_path / "run"
+    whole, note, folder = ablate(config("whole", **settings)), Job.note, tmp_path / "run"
 
-    def stop(search, generation):
-        note(search, generation)
+    def stop(job, name, **notes):
+        note(job, name, **notes)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(command._Search, "_note", stop)
+        patch.setattr(Job, "note", stop)
         ablate(config(**settings))
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     others = shutil.copytree(config().images, tmp_path / "others")
@@ -380,7 +372,10 @@ def test_a_stopped_command_continues_to_the_same_bits_on_the_same_data_alone(con
     stat = first.stat()
     Image.open(first).transpose(Image.Transpose.FLIP_LEFT_RIGHT).rotate(90).save(first)
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    for change, message in (({"beta": 0.1}, "beta: 0.5 there"), ({"images": str(others)}, "The set of images is ano")):
+    for change, message in (
+        ({"beta": 0.1}, "beta: 0.5 there"),
+        ({"images": str(others)}, "contents of set of images: "),
+    ):
         with pytest.raises(UserError, match=message):
             ablate(config(**settings | change))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

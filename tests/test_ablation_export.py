@@ -14,8 +14,8 @@ from helpers.training_runs import config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, CLIPModel, CLIPProcessor, dynamic_module_utils
 
-from debias_diffusion.ablation.heads import Ablation, image_means, text_means
-from debias_diffusion.ablation.population import Population, TextPopulation
+from debias_diffusion.ablation.heads import Ablation, head_means
+from debias_diffusion.ablation.population import Population
 from debias_diffusion.ablation.saved import FILE, write_ablation
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.export import export
@@ -65,8 +65,8 @@ def replaced(backbone: Backbone, tower: str) -> tuple[Backbone, Ablation]:
 
 def means_of(backbone: Backbone, tower: str) -> torch.Tensor:
     if tower == "image":
-        return image_means(backbone.image, backbone.image.embed(PIXELS), batch=1)
-    return text_means(backbone, [backbone.tokenize(CAPTIONS[:2]), backbone.tokenize(CAPTIONS[2:])])
+        return head_means(backbone.image, backbone.image.embed(PIXELS).split(1))
+    return head_means(backbone.text, [backbone.tokenize(CAPTIONS[:2]), backbone.tokenize(CAPTIONS[2:])])
 
 
 def features(model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,10 +194,9 @@ def test_every_export_holds_folded_heads_as_ordinary_weights(folders, name, tmp_
 def test_a_population_gives_the_features_of_the_folded_weights():
     backbone = tiny_clip().eval()
     tokens, embedded = backbone.tokenize(CAPTIONS), backbone.image.embed(PIXELS)
-    images = Population(backbone.image, 0.1, 2, means_of(backbone, "image"))
-    texts = TextPopulation(backbone.text, 0.1, means_of(backbone, "text"))
-    found = images.features(embedded, MASKS["image"][None])[0], texts.features([tokens], MASKS["text"][None])[0]
-    for tower, ablated, plain in zip(MASKS, found, features(backbone), strict=True):
+    for tower, batches, plain in zip(MASKS, (embedded.split(2), [tokens]), features(backbone), strict=True):
+        population = Population(backbone.tower(tower), 0.1, means_of(backbone, tower))
+        (ablated,) = population.features(batches, MASKS[tower][None])
         folded, _ = replaced(tiny_clip().eval(), tower)
         close(ablated, features(folded)[tower == "text"])
         assert (ablated - plain).abs().max() > 1e-3

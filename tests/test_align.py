@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from debias_diffusion.app.align.command import Alignment, align
-from debias_diffusion.app.align.data import PART, FrozenVAE, collate
+from debias_diffusion.app.align.data import PART, collate, frozen_vae
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import AlignConfig, GenerateConfig
 from debias_diffusion.clip.weight_files import weights_digest
@@ -27,7 +27,7 @@ from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, render_batch
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, encode, render
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.training.logs import make_accelerator
@@ -108,13 +108,13 @@ def test_latents_are_those_of_the_checkpoints_autoencoder(settings, tmp_path):
 
 def test_latents_of_another_configuration_have_another_key(settings, tmp_path):
     """Of equal weights: a second checkpoint with other latents does not read the first one's from the cache."""
-    vae, keys = prepared(settings(tmp_path)).vae, []
-    for change in ({"scaling_factor": 0.5}, {"shift_factor": 0.1}, {"latents_mean": [0.1] * 4}):
-        before = {name: getattr(vae.vae.config, name, None) for name in change}
-        vae.vae.register_to_config(**change)
-        keys.append(FrozenVAE(vae.vae, 64, vae.accelerator).key)
-        vae.vae.register_to_config(**before)
-    assert vae.key not in keys and len({str(key) for key in keys}) == 3
+    run, keys = Alignment(config := settings(tmp_path), make_accelerator(config)), []
+    for change in ({}, {"scaling_factor": 0.5}, {"shift_factor": 0.1}, {"latents_mean": [0.1] * 4}):
+        before = {name: getattr(run.vae.config, name, None) for name in change}
+        run.vae.register_to_config(**change)
+        keys.append(frozen_vae(run.vae, 64, run.accelerator).key)
+        run.vae.register_to_config(**before)
+    assert len({str(key) for key in keys}) == 4
 
 
 def test_states_and_features_are_compared_with_where_they_must_stay(settings, tmp_path):
@@ -237,7 +237,8 @@ def test_evaluations_and_generate_take_both_encoders_from_its_folder(finished, s
         return np.asarray(Image.open(next(iter(images.values())).files[0]))
 
     pipe = load_pipeline(base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
-    image = np.asarray(render_batch(pipe, [ImagePrompt(clean(prompt))], Sampling(2))[0])
+    sampling = Sampling(steps=2, guidance_scale=7.0)
+    image = np.asarray(render(pipe, encode(pipe, [ImagePrompt(clean(prompt))], sampling), [0], sampling)[0])
     assert np.array_equal(image, rendered(finished))
     generate(GenerateConfig(prompt, base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))
     png = Image.open(tmp_path / "p.png")

@@ -11,18 +11,18 @@ from helpers.tiny_clip import save_tiny_clip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from timm.data import ImageNetInfo
 
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.classification import (
-    BENCHMARKS,
     CIFAR_TEMPLATES,
     IMAGENET_TEMPLATES,
+    NOTES,
     ClassificationConfig,
     class_features,
     classify,
     evaluate_classification,
-    imagenet_wnids,
     read_cifar,
     read_imagenet,
     top1,
@@ -30,6 +30,7 @@ from debias_diffusion.eval.classification import (
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.eval.options import Classification
 
+WNIDS = ImageNetInfo("imagenet-1k").label_names()
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
@@ -76,26 +77,28 @@ def by_hand(model: str, pictures: list[Image.Image], classes: list[str], templat
 def class_means(backbone, classes: list[str], templates) -> torch.Tensor:
     means = []
     for name in classes:
-        encoded = [backbone.encode_text(backbone.tokenize([template(name)]))[0].double() for template in templates]
+        encoded = [
+            backbone.encode_text(backbone.tokenize([template.format(name)]))[0].double() for template in templates
+        ]
         mean = sum(feature / feature.norm() for feature in encoded)
         means.append(mean / mean.norm())
     return torch.stack(means)
 
 
 def test_classes_and_templates_are_the_published_ones():
-    wnids, titles = imagenet_wnids(), list(open_clip.IMAGENET_CLASSNAMES)
+    wnids, titles = WNIDS, list(open_clip.IMAGENET_CLASSNAMES)
     assert len(set(wnids)) == len(titles) == 1000 and wnids == sorted(wnids)
     names = dict(zip(wnids, titles, strict=True))
     assert names["n01440764"] == "tench" and names["n15075141"] == "toilet paper"
     assert names["n02012849"] == "crane bird" and names["n03126707"] == "construction crane"
-    written = {template("X") for template in CIFAR_TEMPLATES}
+    written = {template.format("X") for template in CIFAR_TEMPLATES}
     assert len(written) == 18 and written > {"a photo of a X.", "a photo of the big X.", "a bad photo of a X."}
-    assert len({template("X") for template in IMAGENET_TEMPLATES}) == 80
-    assert tuple(BENCHMARKS) == get_args(Classification)
+    assert len({template.format("X") for template in IMAGENET_TEMPLATES}) == 80
+    assert tuple(NOTES) == get_args(Classification)
 
 
 def test_layouts_of_imagenet(tmp_path):
-    wnids, titles = imagenet_wnids(), list(open_clip.IMAGENET_CLASSNAMES)
+    wnids, titles = WNIDS, list(open_clip.IMAGENET_CLASSNAMES)
     root = image_folders(tmp_path / "val", wnids[::-1], drawn=3)  # the last three classes
     data = read_imagenet(str(root), "imagenet-1k")
     assert (data.labels, data.classes) == ([997, 998, 999], titles)
@@ -145,17 +148,19 @@ def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
         assert np.array_equal(np.asarray(data.images.open(record.image)), np.asarray(picture(index)))
 
 
-def test_a_wrong_folder_is_told(tmp_path):
-    root = image_folders(tmp_path / "data", imagenet_wnids()[:200], drawn=0)
+def test_a_wrong_folder_is_told(model, tmp_path):
+    root = image_folders(tmp_path / "data", WNIDS[:200], drawn=0)
 
     def refused(message: str, read=read_imagenet, folder=root, dataset="imagenet-o"):
         with pytest.raises(UserError, match=message):
             read(str(folder), dataset)
 
-    refused("class folders of .* are empty")
+    config = ClassificationConfig([model], str(tmp_path / "out"), dataset="imagenet-o", data=str(root))
+    with pytest.raises(UserError, match="no image of a class of imagenet-o"):
+        evaluate_classification(config)
     (root / "n00000000").mkdir()
     refused("'n00000000'.*200 class folders, named by WordNet id")
-    refused("holds 0 class folders", folder=tmp_path / "none")
+    refused("is not there", folder=tmp_path / "none")
     refused("no test_batch.bin.*cifar-10-binary.tar.gz.*pickle can run code", read_cifar, tmp_path, "cifar-10")
     cifar = make_cifar(tmp_path / "cifar", [(1,), (2,)])
     (cifar / "test_batch.bin").write_bytes((cifar / "test_batch.bin").read_bytes()[:-1])

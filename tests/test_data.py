@@ -1,6 +1,7 @@
 import json
 import multiprocessing
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from debias_diffusion.data import json_files
-from debias_diffusion.data.dataset import CaptionDataset, Collate
+from debias_diffusion.data.dataset import CaptionDataset, collate
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import read_captions
@@ -37,7 +38,7 @@ def images(tmp_path):
 def dataset(images, count=6, recipe="debias-clip", extra=(), stand_ins=None):
     records = [Record(f"{i}.png", f"{i}.png", f"Scene {i}. A red cat. A blue dog. A bird.") for i in range(count)]
     records += [Record(name, name, "A. B.") for name in extra]
-    return CaptionDataset(records, images, as_tensor, TOKENIZER, RECIPES[recipe], 5, stand_ins)
+    return CaptionDataset(records, images, as_tensor, 5, stand_ins, TOKENIZER, RECIPES[recipe])
 
 
 @pytest.mark.parametrize("in_memory", [1 << 20, -1])
@@ -62,7 +63,7 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
         ("entry 3", "no caption"),
         ("entry 4", "no image path"),
         ("entry 5", "not an object"),
-        ("entry 7", "bad entry of JSON"),
+        ("entry 7", "bad JSON"),
     ]
     assert "2.jpg" in captions.bad[0].detail
 
@@ -71,8 +72,8 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
     ("name", "content", "message"),
     [
         ("d.json", b'{"a": 1}', "is not a JSON list .it begins with '{\"a\": 1}'"),
-        ("d.json", b"[1, 2]", "has 2 entries and none is usable.*entry 0: not an object"),
-        ("d.jsonl", b"{}\n\nx", "has 2 entries and none is usable.*line 1: no image path"),
+        ("d.json", b"[1, 2]", "no usable record, and 2 bad ones.*entry 0: not an object"),
+        ("d.jsonl", b"{}\n\nx", "no usable record, and 2 bad ones.*line 1: no image path"),
     ],
 )
 def test_files_of_another_shape_are_refused(tmp_path, name, content, message):
@@ -97,7 +98,7 @@ def test_jsonl_is_read_and_its_bad_lines_named(tmp_path):
     captions = read_captions(tmp_path / "d.jsonl")
     expected = {"1.jpg": "One. Two.", "2.jpg": "Größe – 大きい.", "8.jpg": "Last."}
     assert list(captions.records) == [Record(name, name, caption) for name, caption in expected.items()]
-    broken = "bad line of JSON"
+    broken = "bad JSON"
     faults = {4: broken, 5: broken, 6: "no caption", 7: "no image path", 8: broken}
     assert [(bad.where, bad.kind) for bad in captions.bad] == [(f"line {n}", kind) for n, kind in faults.items()]
 
@@ -117,7 +118,8 @@ def test_draws_do_not_depend_on_workers_or_order(images):
     keys = [[(epoch, index, place) for place, index in enumerate((3, 0, 5))] for epoch in range(2)]
 
     def read(workers, order):
-        loader = DataLoader(data, batch_sampler=order, collate_fn=Collate(TOKENIZER, data.recipe), num_workers=workers)
+        to_batch = partial(collate, tokenizer=TOKENIZER, recipe=data.recipe)
+        loader = DataLoader(data, batch_sampler=order, collate_fn=to_batch, num_workers=workers)
         return {batch.keys[0]: (batch.images, batch.tokens.padded()) for batch in loader}
 
     alone, shared, backwards = read(0, keys), read(2, keys), read(1, keys[::-1])
@@ -172,7 +174,7 @@ def test_no_worker_is_left_by_an_interrupted_start_or_end(interrupted, monkeypat
 
 def test_a_batch_holds_the_long_captions_then_the_short_ones(images):
     data = dataset(images, recipe="long-clip")
-    batch = Collate(TOKENIZER, data.recipe)([data[(0, 1, 0)], data[(0, 4, 1)]])
+    batch = collate([data[(0, 1, 0)], data[(0, 4, 1)]], TOKENIZER, data.recipe)
     texts = [TOKENIZER.tokenizer.decode(row, skip_special_tokens=True).strip("!") for row in batch.tokens.padded()]
     assert [text.split(" .")[0] for text in texts] == ["scene 1", "scene 4", "scene 1", "scene 4"]
     assert "bird" in texts[0] and "bird" not in texts[2]

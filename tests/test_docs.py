@@ -22,7 +22,7 @@ from debias_diffusion import methods, pipelines
 from debias_diffusion.app.cli import COMMANDS, EVALUATIONS
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.options import AblateConfig, AlignConfig
-from debias_diffusion.data import retrieval_layouts
+from debias_diffusion.data import retrieval_sets
 from debias_diffusion.data.toy_scenes import is_toy_scenes, read_toy_scenes
 from debias_diffusion.encoders import spec as encoders
 from debias_diffusion.errors import UserError, near_matches
@@ -52,17 +52,12 @@ def command_of(arguments: list[str], program: str, commands: dict):
     return program, commands, rest
 
 
-def options_of(command) -> type:
-    return resolve_name(f"{command.package}.{command.options}")
-
-
 def check_ours(arguments: list[str], program: str = "debias-diffusion", commands: dict = COMMANDS) -> None:
     """As the command line reads them, up to where the command's work begins; toy names and benchmarks exist."""
     program, command, rest = command_of(arguments, program, commands)
-    options = options_of(command)
     words = [word.replace(SDXL, "toy/sdxl") for word in rest]  # checks of some options read the SDXL checkpoint
     with patch.object(encoders, "_find", find_or_assume):
-        values = vars(parse(program, command.summary, options, command.example, words))
+        values = vars(parse(program, command.options, command.example, words))
     for name in ("base", "encoder", "encoder_2", "model", "encoders"):
         given = values.get(name) or []
         for model in [given] if isinstance(given, str) else given:
@@ -70,7 +65,7 @@ def check_ours(arguments: list[str], program: str = "debias-diffusion", commands
     if is_toy_scenes(values.get("data") or ""):
         read_toy_scenes(values["data"])
     if values.get("dataset"):
-        known = classification.BENCHMARKS if command is EVALUATIONS["classification"] else retrieval_layouts.BENCHMARKS
+        known = classification.NOTES if command is EVALUATIONS["classification"] else retrieval_sets.BENCHMARKS
         assert set([values["dataset"]] if isinstance(values["dataset"], str) else values["dataset"]) <= known.keys()
     if command is RESEARCH["reproduce"]:
         assert set(values["target"]) <= {"all", "claims", *tables(values.get("papers", "research/papers"))}
@@ -186,7 +181,7 @@ def test_data_in_blocks_can_be_read(tmp_path):
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_is_one_of_a_command_and_named(config):
     options = {"aat": AblateConfig, "align": AlignConfig}.get(config.stem.partition("-")[0], TrainConfig)
-    values = vars(parse("", "settings", options, "", [f"--config={config}"]))
+    values = vars(parse("", options, "", [f"--config={config}"]))
     assert values.keys() >= yaml.safe_load(config.read_text()).keys()
     assert any(config.name in text for text in TEXTS.values())
 

@@ -19,7 +19,7 @@ from debias_diffusion.eval.images.dpg_bench import (
     VqaModel,
     evaluate_dpg_bench,
     find_images,
-    load_prompt_image,
+    load_images,
 )
 from debias_diffusion.eval.images.dpg_questions import COLUMNS, Proposition, band, read_dpg_bench, token_position
 from debias_diffusion.eval.images.dpg_scores import compare_outcomes, holds, outcomes, score
@@ -97,7 +97,7 @@ def blip(tmp_path_factory):
 
 def chain(*parents, category="entity"):
     """Propositions 1, 2, ... with these parents."""
-    return [Proposition(n, above, category, "whole", f"{n}?", ()) for n, above in enumerate(parents, 1)]
+    return [Proposition(n, above, category, "whole", f"{n}?", "1-19") for n, above in enumerate(parents, 1)]
 
 
 # ---- the published layout
@@ -112,7 +112,7 @@ def test_bad_rows_are_named_with_what_depends_on_them(tmp_path):
     assert bench.prompts == PROMPTS
     first, second, _, fourth = bench.propositions["0"]  # the first row too, which the published script skips
     assert (first.number, first.question, first.parents) == (1, "Is there a truck?", ())
-    assert (second.words, fourth.parents) == (("truck", "red"), (1, 3)) and len(bench.propositions["drawtext1"]) == 2
+    assert (second.position, fourth.parents) == ("1-19", (1, 3)) and len(bench.propositions["drawtext1"]) == 2
     named = [f"row {number}" for number in range(7, 14)]
     named += [f"prompts/{name}.txt" for name in ("unasked", "empty", "long")]
     assert sorted(record.where for record in bench.bad) == sorted(named)
@@ -122,18 +122,20 @@ def test_bad_rows_are_named_with_what_depends_on_them(tmp_path):
 
 
 def test_keywords_name_a_proposition_unless_they_are_the_whole_prompts():
-    for keywords, words in (("a truck", ("a", "truck")), ("truck red", ("truck",))):
+    prompts = {"0": f"A truck, {'very ' * 30} red."}
+    for keywords, position in (("a truck, red", "20-39"), ("truck red", "1-19")):
         rows = [csv_row(*row, keywords=of_row) for row, of_row in zip(ROWS, (keywords, "truck red"), strict=False)]
-        assert dpg_questions.parse_rows(rows, PROMPTS)[0]["0"][0].words == words
+        assert dpg_questions.parse_rows(rows, prompts)[0]["0"][0].position == position
 
 
 def test_images_in_folders_and_in_grids(tmp_path):
     root = write_images(tmp_path)
     files, grid = find_images(root, PROMPTS, 4), np.asarray(noise(0, 64))
+    quarters, separate = (load_images(files[item], 4) for item in ("0", "drawtext1"))
     for index, (top, left) in enumerate([(0, 0), (0, 32), (32, 0), (32, 32)]):
-        assert np.array_equal(load_prompt_image(files["0"], index, 4), grid[top : top + 32, left : left + 32])
-        assert np.array_equal(load_prompt_image(files["drawtext1"], index, 4), noise(1 + index))
-    assert load_prompt_image(find_images(root, ["0"], 1)["0"], 0, 1).size == (64, 64)  # one image is no grid
+        assert np.array_equal(quarters[index], grid[top : top + 32, left : left + 32])
+        assert np.array_equal(separate[index], noise(1 + index))
+    assert load_images(find_images(root, ["0"], 1)["0"], 1)[0].size == (64, 64)  # one image is no grid
     (tmp_path / "drawtext1" / "3.png").unlink()
     with pytest.raises(UserError, match="images of 2 prompts: the folder drawtext1 holds 3 files.*grid of 2 x 2"):
         find_images(root, [*PROMPTS, "7"], 4)
@@ -161,13 +163,11 @@ def test_position_is_that_of_the_last_word_read():
 
 
 def test_scores_in_a_closed_form():
-    bench = {"p": [*chain((), (1,)), Proposition(3, (), "global", "style", "?", ())], "q": chain(())}
-    yes = {("p", 0, 1): False, ("p", 0, 2): True, ("p", 0, 3): True}  # 1 of 3: the second's parent is missing
-    yes |= {("p", 1, 1): True, ("p", 1, 2): True, ("p", 1, 3): False}  # 2 of 3
-    yes |= {("q", 0, 1): True, ("q", 1, 1): True}
-    bands = {("p", 1): "1-19", ("p", 2): "76-111", ("p", 3): "not in the prompt", ("q", 1): "1-19"}
-    results, groups = outcomes(bench, yes, 2, bands)
-    numbers = score(results, groups, 2)
+    style = Proposition(3, (), "global", "style", "?", "not in the prompt")
+    bench = {"p": [*chain(()), Proposition(2, (1,), "entity", "whole", "?", "76-111"), style], "q": chain(())}
+    # 1 of 3, because the second's parent is missing; 2 of 3
+    results = outcomes(bench, {"p": [[False, True, True], [True, True, False]], "q": [[True]] * 2})
+    numbers = score(results, 2)
     assert numbers["score_percent"] == pytest.approx(100 * ((1 / 3 + 2 / 3) / 2 + 1) / 2)
     assert numbers["interval_percent"] == pytest.approx([50, 100])  # both draws the one prompt, or the other
     assert numbers["by_category"]["entity"] == {
@@ -180,8 +180,8 @@ def test_scores_in_a_closed_form():
     by_position = {name: number["holds_percent"] for name, number in numbers["by_position"].items()}
     assert by_position == {"1-19": 75, "76-111": 50, "not in the prompt": 50}
     # Compared with images of which everything is answered yes.
-    perfect, _ = outcomes(bench, dict.fromkeys(yes, True), 2, bands)
-    compared = compare_outcomes({"some": results, "all": perfect}, groups)
+    perfect = outcomes(bench, {"p": [[True] * 3] * 2, "q": [[True]] * 2})
+    compared = compare_outcomes({"some": results, "all": perfect})
     assert all((line["a"], line["b"]) == ("all", "some") for line in compared)
     differences = {line["score"]: line["difference"] for line in compared}
     assert differences["score"] == pytest.approx(100 - numbers["score_percent"])
@@ -220,8 +220,7 @@ def test_a_run_equals_one_made_by_hand_and_says_whose_answers_they_are(vilt, fol
     bench, ask = read_dpg_bench(str(folder / "bench")), VqaModel(vilt, CPU)
     files, means = find_images(str(folder / "images"), PROMPTS, 4), []
     for item, propositions in bench.propositions.items():
-        for index in range(4):
-            image = load_prompt_image(files[item], index, 4)
+        for image in load_images(files[item], 4):
             yes = {proposition.number: ask(image, [proposition.question]) == ["yes"] for proposition in propositions}
             means.append(sum(holds(propositions, yes).values()) / len(propositions))
     assert 0 < np.mean(means) < 1  # neither all nor none, or nothing is shown
@@ -235,18 +234,23 @@ def test_a_run_equals_one_made_by_hand_and_says_whose_answers_they_are(vilt, fol
 
 @pytest.mark.usefixtures("blank_figures")
 def test_a_killed_run_asks_only_what_has_no_answers_and_ends_the_same(vilt, blip, folder, monkeypatch):
-    asked, ask = [], VqaModel.__call__
-    before = run(folder, vilt)["encoders"]
-    (lines,) = (folder / "out").glob("items-*.jsonl")
-    whole = lines.read_bytes().splitlines(keepends=True)
-    monkeypatch.setattr(VqaModel, "__call__", lambda *given: asked.append(len(given[2])) or ask(*given))
-    lines.write_bytes(b"".join(whole[:5]) + whole[5][:-9])  # killed within the sixth image of eight
-    assert run(folder, vilt)["encoders"] == before and asked == [2, 2, 2]
-    # Another image, and another model, are asked about again; a whole run needs no model any more.
+    asked, ask, before = [], VqaModel.__call__, run(folder, vilt, output=str(folder / "whole"))["encoders"]
+
+    def count_and_ask(model, image, questions):
+        asked.append(len(questions))
+        if len(asked) == 6:  # the second image of the second prompt
+            raise KeyboardInterrupt
+        return ask(model, image, questions)
+
+    monkeypatch.setattr(VqaModel, "__call__", count_and_ask)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, vilt)
+    assert run(folder, vilt)["encoders"] == before and asked[6:] == 4 * [2]
+    # The images of a prompt of which one is another, and another model, are asked again; a whole run needs no model.
     noise(9).save(folder / "images" / "drawtext1" / "2.png")
     run(folder, vilt)
     run(folder, blip)
-    assert asked[3:] == [2] + 4 * [4] + 4 * [2]
+    assert asked[10:] == 4 * [2] + 4 * [4] + 4 * [2]
     monkeypatch.setattr(dpg_bench, "VqaModel", None)
     run(folder, vilt)
 
@@ -281,6 +285,6 @@ def test_images_are_generated_with_each_encoder(vilt, sdxl_folder, long_clip_fol
     missing = folders[long] / "0" / "1.png"
     content = missing.read_bytes()
     missing.unlink()
-    monkeypatch.setattr(dpg_bench, "VqaModel", None)
+    monkeypatch.setattr(VqaModel, "__call__", lambda *_: pytest.fail("asked again"))
     assert run(folder, vilt, **given)["encoders"][long]["by_position"] == report["encoders"][long]["by_position"]
     assert missing.read_bytes() == content

@@ -106,7 +106,7 @@ def test_a_model_is_named_with_its_weights(here):
         ("ViT-B16", "'ViT-B16' is not there. Did you mean ViT-B-16"),
         ("ViT-B16:openai", "Unknown model 'ViT-B16'.* Did you mean ViT-B-16"),
         ("overlp:toy/clip", "Unknown model 'overlp'.* Did you mean overlap.*: overlap, separate, cut"),
-        ("ViT-B-16-quickgelu", "model without weights. Give ViT-B-16-quickgelu:WEIGHTS, .* or one of: openai, .*none"),
+        ("ViT-B-16-quickgelu", "model without weights. Give ViT-B-16-quickgelu:WEIGHTS, .*none"),
         ("ViT-B-16:nowhere.pt", "No weights 'nowhere.pt' for 'ViT-B-16': the file is not there"),
         ("folder:openai", "'folder' brings its own weights; leave out 'openai'"),
         ("empty", "The run in 'empty' has not ended, so it has no model yet"),
@@ -231,12 +231,14 @@ def test_labels_are_short_and_unique_and_say_how_prompts_are_read(tmp_path):
 # ---- hub repositories of one file of weights, laid out as Long-CLIP's is: `longclip-L.pt` and a README
 
 
-def test_a_repositorys_one_file_is_both_towers_and_the_text_encoder(known, cache, tmp_path):
+def test_a_repositorys_one_file_is_a_text_encoder_and_its_towers_are_named(known, cache, tmp_path):
     file, features = released(tmp_path, "")
     folder = hub_repository(cache, "some/clip")
     file.rename(folder / "longclip-tiny.pt")
     (folder / "README.md").write_text("# Long-CLIP\n")
-    two_tower = load_two_tower("some/clip")
+    with pytest.raises(UserError, match="ViT-L-14-quickgelu:.*longclip-tiny.pt"):
+        load_two_tower("some/clip")
+    two_tower = load_two_tower(f"deep-quickgelu:{folder / 'longclip-tiny.pt'}")
     torch.testing.assert_close(two_tower.encode_text(two_tower.tokenize(CAPTIONS)), features, rtol=0, atol=1e-4)
     encoder, tokenizer = load_text_encoder("some/clip")
     assert (encoder.config.max_position_embeddings, tokenizer.model_max_length) == (248, 248)

@@ -16,10 +16,9 @@ from helpers.tiny_clip import save_tiny_clip
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval import all as everything
 from debias_diffusion.eval import image_features, session
-from debias_diffusion.eval.all import AllConfig, evaluate_all
-from debias_diffusion.eval.page import ReportConfig, evaluate_report, grouped, merged, read_results
+from debias_diffusion.eval.options import AllConfig, ReportConfig
+from debias_diffusion.eval.page import evaluate_all, evaluate_report, grouped, merged, read_results, settings_of_all
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.session import ResultCache
@@ -85,7 +84,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     clip, toy = save_tiny_clip(tmp_path / "clip"), {"output": str(tmp_path)}
 
     def chosen(**settings):
-        return everything.settings_of_all(AllConfig(**settings))
+        return settings_of_all(AllConfig(**settings))
 
     bench = chosen(encoders=["toy/clip"], dpg_bench="bench", vqa="vilt", **toy)
     assert (bench["dpg_bench"].data, bench["dpg_bench"].encoders) == ("bench", ["original"])
@@ -97,7 +96,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     assert all(config.encoders == [clip] for name, config in settings.items() if name != "generation")
     # Batches are each evaluation's own unless one number is given.
     assert {name: config.batch_size for name, config in bench.items()} == {
-        name: EVALUATIONS[name].settings().batch_size for name in bench
+        name: EVALUATIONS[name].options.batch_size for name in bench
     }
     assert {config.batch_size for config in chosen(**toy, batch_size=5).values()} == {5}
     for given, limit in ((toy, 200), (toy | {"images_per_encoder": 3}, 3), (real, 1000)):  # 1000 as in Table S7
@@ -124,7 +123,8 @@ def test_the_docs_list_the_evaluations():
     texts = {name: re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for name, text in rows}
     commands = {name.replace("_", "-"): evaluation for name, evaluation in EVALUATIONS.items()}
     assert [name for name in texts if name in commands] == list(commands)
-    assert all(texts[name].startswith(evaluation.summary) for name, evaluation in commands.items())
+    summaries = {name: each.options.__doc__.partition("\n")[0].rstrip(".").lower() for name, each in commands.items()}
+    assert all(texts[name].lower().startswith(summary) for name, summary in summaries.items())
 
 
 # ---- the cache
@@ -154,10 +154,9 @@ def test_what_is_computed_is_kept_by_its_key_and_again_where_damaged(tmp_path, c
         assert ResultCache(tmp_path).result("part", {"a": 1}, compute)["number"] == 1.5
     assert len(compute.calls) == 7
     kept = ResultCache(tmp_path)
-    for _ in range(2):  # tensors and notes too
+    for _ in range(2):  # tensors too
         assert kept.tensors("images", {"a": 1}, lambda: {"x": torch.full((2, 3), compute()["number"])})["x"].sum() == 9
-        assert kept.noted("answers", {"a": 1}, compute) == {"number": 1.5, "list": [1, 2, 3]}
-    assert len(compute.calls) == 9
+    assert len(compute.calls) == 8
 
 
 def test_another_version_of_a_library_is_another_key(tmp_path, compute, monkeypatch):

@@ -106,7 +106,7 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path, longclip, world, monkeyp
     for model, settings, message in (
         ("/nowhere", {"to": "comfyui", "push_to_hub": "me/x"}, "push_to_hub uploads folders, and comfyui is a file"),
         ("/nowhere", {"push_to_hub": "x"}, "lacks the owner"),
-        (longclip[0], {"to": "clip"}, "--to clip needs both towers.*longclip.pt"),
+        (longclip[0], {"to": "clip"}, "longclip.pt' does not name its model. If it has both towers"),
         (longclip[0], {"projection": True}, "has no projection to export"),
         (world[0], {"to": "comfyui"}, "has a vocabulary of .*, and ComfyUI knows only CLIP's of 49408"),
         (gelu, {"to": "comfyui"}, "runs every clip_l with the activation quick_gelu, .* trained with gelu"),

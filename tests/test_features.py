@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from debias_diffusion.data import images
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.training import feature_cache
-from debias_diffusion.training.feature_cache import FrozenTower, cached_images
+from debias_diffusion.training.feature_cache import cached_images, frozen_tower
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def world(tmp_path):
 
 def fill(world, records=None, **options):
     backbone, all_records, source, cache = world
-    return cached_images(FrozenTower(backbone, CPU, "fp32"), records or all_records, source, cache, batch=4, **options)
+    return cached_images(frozen_tower(backbone, CPU, "fp32"), records or all_records, source, cache, batch=4, **options)
 
 
 def features(world):
@@ -45,8 +46,13 @@ def plain_features(world):
 @pytest.fixture
 def encoded(monkeypatch):
     """The number of images of each batch that was encoded."""
-    sizes, encode = [], FrozenTower.encode
-    monkeypatch.setattr(FrozenTower, "encode", lambda tower, pixels: sizes.append(len(pixels)) or encode(tower, pixels))
+    sizes = []
+
+    def counted(*arguments):
+        tower = feature_cache.frozen_tower(*arguments)
+        return replace(tower, encode=lambda pixels: sizes.append(len(pixels)) or tower.encode(pixels))
+
+    monkeypatch.setitem(globals(), "frozen_tower", counted)
     return sizes
 
 
@@ -130,7 +136,7 @@ def test_everything_that_changes_features_changes_the_key(world):
     backbone.model.visual.preprocess_cfg = {"size": 32}
 
     def key(precision="fp32"):
-        return json.dumps(FrozenTower(backbone, CPU, precision).key, sort_keys=True)
+        return json.dumps(frozen_tower(backbone, CPU, precision).key, sort_keys=True)
 
     keys = [key(), key("bf16")]
     backbone.model.visual.proj.data[0, 0] += 1e-3
@@ -166,7 +172,7 @@ def test_unreadable_images_are_named_and_the_others_served(world):
 
 def test_features_that_are_not_finite_are_refused(world):
     world[0].model.visual.proj.data.fill_(torch.inf)
-    with pytest.raises(UserError, match="not finite in fp32"):
+    with pytest.raises(UserError, match="features of an image are not finite"):
         fill(world)
 
 
@@ -187,7 +193,7 @@ def test_an_image_that_is_replaced_while_it_is_read_is_never_served_the_old_feat
 
 def test_processes_share_the_work_and_each_serves_all_images(world, encoded):
     def work(accelerator):
-        images, bad = cached_images(FrozenTower(world[0], accelerator, "fp32"), *world[1:], batch=2)
+        images, bad = cached_images(frozen_tower(world[0], accelerator, "fp32"), *world[1:], batch=2)
         return (
             torch.stack([images.open(record.image) for record in world[1] if record.image != gone]),
             encoded,

@@ -29,10 +29,10 @@ from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS, find_method
-from debias_diffusion.methods.fix_clip import FixClip, MaskedView
+from debias_diffusion.methods.fix_clip import FixClip, draw_mask, mask_size
 from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.config import RECIPE_OPTIONS
-from debias_diffusion.training.feature_cache import FrozenTower
+from debias_diffusion.training.feature_cache import frozen_tower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
 
@@ -183,15 +183,14 @@ def test_evaluations_see_images_with_the_prompts(mask, written_out):
 
 
 def test_masks_have_exact_counts_and_depend_on_their_sample_alone():
-    view = MaskedView(0.75)
-    assert (view.count(196), view.count(256), MaskedView(0.29).count(100)) == (147, 192, 29)
-    drawn = torch.stack([view.draw(N, 0, epoch, f"{index}") for epoch in range(40) for index in range(25)])
+    assert (mask_size(0.75, 196), mask_size(0.75, 256), mask_size(0.29, 100)) == (147, 192, 29)
+    drawn = torch.stack([draw_mask(0.75, N, 0, epoch, f"{index}") for epoch in range(40) for index in range(25)])
     assert (drawn.sum(1) == 12).all() and len(drawn.unique(dim=0)) > 500
     assert (drawn.double().mean(0) - 0.75).abs().max() < 5 * math.sqrt(0.75 * 0.25 / 1000)
     state = torch.get_rng_state()
-    assert torch.equal(view.draw(N, 0, 3, "x"), view.draw(N, 0, 3, "x"))
+    assert torch.equal(draw_mask(0.75, N, 0, 3, "x"), draw_mask(0.75, N, 0, 3, "x"))
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(view.draw(N, 1, 3, "x"), view.draw(N, 0, 3, "x"))
+    assert not torch.equal(draw_mask(0.75, N, 1, 3, "x"), draw_mask(0.75, N, 0, 3, "x"))
 
 
 def test_the_recipe_its_groups_and_their_weights_are_the_papers():
@@ -244,7 +243,11 @@ def stretched():
 @pytest.mark.parametrize(
     ("made", "changes", "message"),
     [
-        (base, {"groups": 3}, "does not divide the 4 blocks of the image tower. Give .* with one of 1, 2, 4, or 0"),
+        (
+            base,
+            {"groups": 3},
+            "does not divide the 4 blocks of the image tower and the 4 of .* with one of 1, 2, 4, or 0",
+        ),
         (base, {"prompts": 17}, "prompts is 17, but an image has 16 patches"),
         (base, {"freeze": True}, "masked images, new prompts and groups need"),
         (tiny_siglip, {}, "is a SigLIP; Fix-CLIP's parts are those of a CLIP"),
@@ -309,9 +312,9 @@ def test_caches_know_the_prompts_and_other_programs_refuse_them(finished, tmp_pa
         open_clip.create_model(f"local-dir:{finished / 'last'}")
     with pytest.raises(UserError, match="has regional prompts, whose attention cannot be replaced"):
         ablate(AblateConfig(str(finished), str(tmp_path / "ablated"), data="toy/test", search="naive"))
-    key, digest = FrozenTower(backbone, CPU, "fp32").key, backbone.digest()
+    key, digest = frozen_tower(backbone, CPU, "fp32").key, backbone.digest()
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "none"
-    assert FrozenTower(backbone, CPU, "fp32").key != key and backbone.digest() != digest
+    assert frozen_tower(backbone, CPU, "fp32").key != key and backbone.digest() != digest
     backbone.config["debias_diffusion"]["regional_prompts"]["mask"] = "all"
     backbone.save(tmp_path / "hostile")
     with pytest.raises(UserError, match="prompt_mask must be one of"):
@@ -360,7 +363,7 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
 
 
 def test_short_captions_are_whole_while_their_length_is_not_known():
-    """Before `bind`, which training calls."""
+    """Before `prepare`, which training calls."""
     tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)
     captions = find_method("fix-clip").captions("A cat. A dog runs.", tokenizer, 0, 0, "a")
     assert captions[-1].ids == tokenizer.text_ids(["A cat."])[0]

@@ -15,19 +15,14 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.options import RetrievalConfig
-from debias_diffusion.eval.session import Pairs, TwoTower
+from debias_diffusion.eval.session import Pairs
 
 RECORDS = [Record(f"id-{index}", f"{index}.png", "") for index in range(10)]
 
 
-def two_tower(seed):
-    backbone = tiny_clip(seed).eval()
-    return TwoTower(f"tiny-{seed}", backbone)
-
-
 @pytest.fixture(scope="module")
 def encoder():
-    return two_tower(0)
+    return tiny_clip(0).eval()
 
 
 @pytest.fixture
@@ -58,47 +53,47 @@ def kept(folder):
 
 
 def test_pieces_equal_what_is_encoded_at_once_and_are_kept(folder, encoder):
-    features, good, bad = encode_images(encoder.backbone, RECORDS, ImageFolder(folder), 10, "cpu")
+    features, good, bad = encode_images(encoder, RECORDS, ImageFolder(folder), 10, "cpu")
     assert [record.where for record in bad] == ["2.png", "4.png", "5.png", "6.png", "7.png"]
     session = session_of(folder)
-    first, readable = session.encode(encoder)
+    first, readable = session.encode("tiny", encoder)
     torch.testing.assert_close(first, features, rtol=0, atol=1e-6)
     assert readable == good == [0, 1, 3, 8, 9] and len(first.unique(dim=0)) == 5
-    session.encode(encoder)
+    session.encode("tiny", encoder)
     assert session.left_out == bad  # named once
     before = kept(folder)
-    assert torch.equal(session_of(folder).encode(encoder)[0], first) and kept(folder) == before
+    assert torch.equal(session_of(folder).encode("tiny", encoder)[0], first) and kept(folder) == before
     removed, cut, _ = before
     removed.unlink()
     cut.write_bytes(cut.read_bytes()[:-1])
-    assert torch.equal(session_of(folder).encode(encoder)[0], first) and kept(folder).keys() == before.keys()
+    assert torch.equal(session_of(folder).encode("tiny", encoder)[0], first) and kept(folder).keys() == before.keys()
 
 
 def test_encoders_see_the_same_images(folder, encoder):
     draw(folder, 2)
     session = session_of(folder)
-    session.encode(encoder)
+    session.encode("tiny", encoder)
     (folder / "2.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"'2.png' and perhaps other images could be read for one encoder and not"):
-        session.encode(two_tower(1))
+        session.encode("other", tiny_clip(1).eval())
 
 
 def test_other_weights_tokenizers_or_images_are_other_pieces(folder, encoder):
-    first, _ = session_of(folder).encode(encoder)
-    assert not torch.equal(session_of(folder).encode(two_tower(1))[0], first) and len(kept(folder)) == 6
+    first, _ = session_of(folder).encode("tiny", encoder)
+    assert not torch.equal(session_of(folder).encode("other", tiny_clip(1).eval())[0], first) and len(kept(folder)) == 6
     other = tiny_clip(0)
     open_clip.set_model_preprocess_cfg(other.model, {"mean": [0.1] * 3, "std": [0.2] * 3})
-    session_of(folder).encode(TwoTower("other", other.eval()))
+    session_of(folder).encode("other", other.eval())
     texts = tiny_clip(1, tokenizer=byte_tokenizer(77)).eval()  # another text tower on the same image tower
-    texts.model.visual.load_state_dict(encoder.backbone.model.visual.state_dict())
-    assert torch.equal(session_of(folder).encode(TwoTower("texts", texts))[0], first) and len(kept(folder)) == 9
+    texts.model.visual.load_state_dict(encoder.model.visual.state_dict())
+    assert torch.equal(session_of(folder).encode("texts", texts)[0], first) and len(kept(folder)) == 9
     draw(folder, 1, seed=77)
-    changed, _ = session_of(folder).encode(encoder)
+    changed, _ = session_of(folder).encode("tiny", encoder)
     assert (changed == first).all(dim=1).tolist() == [True, False, True, True, True]
     draw(folder, 2)  # an image that was unreadable is read once it is mended
-    assert 2 in session_of(folder).encode(encoder)[1]
-    encoder.backbone.encode_text(encoder.backbone.tokenize(["A cat.", "A dog and a cat."]))
-    assert two_tower(0).digest == encoder.digest  # a call changes nothing
+    assert 2 in session_of(folder).encode("tiny", encoder)[1]
+    encoder.encode_text(encoder.tokenize(["A cat.", "A dog and a cat."]))
+    assert tiny_clip(0).eval().digest() == encoder.digest()  # a call changes nothing
     tokenizer = tiny_tokenizer(77)
     tokenizer.backend_tokenizer.normalizer = None  # the same vocabulary, and an A is no a
-    assert TwoTower("other", tiny_clip(0, tokenizer=tokenizer).eval()).digest != encoder.digest
+    assert tiny_clip(0, tokenizer=tokenizer).eval().digest() != encoder.digest()

@@ -73,7 +73,7 @@ def test_replaced_attention_is_that_of_the_chosen_blocks_alone():
     visual = visual_of().double()
     tower = ImageTower(visual)
     plain = tower(images())
-    tower.attends = {1: without_second_head}
+    tower.changes = {1: lambda _: without_second_head}
     replaced = tower(images())
     torch.testing.assert_close(plain, visual(images()), rtol=0, atol=1e-12)
     with torch.no_grad():  # the second head's share of the block's output
@@ -107,13 +107,13 @@ def test_towers_of_another_kind_are_refused():
     siglip = tiny_siglip()
     for visual, message in (
         (ModifiedResNet([1, 1, 1, 1], output_dim=8, heads=2, image_size=32, width=8), "is a ModifiedResNet, which"),
-        (siglip.model.visual, "is a VisionTransformer of timm, which"),
+        (siglip.model.visual, "is a TimmModel, which"),
         (VisionTransformer(**SIZES, qk_norm=True), "not plain CLIP blocks"),
     ):
         with pytest.raises(UserError, match=message):
             ImageTower(visual)
-    with pytest.raises(UserError, match="of timm"):
-        siglip.replace_image_attention({0: full_attention}, {"heads": [0]})
+    with pytest.raises(UserError, match="is a TimmModel"):
+        siglip.replace_attention("image", {0: lambda attend: attend}, {"heads": [0]})
 
 
 def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
@@ -121,7 +121,7 @@ def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
     pixels = images().float()
     plain, key, used = backbone.encode_image(pixels), backbone.image_digest(), backbone.digest()
     assert torch.equal(plain, backbone.model.encode_image(pixels))
-    backbone.replace_image_attention({-1: without_second_head}, {"without heads": {"1": [1]}})
+    backbone.replace_attention("image", {-1: lambda _: without_second_head}, {"without heads": {"1": [1]}})
     features = backbone.encode_image(pixels)
     assert not torch.allclose(features, plain, atol=1e-3)
     assert backbone.image_digest() != key and backbone.digest() != used
@@ -129,7 +129,7 @@ def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
     again = load_backbone(str(tmp_path / "saved")).eval()
     with pytest.raises(UserError, match="saved with other attention in its image tower, .*without heads"):
         again.encode_image(pixels)
-    again.replace_image_attention({1: without_second_head}, again.image_attention)
+    again.replace_attention("image", {1: lambda _: without_second_head}, again.image_attention)
     assert torch.equal(again.encode_image(pixels), features)
     with pytest.raises(UserError, match="a CLIPModel has the plain one"):
         export_clip_model(backbone, tmp_path / "clip")

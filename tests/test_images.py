@@ -22,11 +22,11 @@ from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import dpg_bench
 from debias_diffusion.eval.images import networks as feature_networks
-from debias_diffusion.eval.images.generation import _reference, _with_readable_reference, plot_examples
+from debias_diffusion.eval.images.generation import _reference, _unreadable, plot_examples
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.training.check import _CheckedRecords
-from debias_diffusion.training.feature_cache import FrozenTower, cached_images
+from debias_diffusion.training.feature_cache import cached_images, frozen_tower
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
 
@@ -70,7 +70,7 @@ def test_no_picture_starts_ghostscript(tmp_path, monkeypatch):
     for read in (
         lambda: opened(tmp_path, "a.jpg"),
         lambda: feature_networks.load_image(path),
-        lambda: dpg_bench.load_prompt_image([path], 0, 1),
+        lambda: dpg_bench.load_images([path], 1),
         lambda: plot_examples(["A."], [colours()], {"x": [path]}),
     ):
         with pytest.raises((OSError, UserError), match=r"cannot identify it as JPEG"):
@@ -200,7 +200,7 @@ def test_whatever_an_image_raises_its_record_is_named(three, kind, error):
 
 
 def dataset(records, images, preprocess):
-    return CaptionDataset(records, images, preprocess, TOKENIZER, RECIPES["debias-clip"], 0, lambda epoch: [2])
+    return CaptionDataset(records, images, preprocess, 0, lambda epoch: [2], TOKENIZER, RECIPES["debias-clip"])
 
 
 def test_a_bad_image_does_not_stop_any_reader(three):
@@ -208,13 +208,13 @@ def test_a_bad_image_does_not_stop_any_reader(three):
     images, backbone = Failing(folder, RuntimeError("Failed to decode")), tiny_clip().eval()
     sample = dataset(records, images, backbone.read_pixels)[(0, 1, 0)]
     checked = _CheckedRecords(records, images, TOKENIZER)
-    tower = FrozenTower(backbone, Accelerator(cpu=True), "fp32")
+    tower = frozen_tower(backbone, Accelerator(cpu=True), "fp32")
     for bad in (
         sample.bad,
         [fault for *_, fault in (checked[index] for index in range(3)) if fault],
         cached_images(tower, records, images, folder / "cache", batch=2)[1],
         encode_images(backbone, records, images, 2, "cpu", progress=False)[2],
-        _with_readable_reference(records, images)[1],
+        _unreadable(records, images).values(),
     ):
         assert [str(fault) for fault in bad] == ["1.png: unreadable image (1.png: RuntimeError: Failed to decode)"]
     assert sample.sample_id == "2"
@@ -229,7 +229,7 @@ def test_other_errors_stop_every_reader(three, error):
     for read in (
         lambda: dataset(records, images, lambda image: image)[(0, 1, 0)],
         lambda: _CheckedRecords(records, images, TOKENIZER)[1],
-        lambda: _with_readable_reference(records, images),
+        lambda: _unreadable(records, images),
     ):
         with pytest.raises(type(error)):
             read()
@@ -242,9 +242,9 @@ def test_loops_of_links_are_bad_records(three):
         (folder / name).symlink_to(folder / name)
     images = ImageFolder(folder)
     assert not is_there(images, "1.png") and not is_there(ShardImages(folder), "s.tar/a.jpg@0+1")
-    good, bad = _with_readable_reference(records, images)
-    assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]
-    with pytest.raises(UserError, match=r"no usable sample. The first fault: s.tar: broken shard"):
+    bad = _unreadable(records, images)
+    assert [*bad] == [1] and (bad[1].where, bad[1].kind) == ("1.png", "unreadable image")
+    with pytest.raises(UserError, match=r"no usable record, and 1 bad ones. The first fault: s.tar: broken shard"):
         read_shards(folder)
     with pytest.raises(UserError, match="is not there"):
         ImageFolder(folder / "1.png")
@@ -255,5 +255,5 @@ def test_what_is_no_regular_file_is_a_bad_record_at_once(three, kind):
     records, folder = three
     (folder / "1.png").unlink()
     put_odd(folder / "1.png", kind)
-    good, bad = _with_readable_reference(records, ImageFolder(folder))
-    assert good == [0, 2] and [(fault.where, fault.kind) for fault in bad] == [("1.png", "unreadable image")]
+    bad = _unreadable(records, ImageFolder(folder))
+    assert [*bad] == [1] and (bad[1].where, bad[1].kind) == ("1.png", "unreadable image")

@@ -175,7 +175,7 @@ def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
         export_clip_model(averaged, tmp_path)
     for change, message in (
         ({"no_ln_pre": True}, "no norm before the blocks"),
-        ({"attentional_pool": True, "attn_pooler_heads": 4}, "attention pooling"),
+        ({"attentional_pool": True, "attn_pooler_heads": 4}, "'attn_pool.query' .* has no place"),
         ({"layers": [1, 1, 1, 1], "width": 32, "head_width": 16}, "is a ModifiedResNet"),
     ):
         config = deepcopy(CONFIG)
@@ -207,30 +207,21 @@ def lacking(part: str):
     return lambda state, _: {name: tensor for name, tensor in state.items() if part not in name}
 
 
-WEIGHT = torch.zeros(4, 4)
 CODE = r"more in it than tensors \(getattr\), which can be code. It is refused"
 # A file that is no text encoder, .safetensors unless its name says another -> (its bytes or tensors, or what makes them
 # of an encoder's weights and of a path that is touched if code in the file is run; how the file is named).
 WRONG_FILES = {
-    "empty": (b"", "is empty"),
-    "html": (b"\n<!DOCTYPE html><html>Not found</html>", "is a web page or XML"),
-    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
-    "gguf": (b"GGUF\x03\x00\x00\x00", "is a GGUF file"),
-    "header": ((1 << 62).to_bytes(8, "little") + b"{" + b"\0" * 99, "could not be read"),
-    "truncated.pt": (lambda state, _: written(torch.save, state)[:-999], "could not be read; it may be cut short"),
+    "empty": (b"", "could not be loaded"),
+    "html": (b"\n<!DOCTYPE html><html>Not found</html>", "could not be loaded"),
+    "header": ((1 << 62).to_bytes(8, "little") + b"{" + b"\0" * 99, "could not be loaded"),
+    "truncated.pt": (lambda state, _: written(torch.save, state)[:-999], "could not be loaded"),
     "code.ckpt": (lambda state, ran: written(torch.save, {"state_dict": state, "parameters": Runs(ran)}), CODE),
     "old code.bin": (lambda _, ran: pickle.dumps(Runs(ran), protocol=2), CODE),
-    "torchscript.pt": (
-        written(torch.jit.save, torch.jit.script(nn.Linear(2, 2))),
-        "TorchScript archive, which holds code",
-    ),
-    "lora": ({"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": WEIGHT}, "it is a LoRA"),
-    "unet": ({"model.diffusion_model.input_blocks.1.1.proj_in.weight": WEIGHT}, "it is a diffusion model"),
-    "vae": ({"decoder.conv_in.weight": WEIGHT, "quant_conv.bias": torch.zeros(4)}, "it is a VAE"),
-    "t5": ({"encoder.block.0.layer.0.SelfAttention.q.weight": WEIGHT}, "it is a T5 text encoder"),
+    "torchscript.pt": (written(torch.jit.save, torch.jit.script(nn.Linear(2, 2))), "It is refused"),
+    "unet": ({"model.diffusion_model.input_blocks.1.1.proj_in.weight": torch.zeros(4, 4)}, "no CLIP .*input_blocks"),
     "vocabulary": (having("embeddings.token_embedding.weight", torch.zeros(32000, 64)), "a vocabulary of 32000"),
     "scaled fp8": (having("encoder.layers.0.mlp.fc1.scale_weight", torch.ones(1)), "is quantised"),
-    "no blocks": (lacking(".layers."), "without positions or without blocks"),
+    "no blocks": (lacking(".layers."), "could not be loaded: .*layers.0"),
 }
 
 
@@ -260,11 +251,9 @@ def test_a_hub_id_is_read_with_and_without_a_folder_for_the_encoder(tmp_path, mo
     expected = Expected(backbone)
     for name in ("some/pipeline", "some/clip"):
         expected.check(*load_text_encoder(name))
-    with pytest.raises(
-        UserError, match="'some/thing' is not a folder or file here, and as a hub id it gives no"
-    ) as said:
+    message = "'some/thing' could not be loaded: nothing of it is in the hub's cache, and the hub cannot be reached"
+    with pytest.raises(UserError, match=message):
         load_text_encoder("some/thing")
-    assert "nothing of it is in the hub's cache, and the hub cannot be reached" in str(said.value)
 
 
 def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
@@ -284,7 +273,7 @@ def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
         load_text_encoder(tmp_path)
     weights.unlink()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no text encoder"):
+    with pytest.raises(UserError, match="holds no model: neither config.json"):
         load_text_encoder(tmp_path / "empty")
 
 

@@ -18,7 +18,6 @@ from transformers import ViTConfig, ViTModel
 
 from debias_diffusion.clip.model_files import check_sizes, explain_failure
 from debias_diffusion.encoders.clip_model import export_clip_model
-from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.single_file import write_file
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
@@ -111,7 +110,7 @@ def test_one_weight_that_is_not_finite_or_overflows_is_named(saved, kind, value)
     name = next(name for name, tensor in sorted(state.items()) if tensor.dtype == torch.float32 and tensor.ndim > 0)
     state[name].view(-1)[0] = value
     shown = {"difference": "steps"}.get(kind, name.split(".")[-2] if "." in name else name)
-    message = rf"values in '.*{shown}.*' there are 1 (NaN|infinite|beyond 1,000,000)\."
+    message = rf"NaN or beyond 1,000,000: '.*{shown}.*' with values from .* to (nan|[0-9,-]+)\."
     with replaced(folder / weights, save(state, metadata={"format": "pt"})), pytest.raises(UserError, match=message):
         load(folder)
     load(folder)
@@ -123,7 +122,7 @@ def test_what_a_dtype_cannot_hold_is_found_where_it_is_cast(saved):
     state["conv_in.weight"].view(-1)[0] = 1e5
     with replaced(weights, save(state, metadata={"format": "pt"})):
         load_sdxl(saved("sdxl"))
-        with pytest.raises(UserError, match="unet' has weights .* 'conv_in.weight' there are 1 infinite"):
+        with pytest.raises(UserError, match="unet' has weights .* 'conv_in.weight' with values .* to inf"):
             load_sdxl(saved("sdxl"), dtype=torch.float16)
 
 
@@ -136,7 +135,7 @@ def test_nothing_is_exported_that_is_not_finite(tmp_path):
         lambda: export_clip_model(backbone, tmp_path / "clip"),
         lambda: write_file(to_transformers(backbone)[0], tmp_path / "file.safetensors"),
     ):
-        with pytest.raises(UserError, match="to be written has weights .*final_layer_norm.weight' there are 1 NaN"):
+        with pytest.raises(UserError, match="to be written has .*final_layer_norm.weight' with values from nan"):
             export()
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -233,7 +232,7 @@ def test_a_damaged_difference_is_refused(saved):
     state, whole = load_file(file), file.read_bytes()
     shorter = save(state | {"steps": state["steps"][:-1].clone()})
     for content in (shorter, save(dict(list(state.items())[:-1])), whole[:1000]):
-        with replaced(file, content), pytest.raises(UserError, match="could not be loaded.*Install the package"):
+        with replaced(file, content), pytest.raises(UserError, match="could not be loaded"):
             load_two_tower(file.parent)
 
 
@@ -242,7 +241,7 @@ def test_a_path_that_is_missing_is_no_name_of_the_hub(path, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     in_pictures = [partial(network, device=CPU) for network in (ClsFeatures, VqaModel, InceptionFeatures)]
-    for load in (load_text_encoder, load_two_tower, load_backbone, load_sdxl, *in_pictures):
+    for load in (load_text_encoder, load_two_tower, load_sdxl, *in_pictures):
         with pytest.raises(UserError, match=r"not there|Unknown model|could not be|cannot be"):
             load(path)
 

@@ -8,7 +8,6 @@ from helpers.literal import literal_info_nce, literal_rebuilt, literal_sigmoid
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import objectives
 from debias_diffusion.methods.objectives import (
-    Features,
     contrastive_loss,
     dual_caption_objective,
     rebuild_from_components,
@@ -98,10 +97,10 @@ def test_components_that_change_nothing_are_refused(batch, dim, components):
 
 
 def test_the_two_losses_are_weighted_and_the_short_one_sees_rebuilt_images():
-    image, long_text, short_text = (features(seed=i) for i in range(3))
-    scale = torch.tensor(4.0, dtype=torch.float64)
-    losses, report = dual_caption_objective(Features(image, long_text, short_text), scale, None, 0.1, 3, 0.1)
-    image, long_text, short_text = (F.normalize(x, dim=-1) for x in (image, long_text, short_text))
+    names, scale = ("image", "long_text", "short_text"), torch.tensor(4.0, dtype=torch.float64)
+    compared = {name: features(seed=i) for i, name in enumerate(names)}
+    losses, report = dual_caption_objective(compared, scale, None, 0.1, 3, 0.1)
+    image, long_text, short_text = (F.normalize(x, dim=-1) for x in compared.values())
     long = literal_info_nce(image, long_text, scale, 0.1)
     short = literal_info_nce(rebuild_from_components(image, 3), short_text, scale, 0.1)
     torch.testing.assert_close(sum(losses.values()), 0.1 * short + 0.9 * long, rtol=0, atol=1e-12)

@@ -14,7 +14,6 @@ from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino, save_inception
 from PIL import Image
 
-from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import scores as picture_scores
 from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
 from debias_diffusion.eval.images.scores import (
@@ -219,8 +218,8 @@ def test_results_depend_on_how_the_weights_are_used(networks, scores, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
     other = ImageScores(networks | {"dino": str(folder)}, 4, CPU)
-    assert other.digests["dino"] != scores.digests["dino"] and other.depends != scores.depends
-    assert ImageScores(networks, 4, CPU).depends == scores.depends
+    assert other.digests["dino"] != scores.digests["dino"]
+    assert ImageScores(networks, 4, CPU).digests == scores.digests
 
 
 def test_numbers_go_through_json_and_are_compared(scores, result, images):
@@ -244,5 +243,3 @@ def test_few_images_have_fewer_scores_and_no_intervals(networks, images):
     assert list(of(3).numbers) == ["fid_own", "kid_own"]
     assert four.numbers["fid_own"]["low"] is None and "at least 8 images" in four.notes[0]
     assert compare_scores(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
-    with pytest.raises(UserError, match="at least 2 images on each side, got 1 generated.*own_features to null"):
-        of(1)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from debias_diffusion.app import prompts
-from debias_diffusion.app.prompts import MAX_SEED, Prompt, parse_seed, read_prompts
+from debias_diffusion.app.prompts import MAX_SEED, parse_seed, read_prompts
 from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
 
 ENTRIES = [
     {"prompt": "one", "negative_prompt": "n", "seed": 7, "prompt_2": "two"},
@@ -15,10 +15,14 @@ ENTRIES = [
 ]
 
 
+def task(number, text, negative="usual", second=None, seed=None, where=""):
+    return ImageTask(f"0000{number}", ImagePrompt(text, 40 + number if seed is None else seed, negative, second), where)
+
+
 def read(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return read_prompts(path)
+    return read_prompts(path, 40, "usual")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -26,16 +30,16 @@ def read(tmp_path, name, content):
 def test_one_prompt_a_line(tmp_path, end, mark):
     lines = ["", "a cat, (grey:1.2)", "  ", ' ein "Bär" — {x} ', "# 猫", ""]
     texts = ["a cat, (grey:1.2)", 'ein "Bär" — {x}', "# 猫"]
-    expected = [Prompt(number, text, where=f"line {(2, 4, 5)[number]}") for number, text in enumerate(texts)]
+    expected = [task(number, text, where=f"line {(2, 4, 5)[number]}") for number, text in enumerate(texts)]
     assert read(tmp_path, "p.TXT", mark + end.join(lines)) == (expected, {})
 
 
 def test_json_lines(tmp_path):
     content = "\ufeff" + "\r\n".join(json.dumps(entry, ensure_ascii=False) for entry in ENTRIES) + "\n\n"
     expected = [
-        Prompt(0, "one", "n", "two", 7, "line 1"),
-        Prompt(1, "a\nb", where="line 2"),
-        Prompt(2, "猫", "", None, 8, "line 3"),
+        task(0, "one", "n", "two", 7, "line 1"),
+        task(1, "a\nb", where="line 2"),
+        task(2, "猫", "", None, 8, "line 3"),
     ]
     assert read(tmp_path, "p.jsonl", content) == (expected, {})
 
@@ -44,9 +48,9 @@ def test_csv(tmp_path):
     content = "\ufeffSeed, PROMPT ,Negative Prompt,"
     content += '\r\n7,"a cat, a ""dog""\r\nand more",grey,\r\n\r\n,b\r\n,,,,,\r\n8.0,c,"",\r\n'
     expected = [
-        Prompt(0, 'a cat, a "dog"\r\nand more', "grey", None, 7, "line 2"),
-        Prompt(1, "b", where="line 5"),
-        Prompt(2, "c", seed=8, where="line 7"),
+        task(0, 'a cat, a "dog"\r\nand more', "grey", None, 7, "line 2"),
+        task(1, "b", where="line 5"),
+        task(2, "c", seed=8, where="line 7"),
     ]
     assert read(tmp_path, "p.csv", content) == (expected, {})
 
@@ -54,7 +58,7 @@ def test_csv(tmp_path):
 @pytest.mark.parametrize(
     ("name", "line", "why"),
     [
-        ("p.txt", b"\xff\xfe", "Not UTF-8 (invalid start byte at byte 0)."),
+        ("p.txt", b"\xff\xfe", r"The prompt holds '\udcff', which is no character."),
         ("p.jsonl", b"a cat", "Not JSON: Expecting value; it begins 'a cat'."),
         ("p.jsonl", b'{"prompt": 3}', "The prompt must be text, got '3'."),
         ("p.jsonl", rb'{"prompt": "\ud800"}', r"The prompt holds '\ud800', which is no character."),
@@ -72,16 +76,15 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
     read_of, left_out = read(tmp_path, name, b"\n".join([first, line, last]))
     (number,) = left_out
     assert number == "line 2" and left_out[number].startswith(why)
-    assert (read_of[-1].number, read_of[-1].where) == (1 if name == "p.csv" else 2, "line 3")
+    assert (read_of[-1].name, read_of[-1].where) == ("00001" if name == "p.csv" else "00002", "line 3")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("p.md", "a cat", r"ends in '.md'. Give a .txt of one prompt a line, a .jsonl"),
-        ("p.txt", "a\nb\nc\nd", "more than 3 entries"),
         ("p.jsonl", "{}\n3", "holds no usable prompt. The first fault: line 1: It has no prompt, only: nothing."),
-        ("p.csv", "prompt;seed\na;3", "p.csv' names no usable columns. 'prompt;seed' is not read.* with commas"),
+        ("p.csv", "prompt;seed\na;3", "p.csv' is no CSV at line 1: 'prompt;seed' is not read.* with commas"),
         ("p.csv", "prompt,Steps\na,3", "'Steps' is not read, only prompt, .* Leave it out; steps, .* are options of"),
         ("p.csv", ",prompt\n0,a", "'' is not read"),
         ("p.csv", "seed\n3", "There is no column 'prompt'"),
@@ -90,8 +93,7 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
         ("p.csv", "prompt,seed\nc,4,5", "is no CSV at line 2: it has 3 cells, and the first line names 2 columns"),
     ],
 )
-def test_a_file_that_cannot_be_used(tmp_path, name, content, message, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_PROMPTS", 3)
+def test_a_file_that_cannot_be_used(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, name, content)
 

@@ -18,13 +18,12 @@ from debias_diffusion.eval.images.mentions import (
     read_caption,
     refers_back,
     sentences_by_chunk,
-    truncated,
 )
 from debias_diffusion.text.chunks import split_text
 from debias_diffusion.text.reading import tokenize_text
 from debias_diffusion.text.tokens import clean, clip_tokenizer
+from debias_diffusion.toyworld.claims import Claim, Reference
 from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
-from debias_diffusion.toyworld.references import Claim, Reference
 from debias_diffusion.toyworld.scenes import draw_scene
 
 SLOTS = 75  # of a chunk, without BOS and EOS
@@ -57,7 +56,7 @@ def test_chunks_are_those_that_an_encoder_reads(seed, style):
     expected = [[text.ids[at] for at in chunk.read] for chunk in split_text(text, SLOTS, "separate")]
     chunks = sentences_by_chunk(caption, tokens)
     assert [[token for number in chunk for token in ids[number]] for chunk in chunks] == expected
-    read = truncated(caption, tokens)
+    read = sentences_by_chunk(caption, tokens, "cut")[0]
     assert read == chunks[0][: len(read)] and sum(len(ids[number]) for number in read) <= SLOTS
     assert read == list(range(len(ids))) or sum(len(ids[number]) for number in [*read, len(read)]) > SLOTS
 
@@ -66,9 +65,10 @@ def test_a_sentence_that_is_cut_stands_whole_in_no_chunk():
     caption = Caption(tuple(Sentence(" ".join(["word"] * n)) for n in (10, 100, 40, 35)))
     chunks = sentences_by_chunk(caption, words)
     assert sorted(number for chunk in chunks for number in chunk) == [0, 2, 3]
-    assert truncated(caption, words) == [0]
+    assert sentences_by_chunk(caption, words, "cut")[0] == [0]
     exactly = Caption(tuple(Sentence(" ".join(["word"] * n)) for n in (40, 35, 1)))
-    assert sentences_by_chunk(exactly, words) == [[0, 1], [2]] and truncated(exactly, words) == [0, 1]
+    assert sentences_by_chunk(exactly, words) == [[0, 1], [2]]
+    assert sentences_by_chunk(exactly, words, "cut")[0] == [0, 1]
 
 
 # ---- what is told, and what can be known of it
@@ -90,7 +90,7 @@ TOLD = Caption(SENTENCES)
 def test_mentions_and_ceilings_in_closed_form():
     assert sentences_by_chunk(TOLD, words) == [[0, 1, 2], [3, 4, 5], [6]]
     # One sentence of each but the first chunk is new, after two that are read again.
-    assert sentences_by_chunk(TOLD, words, overlap=True) == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
+    assert sentences_by_chunk(TOLD, words, "overlap") == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
     truncating, *others = READERS
     reading = read_caption(TOLD, words)
     assert reading == {

@@ -25,7 +25,6 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines import LongPromptOptions
 from debias_diffusion.pipelines.rendering import checkpoints
 from debias_diffusion.pipelines.rendering import renderer as rendering
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
@@ -38,7 +37,6 @@ from debias_diffusion.pipelines.rendering.renderer import (
     encode,
     plan_batches,
     render,
-    render_batch,
     render_into,
 )
 from debias_diffusion.processes import Processes
@@ -46,9 +44,9 @@ from debias_diffusion.processes import Processes
 CPU = torch.device("cpu")
 # of 77, 227 and 248 positions, in mixed order
 TEXTS = [" ".join(["A cat, a dog and a bird sit on the wide red sofa."] * count) for count in (1, 9, 2, 9, 8)]
-TASKS = [ImageTask(f"{seed:06}", ImagePrompt(text, seed)) for seed, text in enumerate(TEXTS)]
+TASKS = [ImageTask(f"{seed:06}", ImagePrompt(text, seed), f"{seed:06}") for seed, text in enumerate(TEXTS)]
 ALL = {task.name for task in TASKS}
-SAMPLING = Sampling(steps=1)
+SAMPLING = Sampling(steps=1, guidance_scale=7.0)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +94,7 @@ def expected(renderer, long, tmp_path_factory):
 def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, long, expected, tmp_path):
     for encoder in (long, own()):
         pipe = load_pipeline(renderer.base, None if encoder.name == "original" else encoder.name, CPU)
-        [image] = render_batch(pipe, [TASKS[4].prompt], renderer.sampling)
+        [image] = render(pipe, encode(pipe, [TASKS[4].prompt], renderer.sampling), [4], renderer.sampling)
         assert image.tobytes() == pixels(expected[encoder.name])["000004"]  # alone in its batch
     a, b = (pixels(folder) for folder in expected.values())
     assert a.keys() == b.keys() == ALL and all(a[name] != b[name] for name in ALL)
@@ -157,8 +155,8 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
         {"encoder_2": "stretch"},
         {"dtype": torch.float16},
     ]
-    samplings = [{"scheduler": "DDIMScheduler"}, {"layer": "last"}, {"height": 80}]
-    samplings += [{"long_prompt": LongPromptOptions(**own)} for own in ({"emphasis": "ignore"}, {"sharpen": 1.5})]
+    samplings = [{"scheduler": "DDIMScheduler"}, {"layer": "last"}, {"height": 80}, {"emphasis": "ignore"}]
+    samplings += [{"sharpen": 1.5}]
     changes += [{"sampling": replace(SAMPLING, **changed)} for changed in samplings]
 
     def record(encoder, **changed):
@@ -314,7 +312,7 @@ def test_folders_have_safe_and_different_names(labels):
 
 def test_auto_settings_are_those_of_the_base(base):
     for checkpoint, expected in ((base, [30, 7.0, 1]), ("toy/sdxl", [20, 3.0, 20])):
-        settings = rendering_settings(config_of("results", checkpoint, steps="auto"))
+        settings = rendering_settings(config_of("results", checkpoint, steps=None))
         assert [settings[name] for name in ("steps", "guidance_scale", "images_at_once")] == expected
     with pytest.raises(UserError, match="This checkpoint renders 48 x 48 pixels only, got 48 x 1000"):
         rendering_settings(config_of("results", "toy/sdxl", width=1000))

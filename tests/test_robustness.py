@@ -17,8 +17,9 @@ from PIL import Image
 from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, edit_caption, shuffled
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.options import RobustnessConfig
 from debias_diffusion.eval.retrieval import DIRECTIONS
-from debias_diffusion.eval.robustness import COMPARED, RobustnessConfig, evaluate_robustness, share_kept
+from debias_diffusion.eval.robustness import COMPARED, evaluate_robustness, share_difference, share_kept
 from debias_diffusion.text.sentences import split_sentences
 
 # By edit, the sentences that are left of captions of one to five; 0 is the padding.
@@ -58,14 +59,14 @@ def test_orders_are_decided_by_seed_and_caption_alone_and_are_all_alike_likely()
 @pytest.mark.filterwarnings("error")  # samples may hold nothing to divide by
 def test_share_in_closed_form():
     before, after = [100, 0, 100, 100, 0, 100], [0, 0, 100, 0, 0, 0]
-    found = share_kept(after, before)
-    assert found.percent == 25.0 and found.numbers()["low"] == 0.0 <= 25 < found.numbers()["high"] <= 100
-    assert share_kept(before, before).numbers() == {"share": 100.0, "low": 100.0, "high": 100.0}
-    assert share_kept([100, 100], [100, 0]).percent == 200.0  # more can be found without the first sentence
-    assert share_kept([100, 0], [0, 0]).numbers() == {"share": None, "low": None, "high": None}
-    ahead = share_kept(before, before).minus(found)
+    found, _ = quarter = share_kept(after, before)
+    assert found["share"] == 25.0 and found["low"] == 0.0 <= 25 < found["high"] <= 100
+    assert share_kept(before, before)[0] == {"share": 100.0, "low": 100.0, "high": 100.0}
+    assert share_kept([100, 100], [100, 0])[0]["share"] == 200.0  # more can be found without the first sentence
+    assert share_kept([100, 0], [0, 0])[0] == {"share": None, "low": None, "high": None}
+    ahead = share_difference(share_kept(before, before), quarter)
     assert ahead["difference"] == 75.0 and ahead["p"] is None
-    assert (ahead["low"], ahead["high"]) == pytest.approx((100 - found.numbers()["high"], 100.0))
+    assert (ahead["low"], ahead["high"]) == pytest.approx((100 - found["high"], 100.0))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
             each = [np.mean(one[way]) for one in hits["shuffle"]]
             assert numbers["shuffles"]["recall_at_1_percent"][way] == pytest.approx(each)
             assert numbers["shuffles"]["deviation_points"][way] == pytest.approx(np.std(each, ddof=1))
-            kept = share_kept(found["remove"][way], found["keep"][way], GROUPS[way]).numbers()
+            kept = share_kept(found["remove"][way], found["keep"][way], GROUPS[way])[0]
             assert numbers["kept_without_summary_percent"][way] == kept
         for edit, values in cosines.items():
             mean = np.mean(values, axis=0)

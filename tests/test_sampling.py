@@ -22,7 +22,6 @@ from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import PAD, CaptionTokenizer
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.optimizer import Optimizer
-from debias_diffusion.training.setup import batch_size, warmup_steps
 
 SENTENCES = ["S.", "a.", "b.", "c.", "d."]
 DETAILS = SENTENCES[1:]
@@ -134,8 +133,8 @@ def test_the_recipes_are_the_papers():
 def test_the_training_defaults_are_the_papers():
     """Table S1, in its order; and the schedule, the kept positions and the scale of Long-CLIP, which it follows."""
     defaults = TrainConfig(data="data", output="output", model="toy/clip")
-    assert (batch_size(defaults, 1_244_000), defaults.epochs, defaults.weight_decay) == (256, 3, 1e-2)
-    assert warmup_steps(defaults, 1_244_000 * 3 // 256) == 200
+    assert (defaults.batch_size(1_244_000), defaults.epochs, defaults.weight_decay) == (256, 3, 1e-2)
+    assert defaults.warmup_steps(1_244_000 * 3 // 256) == 200
     assert (defaults.learning_rate, defaults.betas, defaults.eps) == (1e-6, (0.9, 0.999), 1e-8)
     assert (defaults.recipe, defaults.keep_positions, defaults.stretch) == ("debias-clip", 20, 4)
     assert (defaults.initial_scale, defaults.freeze_image_tower, defaults.max_steps) == ("auto", False, None)

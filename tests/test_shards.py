@@ -195,7 +195,7 @@ def test_shards_from_elsewhere_are_read(tmp_path):
 
 LACKING = {
     "a": ({"jpg": encoded(picture(0))}, "no caption"),
-    "c": ({"jpg": b"", "json": b"{"}, "bad caption file"),
+    "c": ({"jpg": b"", "json": b"{"}, "bad JSON"),
     "d": ({"jpg": b"", "txt": b"D.", "png": b""}, "several images"),
     "e": ({"jpg": b"", "txt": b" \n"}, "empty or non-text caption"),
     "f": ({"jpg": b"", "txt": b"\xff"}, "bad caption file"),
@@ -326,9 +326,9 @@ def test_what_cannot_be_opened_is_refused_with_what_to_do(folder, tmp_path):
     (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 99)
     for data, images, message in (
         (tmp_path / "s.tar", folder[1], "hold their images, but images is.*Leave images out"),
-        (folder[0], None, "images is not given. Give the folder"),
+        (folder[0], None, "name their images by paths, but images is None. Give the folder"),
         (tmp_path / "nowhere.tar", None, "are not there. Give a JSON or JSONL file; WebDataset shards"),
-        (tmp_path / "bad.tar", None, "no usable sample. The first fault: bad.tar: broken shard"),
+        (tmp_path / "bad.tar", None, "no usable record, and 1 bad ones. The first fault: bad.tar: broken shard"),
     ):
         with pytest.raises(UserError, match=message):
             open_data(str(data), images)

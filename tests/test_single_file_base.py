@@ -84,11 +84,9 @@ def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bas
     hub_id, file = "stabilityai/stable-diffusion-xl-base-1.0", tmp_path / "xl.safetensors"
     save_file(load_file(bases / "sdxl.safetensors") | {XL_KEY: torch.zeros(1)}, file)
     unreachable = "nothing of it is in the hub's cache, and the hub cannot be reached"
-    with pytest.raises(
-        UserError, match=f"configuration .* '{hub_id}', which cannot .*: {unreachable}.*'FOLDER:{file}'"
-    ):
+    with pytest.raises(UserError, match=f"'{hub_id}' has no readable .*: {unreachable}.*'FOLDER:{file}'"):
         Checkpoint.parse(file).check_kind()
-    with pytest.raises(UserError, match=f"'{hub_id}' cannot be read: it is no folder here: {unreachable}"):
+    with pytest.raises(UserError, match=f"'{hub_id}' has no readable model_index.json: {unreachable}"):
         Checkpoint.parse(hub_id).check_kind()
     shutil.copytree(bases / "sdxl-configs", hub_repository(tmp_path, hub_id), dirs_exist_ok=True)
     checkpoint = Checkpoint.parse(file)
@@ -109,8 +107,8 @@ def test_other_files_and_incomplete_ones_are_refused(bases, tmp_path):
         f"{configs}:{tmp_path}/unet.safetensors": "lacks weights of its configuration's models",
         "lora.safetensors": "is no single-file checkpoint of SDXL or Stable Diffusion 1.5: it has no weights named",
         "half.safetensors": "cannot be read: .* Give a whole .safetensors file",
-        "sdxl.ckpt": "is a file that is not read. Give a folder in diffusers' layout, or a single-file .*safetensors",
-        f"{configs}:nowhere.safetensors": "is not there. 'nowhere.safetensors' is no file",
+        "sdxl.ckpt": "is not there, or not read. Give an SDXL folder in diffusers' layout, .* or a .safetensors file",
+        f"{configs}:nowhere.safetensors": "is not there, or not read",
     }.items():
         with pytest.raises(UserError, match=message):
             load_pipeline(base if ":" in base else tmp_path / base, None, CPU)

@@ -10,8 +10,7 @@ from helpers.html_page import Page
 from helpers.story import CUT, WHOLE, generation_report, page_of, results
 from PIL import Image
 
-from debias_diffusion.eval.story import tell
-from debias_diffusion.eval.story_examples import examples
+from debias_diffusion.eval.story import examples, tell
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, scene

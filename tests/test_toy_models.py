@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
 
-from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.text.tokens import load_tokenizer
 from debias_diffusion.toyworld import shipped
@@ -42,9 +42,10 @@ def test_an_object_counts_by_kind_colour_and_place_and_not_by_size():
         ([Thing("cross", "red", "small", "top"), Thing("ring", "blue", "large", "centre")], [False, False]),
         ([], [False, False]),
     ):
-        assert list(compare(render(Scene("grey", tuple(things)), SIZE), asked).correct.values()) == correct
+        seen = read_image(render(Scene("grey", tuple(things)), SIZE))
+        assert list(compare(seen, asked).correct.values()) == correct
     drawn = (Thing("star", "red", "large", "top"), Thing("cross", "pink", "small", "bottom"))
-    comparison = compare(render(Scene("black", drawn), SIZE), asked)
+    comparison = compare(read_image(render(Scene("black", drawn), SIZE)), asked)
     assert comparison.sizes == {"top": False, "left": False} and comparison.filled == ("top", "bottom")
     assert comparison.invented == ("bottom",) and not comparison.background
     noise = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
@@ -78,7 +79,7 @@ def test_weights_that_are_not_complete_are_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(shipped, "WEIGHTS", tmp_path)
     (tmp_path / "clip").mkdir()
     with pytest.raises(UserError, match=r"'toy/clip' is not in this installation.*python -m research toymodels"):
-        load_backbone("toy/clip")
+        load_two_tower("toy/clip")
 
 
 def test_the_package_is_small_and_its_models_are_good():

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
-from transformers import CLIPTokenizer
 
 from debias_diffusion.text.sentences import split_sentences
-from debias_diffusion.text.tokens import CaptionTokenizer
-from debias_diffusion.toyworld.grammar import STYLES, caption, full_caption, long_caption, short_caption
-from debias_diffusion.toyworld.references import Claim, Reference, resolve, resolve_apart
+from debias_diffusion.text.tokens import CaptionTokenizer, load_tokenizer
+from debias_diffusion.toyworld.claims import Claim, Reference, resolve
+from debias_diffusion.toyworld.grammar import STYLES, full_caption, long_caption, short_caption
 from debias_diffusion.toyworld.render import SIZE, render
 from debias_diffusion.toyworld.scenes import (
     ARRANGEMENTS,
@@ -24,20 +23,14 @@ from debias_diffusion.toyworld.scenes import (
     SIZES,
     Scene,
     Thing,
-    base_scene,
     draw_scene,
     generator,
     scene,
 )
-from debias_diffusion.toyworld.vocabulary import learn_tokenizer
+from debias_diffusion.toyworld.shipped import WEIGHTS
 
 seeds = st.integers(0, 2**40)
 scenes = seeds.map(lambda seed: draw_scene(random.Random(seed)))
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return learn_tokenizer((caption("train", i).text for i in range(1000)), merges=400)
 
 
 # ---- scenes
@@ -71,12 +64,6 @@ def test_four_scenes_in_a_row_differ_in_nothing_but_places(first):
     row = [scene("test", index) for index in range(first, first + ARRANGEMENTS)]
     assert len(set(map(contents, row))) == 1 and len(set(row)) == ARRANGEMENTS
     assert contents(scene("test", first + ARRANGEMENTS)) != contents(row[0])
-
-
-def test_base_models_learn_from_few_objects_and_exchanged_ones():
-    rows = [[base_scene(ARRANGEMENTS * family + n) for n in range(ARRANGEMENTS)] for family in range(1000)]
-    counts = Counter(len(row[0].things) for row in rows)  # a third one, a third two, and a fifth of the others
-    assert set(counts) == {1, 2, 3, 4, 5, 6} and 280 < counts[1] < 390 and 340 < counts[2] < 460
 
 
 def test_a_scene_stays_what_it_was():
@@ -166,8 +153,8 @@ def check_relation(shown, text):
         assert max(places, key=len) not in {thing.place for thing in shown.things}, text
 
 
-def test_short_captions_are_the_summary_and_one_or_two_objects(tokenizer):
-    count = CaptionTokenizer(tokenizer, 77)
+def test_short_captions_are_the_summary_and_one_or_two_objects():
+    count = CaptionTokenizer(load_tokenizer(WEIGHTS / "clip" / "tokenizer"), 77)
     written = [short_caption(scene("train", i), generator("train", i, "short")) for i in range(300)]
     details = [[sentence.mentions for sentence in caption.sentences[1:]] for caption in written]
     assert all([len(places) for places in of_one if places] in ([1], [1, 1]) for of_one in details)
@@ -224,8 +211,8 @@ def test_a_cut_between_two_sentences_loses_what_they_say_together():
     claims = {1: star, 2: it_is_blue, 3: None, 4: ring, 5: like_the_star}
     whole = resolve(claims)
     assert whole["top"]["colour"] == ("blue", {1, 2}) and whole["left"]["colour"] == ("blue", {1, 2, 4, 5})
-    apart = resolve_apart([{n: claims[n] for n in part} for part in ((1,), (2, 3, 4, 5))])
-    assert _values(apart) == {"top": {"kind": "star"}, "left": {"kind": "ring", "size": "small"}}
+    first, second = (_values(resolve({n: claims[n] for n in part})) for part in ((1,), (2, 3, 4, 5)))
+    assert (first, second) == ({"top": {"kind": "star"}}, {"left": {"kind": "ring", "size": "small"}})
 
 
 def test_a_name_that_two_objects_have_says_nothing():
@@ -235,25 +222,3 @@ def test_a_name_that_two_objects_have_says_nothing():
         2: Claim(Reference(kind="star"), (("colour", "red"),)),
     }
     assert _values(resolve(claims)) == {"top": {"kind": "star"}, "left": {"kind": "star"}}
-
-
-# ---- the tokenizer
-
-
-def test_every_word_of_captions_is_a_token_and_they_have_at_most_200(tokenizer):
-    counter = CaptionTokenizer(tokenizer, 248)
-    texts = [caption("development", i).text for i in range(500)]
-    counts = [counter.count(text) for text in texts]
-    assert min(counts) >= 88 and max(counts) <= 200
-    assert all(token.endswith("</w>") for text in texts[:50] for token in tokenizer.tokenize(text))
-
-
-def test_the_tokenizer_is_laid_out_as_clips_and_saved_whole(tokenizer, tmp_path):
-    assert tokenizer.eos_token_id == len(tokenizer) - 1 and tokenizer.bos_token_id == len(tokenizer) - 2
-    text = "a giraffe , naïve 猫 👍"
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
-    again = learn_tokenizer((caption("train", i).text for i in range(1000)), merges=400)
-    assert again.get_vocab() == tokenizer.get_vocab()
-    tokenizer.save_pretrained(tmp_path)
-    assert CLIPTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids == ids

@@ -1,6 +1,7 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.files import explain_full_disk
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint, load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
-from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.run import Run
@@ -26,7 +26,7 @@ from debias_diffusion.training.step import sum_over_processes
 from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
-from .data import AlignBatch, AlignDataset, FrozenVAE, collate
+from .data import AlignBatch, AlignDataset, check_room, collate, frozen_vae, latent_shape
 from .encoders import make_slots, recompute_activations
 from .objective import TERMS, Objective
 from .plan import PROBE, print_plan
@@ -71,7 +71,7 @@ class Alignment(Run):
             self.seen_before = [*self.seen_before, *map(read_seen, [spec] if spec else [])]
         device, dtype = accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
-        self.vae = FrozenVAE(pipe.vae, self.pixels, accelerator)
+        self.vae, self.latent_shape = pipe.vae, latent_shape(pipe.vae, self.pixels)
         names = (config.encoder, config.encoder_2)
         self.slots, self.two_tower = make_slots(names, pipe, checkpoint, dtype, config.reading == "overlap")
         slots = zip((FIRST, SECOND), self.slots, strict=True)
@@ -91,16 +91,6 @@ class Alignment(Run):
         )
         self.collate = collate
 
-    def run(self) -> Path | None:
-        request = StopRequest(self.accelerator)
-        with request.listening(), self.opened():
-            self.prepare(request)
-            if request.asked():
-                self.say("Stopped while latents were computed. The same command continues from there.")
-                return None
-            state = self.make_steps(request)
-            return state and self._finish(state)
-
     def prepare(self, request: StopRequest) -> None:
         """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
         # The indices of the pairs that steps read, often few of the data, by epoch and in order.
@@ -108,41 +98,32 @@ class Alignment(Run):
         read = {epoch: keys[keys[:, 0] == epoch, 1] for epoch in np.unique(keys[:, 0]).tolist()}
         trained = np.unique(keys[:, 1])
         records = [*self.held_out[:MEASURED], *(self.records[index] for index in trained.tolist())]
-        self.vae.check_room(len(records), self.config.latent_folder())
-        latents, bad = cached_images(
-            self.vae,
-            records,
-            self.images,
-            self.config.latent_folder(),
-            batch=max(1, min(32, 2**22 // self.pixels**2)),
-            workers=self.config.workers,
-            stop=lambda: request.here,
-        )
-        self.report_unreadable(bad, len(records))
-        self.vae.vae.to("cpu")
-        make = partial(
-            AlignDataset,
-            images=latents,
-            preprocess=partial(torch.reshape, shape=self.vae.shape),
-            seed=self.config.seed,
-            tokenizers=[slot.reader.tokenizer for slot in self.slots],
-        )
+        check_room(self.config.latent_folder(), self.latent_shape, len(records))
+        vae = frozen_vae(self.vae, self.pixels, self.accelerator)
+        batch = max(1, min(32, 2**22 // self.pixels**2))
+        bad = self.cache_features(vae, records, self.config.latent_folder(), batch, request)
+        self.vae.to("cpu")
         # Half of the pairs read later: another batch, and its latent is there.
         stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}
-        self.dataset = make(self.records, stand_ins=stand_ins.get if self.config.max_bad else None)
+        self.dataset = AlignDataset(
+            self.records,
+            self.images,
+            partial(torch.reshape, shape=self.latent_shape),
+            self.config.seed,
+            stand_ins=stand_ins.get if self.config.max_bad else None,
+            tokenizers=[slot.reader.tokenizer for slot in self.slots],
+        )
         unreadable = {record.where for record in bad}
         measured = [record for record in self.held_out[:MEASURED] if record.image not in unreadable]
-        self.measured = make(measured, stand_ins=None)
+        self.measured = replace(self.dataset, records=measured, stand_ins=None)
 
     def backward(self, batch: AlignBatch) -> dict[str, float]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
-        scaler, sums = self.optimizer.scaler, dict.fromkeys(TERMS, 0.0)
+        sums = dict.fromkeys(TERMS, 0.0)
         for part in batch.chunks(self.config.chunk or len(batch)):
             terms = self._backward(part, self.config.batch)
             sums = {name: sums[name] + value for name, value in terms.items()}
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        sum_over_processes(gradients, self.accelerator)
-        norm = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
+        norm = sum_over_processes(self.model.parameters(), self.accelerator) / self.optimizer.scaler.get_scale()
         means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.config.batch
         terms = dict(zip(TERMS, means, strict=True))
         losses = {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
@@ -155,7 +136,7 @@ class Alignment(Run):
             losses = self.objective.losses(batch.to(self.accelerator.device))
             terms = {name: values.sum() for name, values in losses.items()}
             loss = self._weighted(terms) / samples
-            (self.optimizer.scaler.scale(loss) if self.optimizer.scaler else loss).backward()
+            self.optimizer.scaler.scale(loss).backward()
         return {name: value.detach() for name, value in terms.items()}
 
     def _weighted(self, terms: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -182,7 +163,7 @@ class Alignment(Run):
         self._backward(collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]]), PROBE)
         self.optimizer.clear()
 
-    def _finish(self, state: TrainState) -> Path:
+    def finish(self, state: TrainState) -> Path:
         path = self.folder
         if self.main:
             for name, slot in zip((FIRST, SECOND), self.slots, strict=True):
@@ -199,5 +180,4 @@ class Alignment(Run):
         self.say_done(state)
         option = f"--encoder {path}" if FIRST in self.model else f"--encoder-2 {path / SECOND}"
         self.say(f"Next: debias-diffusion generate 'a long prompt' --base {self.config.base} {option}")
-        self.accelerator.wait_for_everyone()
         return path

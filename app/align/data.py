@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from diffusers import AutoencoderKL
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import CenterCrop, Compose, InterpolationMode, PILToTensor, Resize
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, split_text
 from debias_diffusion.text.reading import tokenize_text
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.training.feature_cache import FrozenEncoder, check_features
+from debias_diffusion.training.feature_cache import FrozenEncoder
 from debias_diffusion.training.plan import GB
 
 Text = tuple[Tokens, ...]  # one text, for each of SDXL's encoders
@@ -33,7 +32,13 @@ Text = tuple[Tokens, ...]  # one text, for each of SDXL's encoders
 PART = 1 / 2  # of the samples, the share of which some sentences are read too
 
 
-class FrozenVAE(FrozenEncoder):
+def latent_shape(vae: AutoencoderKL, pixels: int) -> tuple[int, int, int]:
+    """Channels, height and width of the latents of square images."""
+    side = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
+    return vae.config.latent_channels, side, side
+
+
+def frozen_vae(vae: AutoencoderKL, pixels: int, accelerator: Accelerator) -> FrozenEncoder:
     """SDXL's autoencoder, which turns images into latents, scaled as the UNet reads them.
 
     In float32 whatever the run's precision is: SDXL's autoencoder overflows in float16. The mean of the distribution is
@@ -43,41 +48,34 @@ class FrozenVAE(FrozenEncoder):
         vae: the autoencoder; moved to the accelerator's device.
         pixels: side of the square that images are scaled and cropped to.
     """
+    vae, config = vae.to(accelerator.device).float().eval(), vae.config
 
-    def __init__(self, vae: AutoencoderKL, pixels: int, accelerator: Accelerator):
-        self.vae, self.accelerator = vae.to(accelerator.device).float().eval(), accelerator
-        side = pixels // 2 ** (len(vae.config.block_out_channels) - 1)
-        self.shape = (vae.config.latent_channels, side, side)
-        # With its scaling factor, means and standard deviations; names with a line before them say where it lies.
-        config = {name: value for name, value in vae.config.items() if not name.startswith("_")}
-        self.key = {"vae": model_digest(vae, config), "pixels": pixels}
-        resize = Resize(pixels, InterpolationMode.LANCZOS)
-        self._read_pixels = Compose([resize, CenterCrop(pixels), PILToTensor()])
-
-    def read_pixels(self, image: Image.Image) -> Tensor:
-        return self._read_pixels(image)
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        config = self.vae.config
-        latents = self.vae.encode(pixels.to(self.accelerator.device).float() / 127.5 - 1).latent_dist.mean
+    def encode(images: Tensor) -> Tensor:
+        latents = vae.encode(images.float() / 127.5 - 1).latent_dist.mean
         if getattr(config, "latents_mean", None) is not None:
             mean, std = (
                 torch.tensor(values, device=latents.device).view(1, -1, 1, 1)
                 for values in (config.latents_mean, config.latents_std)
             )
             latents = (latents - mean) / std
-        return check_features(latents.flatten(1) * config.scaling_factor, "autoencoder", "fp32")
+        return latents.flatten(1) * config.scaling_factor
 
-    def check_room(self, images: int, folder: Path) -> None:
-        """Makes the cache's folder. Raises UserError if its disk has no room for the latents of so many images."""
-        folder.mkdir(parents=True, exist_ok=True)
-        needed = 4 * math.prod(self.shape) * images
-        free, used = shutil.disk_usage(folder).free, sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-        if needed > free + used:
-            raise UserError(
-                f"The latents of {images:,} images take {needed / GB:.1f} GB in {str(folder)!r}, and {free / GB:.1f} "
-                "GB are free. Give another --latent-cache, smaller --pixels, or fewer --max-steps."
-            )
+    read_pixels = Compose([Resize(pixels, InterpolationMode.LANCZOS), CenterCrop(pixels), PILToTensor()])
+    # With its scaling factor, means and standard deviations; names with a line before them say where it lies.
+    settings = {name: value for name, value in config.items() if not name.startswith("_")}
+    return FrozenEncoder(accelerator, read_pixels, encode, {"vae": model_digest(vae, settings), "pixels": pixels})
+
+
+def check_room(folder: Path, shape: tuple[int, int, int], images: int) -> None:
+    """Makes the cache's folder. Raises UserError if its disk has no room for the latents of so many images."""
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = 4 * math.prod(shape) * images
+    free, used = shutil.disk_usage(folder).free, sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    if needed > free + used:
+        raise UserError(
+            f"The latents of {images:,} images take {needed / GB:.1f} GB in {str(folder)!r}, and {free / GB:.1f} GB "
+            "are free. Give another --latent-cache, smaller --pixels, or fewer --max-steps."
+        )
 
 
 @dataclass(frozen=True)

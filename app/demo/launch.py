@@ -1,13 +1,12 @@
 """Serves the demo, by default to this machine only, without requests to any other server."""
 
-import io
 import os
 import sys
 from urllib.parse import urlsplit
 
 from debias_diffusion.devices import DTYPES, pick_device
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.files import open_regular
+from debias_diffusion.files import read_file
 
 from ..options import AppConfig
 from .models import DemoModels
@@ -37,15 +36,12 @@ def open_app(config: AppConfig):
         gradio's Blocks, whose `close()` stops the server; its address
 
     Raises:
+        OSError: the password file cannot be read.
         UserError: a setting cannot be used.
     """
     password = os.environ.get(PASSWORD) if config.user else None  # without a user it may be meant for another run
     if config.password_file:
-        try:
-            with io.TextIOWrapper(open_regular(config.password_file), encoding="utf-8") as file:
-                password = file.readline().rstrip("\r\n")
-        except (OSError, ValueError) as error:
-            raise UserError(f"The password file {config.password_file!r} cannot be read ({reason(error)}).") from error
+        password = read_file(config.password_file).decode(errors="replace").partition("\n")[0].rstrip("\r")
     if bool(config.user) != bool(password):
         raise UserError(
             "A user and a password go together. Give both, or neither; the password by --password-file or the "

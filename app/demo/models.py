@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
 from debias_diffusion.encoders.spec import ORIGINAL, READINGS, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
+from debias_diffusion.pipelines.rendering.options import Scheduler
 from debias_diffusion.pipelines.rendering.png import SAMPLERS, sampler
-from debias_diffusion.pipelines.rendering.renderer import SCHEDULERS, Renderer, Sampling, explain_memory
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, explain_memory
 from debias_diffusion.text.chunks import Reading
 
 TOY = "toy/sdxl"
@@ -40,7 +42,6 @@ class DemoModels:
         encoders: by label, a pipeline of the shared models with this encoder.
         is_toy: whether scenes of the toy world can be generated and checked.
         size: the checkpoint's native (height, width) in pixels.
-        longest_context: of all encoders.
         schedulers: names that a request may choose, the checkpoint's own first, and diffusers' classes; None for that.
         counter: an unchanging copy of the first encoder's tokenizer, to count tokens while another thread generates.
 
@@ -52,7 +53,7 @@ class DemoModels:
         if len(encoders) > MOST_ENCODERS:
             raise UserError(f"encoders={list(encoders)} are {len(encoders)} encoders. Name at most {MOST_ENCODERS}.")
         specs = parse_encoders(encoders)
-        self.renderer = Renderer(base, Sampling(None, None), device, dtype)
+        self.renderer = Renderer(base, Sampling(), device, dtype)
         checkpoint = self.renderer.checkpoint
         checkpoint.check_kind()
         self.is_toy, self.size, self.base = base == TOY, checkpoint.size, str(checkpoint.file or base)
@@ -74,10 +75,10 @@ class DemoModels:
                 self._readings[label] = spec.reading
             self.encoders[label], self._specs[label] = pipes[spec.name], spec
         self.labels = list(self.encoders)
-        both = [encoder for pipe in pipes.values() for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
-        self.longest_context = max(encoder.config.max_position_embeddings for encoder in both)
         self._free, native = threading.Lock(), sampler(type(pipes[models[0].name].scheduler).__name__)
-        self.schedulers = {native: None} | {SAMPLERS[cls]: cls for cls in SCHEDULERS if SAMPLERS[cls] != native}
+        self.schedulers = {native: None} | {
+            SAMPLERS[cls]: cls for cls in get_args(Scheduler) if SAMPLERS[cls] != native
+        }
         self.counter = deepcopy(self.encoders[self.labels[0]].tokenizer)
         self.counter.backend_tokenizer.no_truncation()
         self.counter.backend_tokenizer.no_padding()
@@ -98,14 +99,6 @@ class DemoModels:
                 if vae.dtype != renderer.dtype:  # diffusers decodes some images in single precision
                     vae.to(renderer.dtype)
 
-    def context_length(self, label: str) -> int:
-        """Positions that an encoder reads at once, BOS and EOS included."""
-        return self.encoders[label].text_encoder.config.max_position_embeddings
-
-    def reading(self, label: str, chosen: Reading) -> Reading:
-        """How this encoder reads a long prompt of a request with this reading."""
-        return self._readings.get(label, chosen)
-
     def spec(self, label: str, chosen: Reading) -> EncoderSpec:
         """The encoder, as it reads a request with this reading."""
-        return replace(self._specs[label], reading=self.reading(label, chosen))
+        return replace(self._specs[label], reading=self._readings.get(label, chosen))

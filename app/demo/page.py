@@ -21,8 +21,8 @@ from .examples import examples
 from .models import DemoModels
 from .reading import attention, count_tokens, movement
 from .rendering import RenderedImage, render_request
-from .request import MOST_GUIDANCE, MOST_IMAGES, MOST_STEPS, Request, from_png
-from .toy import MOST_SCENES, random_scene
+from .request import MOST_IMAGES, Request, from_png
+from .toy import MOST_SCENES, ToyScene, random_scene, scene_of
 
 TITLE = "See what your encoder reads"
 KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
@@ -46,6 +46,11 @@ STYLE = """
 TURN = {"concurrency_id": "device", "concurrency_limit": 1}  # one request at a time uses the device
 AS_SENT = {"preprocess": False}  # `Request` checks types and choices, and says what is allowed
 BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something is generated
+# of a request, in the order of the components
+SETTINGS = (
+    *("prompt", "encoders", "negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "images"),
+    *("scheduler", "emphasis", "reading", "sharpen"),
+)
 PRIVATE = {"api_visibility": "private"} | BESIDE
 
 
@@ -95,8 +100,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     seed = gr.Textbox("0", label="Seed")  # as text: numbers in a browser end at 2^53
                     new_seed = gr.Button("Random seed", size="sm")
                     scale = defaults.guidance_scale
-                    steps = gr.Slider(1, MOST_STEPS, defaults.steps, step=1, label="Steps")
-                    guidance = gr.Slider(0, MOST_GUIDANCE, scale, step=0.5, label="Guidance scale")
+                    steps = gr.Slider(1, 100, defaults.steps, step=1, label="Steps")
+                    guidance = gr.Slider(0, 30, scale, step=0.5, label="Guidance scale")
                     with gr.Row(visible=not models.renderer.checkpoint.defaults.fixed_size):
                         height = gr.Number(defaults.height, label="Height in pixels", precision=0)
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
@@ -175,15 +180,16 @@ class _Endpoints:
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             request = Request(
-                prompt, encoders, negative_prompt, parse_seed(seed), steps, guidance_scale, height, width, images,
-                scheduler, _chosen(emphasis), reading, sharpen, scene,
+                prompt, encoders, negative_prompt, parse_seed(seed), images, scheduler, emphasis or None, reading,
+                scene, steps=steps, guidance_scale=guidance_scale, height=height, width=width, sharpen=sharpen,
             )  # fmt: skip
-            shown = _reference(scene, prompt)
+            toy_scene = scene_of(scene, prompt)
+            shown = _reference(toy_scene)
             with closing(render_request(self.models, request, self.budget)) as items:
                 for item in items:
                     if isinstance(item, RenderedImage):
                         caption = f"{item.label}, seed {item.seed}: {item.read}"
-                        shown.append((str(item.save(folder)), caption + _marks(item.image, scene, prompt)))
+                        shown.append((str(item.save(folder)), caption + _marks(item.image, toy_scene)))
                         yield shown
                     else:
                         progress(*item)
@@ -193,7 +199,7 @@ class _Endpoints:
         """Counts a prompt's tokens with the encoders' tokenizer: each with who reads it, and how each encoder reads."""
         try:  # without any encoder, as all read it
             labels = self.models.labels if encoders == [] else encoders
-            request = Request(prompt, labels, emphasis=_chosen(emphasis), reading=reading)
+            request = Request(prompt, labels, emphasis=emphasis or None, reading=reading)
             counted, sentences, readings = count_tokens(self.models, request)
         except UserError as error:
             return gr.HighlightedText([(str(error), None)], label="Tokens"), ""
@@ -209,7 +215,7 @@ class _Endpoints:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
         with _shown_errors(), self.models.alone():
-            request = Request(prompt, encoders, emphasis=_chosen(emphasis), reading=reading)
+            request = Request(prompt, encoders, emphasis=emphasis or None, reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [
             _attention(label, shares[label]) if label in shares else gr.HighlightedText(visible=False)
@@ -232,20 +238,15 @@ class _Endpoints:
         """Reads the settings in a PNG from this demo or from `debias-diffusion generate`."""
         with _shown_errors():
             request, notes = from_png(png, self.models)
-        images = _reference(request.scene, request.prompt)
+        toy_scene = scene_of(request.scene, request.prompt)
+        images = _reference(toy_scene)
         if images:
             with open_regular(png) as file, Image.open(file, formats=("PNG",)) as image:
                 if image.size == (request.width, request.height):
-                    images.append((png, f"The PNG{_marks(image, request.scene, request.prompt)}"))
+                    images.append((png, f"The PNG{_marks(image, toy_scene)}"))
         status = escape(" ".join(["All settings are restored.", *notes]))
-        # in the order of the components
-        prompt, encoders, negative_prompt, seed, *settings, scene = vars(request).values()
-        chosen = ["" if value is None else value for value in settings]
-        return [status, scene, images or gr.skip(), prompt, encoders, negative_prompt, str(seed), *chosen]
-
-
-def _chosen(emphasis: Emphasis | Literal[""]) -> Emphasis | None:
-    return None if emphasis == "" else emphasis
+        values = vars(request) | {"seed": str(request.seed), "emphasis": request.emphasis or ""}
+        return [status, request.scene, images or gr.skip(), *(values[name] for name in SETTINGS)]
 
 
 def choose(example: str | int | None) -> tuple:
@@ -253,22 +254,21 @@ def choose(example: str | int | None) -> tuple:
     if isinstance(example, str):
         return example, None, []
     number = random.randrange(MOST_SCENES) if example is None else example
-    prompt = random_scene(number).caption
-    return prompt, number, _reference(number, prompt)
+    toy_scene = random_scene(number)
+    return toy_scene.caption, number, _reference(toy_scene)
 
 
-def _reference(number: int | None, prompt: str) -> list[tuple]:
-    """The reference image of a scene, if the prompt is its caption."""
-    if number is None or (scene := random_scene(number)).caption != prompt:
+def _reference(toy_scene: ToyScene | None) -> list[tuple]:
+    """The reference image of the prompt's scene, if it has one."""
+    if toy_scene is None:
         return []
-    objects = "; ".join(f"{name} (sentence {sentence})" for name, sentence in scene.objects)
-    return [(scene.reference, f"Reference image: {objects}")]
+    objects = "; ".join(f"{name} (sentence {sentence})" for name, sentence in toy_scene.objects)
+    return [(toy_scene.reference, f"Reference image: {objects}")]
 
 
-def _marks(image: Image.Image, number: int | None, prompt: str) -> str:
-    """What an image shows of a scene, to end its caption with, if the prompt is that of the scene."""
-    known = number is not None and (scene := random_scene(number)).caption == prompt
-    return f". {scene.marks(image)}" if known else ""
+def _marks(image: Image.Image, toy_scene: ToyScene | None) -> str:
+    """What an image shows of the prompt's scene, to end its caption with."""
+    return "" if toy_scene is None else f". {toy_scene.marks(image)}"
 
 
 def _attention(label: str, share: dict) -> gr.HighlightedText:

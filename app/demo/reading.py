@@ -59,9 +59,8 @@ def read_prompt(
 ) -> PromptReading:
     """How an encoder reads the prompt of a request, by its tokenizer or another one of its vocabulary."""
     options, pipe = request.options(models, label), models.encoders[label]
-    tokenizers, encoders = (tokenizer or pipe.tokenizer, pipe.tokenizer_2), (pipe.text_encoder, pipe.text_encoder_2)
-    contexts = [encoder.config.max_position_embeddings for encoder in encoders]
-    reader = PromptReader(list(zip(tokenizers, contexts, strict=True)), options)
+    context_length = pipe.text_encoder.config.max_position_embeddings
+    reader = PromptReader([(tokenizer or pipe.tokenizer, context_length)], options)
     return PromptReading(*reader.chunks(cleaned(request.prompt, options)))
 
 
@@ -118,7 +117,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         pipe, reading = models.encoders[label], read_prompt(models, label, request)
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
-        captions = CaptionTokenizer(pipe.tokenizer, models.context_length(label))
+        captions = CaptionTokenizer(pipe.tokenizer, pipe.text_encoder.config.max_position_embeddings)
         reader = CaptionReader(pipe.text_encoder, captions, models.renderer.device)
         chunks = [
             {"first": chunk.read.start, "end": chunk.read.stop}
@@ -152,7 +151,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
     sentences = _sentences(models, request)
     if len(sentences) < 2:
         return []
-    edits = [(f"sentences 1 and {min(4, len(sentences))} swapped", "", swap_first(4, sentences))]
+    edits = [("", "", sentences), (f"sentences 1 and {min(4, len(sentences))} swapped", "", swap_first(4, sentences))]
     for place, sentence in enumerate(sentences[:MOST_SENTENCES]):
         rest = [*sentences[:place], *sentences[place + 1 :]]
         edits.append((f"sentence {place + 1} removed", sentence, rest))
@@ -168,11 +167,10 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
             features.append(getattr(output, "text_embeds", getattr(output, "pooler_output", None))[0].cpu().double())
         return rows, torch.stack([feature / feature.norm() for feature in features]).mean(dim=0)
 
-    rows = [{"edit": edit, "text": text, "distance": {}} for edit, text, _ in edits]
+    rows = [{"edit": edit, "text": text, "distance": {}} for edit, text, _ in edits[1:]]
     for label in request.encoders:
-        ids, before = embedding(label, sentences)
-        for row, (_, _, parts) in zip(rows, edits, strict=True):
-            edited_ids, after = embedding(label, parts)
+        (ids, before), *edited = (embedding(label, parts) for _, _, parts in edits)
+        for row, (edited_ids, after) in zip(rows, edited, strict=True):
             moved = max(0.0, 1.0 - torch.cosine_similarity(before, after, dim=0).item())
             row["distance"][label] = 0.0 if edited_ids == ids else moved
     return rows

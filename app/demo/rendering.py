@@ -1,6 +1,5 @@
 """Images of one prompt by several text encoders, generated step by step, so that a visitor can watch and stop."""
 
-import math
 import queue
 import re
 import threading
@@ -10,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from diffusers import DiffusionPipeline
 from PIL import Image
 
 from debias_diffusion.errors import UserError
@@ -70,12 +68,12 @@ def render_request(
 
     Args:
         request: not yet checked.
-        budget: denoising steps allowed, as `check_budget` counts them.
+        budget: denoising steps allowed, see `check`.
 
     Raises:
         UserError: the request cannot be generated, takes too many steps, or the device runs out of memory.
     """
-    request = check(request, models)
+    request = check(request, models, budget)
     items: queue.SimpleQueue = queue.SimpleQueue()
     closed = threading.Event()
 
@@ -88,7 +86,6 @@ def render_request(
         end = None
         try:
             with models.alone():
-                check_budget(models, request, budget)
                 _render_all(models, request, report)
         except _StoppedError:
             pass
@@ -107,46 +104,8 @@ def render_request(
         closed.set()
 
 
-def _prepare(models: DemoModels, request: Request, label: str) -> tuple[DiffusionPipeline, ImagePrompt]:
-    """The pipeline of an encoder, and the prompt as it reads it."""
-    pipe = request.renderer(models).prepare(models.encoders[label], models.spec(label, request.reading))
-    prompt = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
-    return pipe, prompt.cleaned(request.options(models, label))
-
-
-def check_budget(models: DemoModels, request: Request, budget: int) -> None:
-    """Raises UserError for a request, checked before, of more denoising steps than allowed, over all images.
-
-    A step counts in proportion to the pixels beyond the checkpoint's native size, and, for encoders that read the whole
-    prompt, to the positions beyond the longest context length.
-    """
-
-    def positions(label: str) -> int:
-        """Of a prompt's embeddings, or of all its chunks, whichever are more."""
-        pipe, prompt = _prepare(models, request, label)
-        texts = filter(None, (prompt.prompt, prompt.negative_prompt))
-        layouts = [pipe.prompt_layout(text, do_classifier_free_guidance=False) for text in texts]
-        chunks = max(max(layout.chunks) for layout in layouts)
-        second = pipe.text_encoder_2.config.max_position_embeddings
-        return max(chunks * (second - 2) + 2, *(layout.positions for layout in layouts))
-
-    pixels = max(1.0, request.height * request.width / math.prod(models.size))
-    lengths = [max(1.0, positions(label) / models.longest_context) for label in request.encoders]
-    steps = request.steps * request.images * pixels * sum(lengths)
-    if steps > budget:
-        counted = f"{request.steps} steps x {request.images} images x {len(lengths)} encoders"
-        if pixels > 1:
-            counted += f" x {pixels:.1f} for the size of the images"
-        if max(lengths) > 1:
-            counted += f" x {sum(lengths) / len(lengths):.1f} for the length of the prompt"
-        raise UserError(
-            f"This request takes {math.ceil(steps):,} steps ({counted}); one request may take {budget:,} here. Choose "
-            "fewer steps, images or encoders, smaller images or a shorter prompt."
-        )
-
-
 def _render_all(models: DemoModels, request: Request, report: Callable[[Step | RenderedImage], None]) -> None:
-    sampling, encoded = request.renderer(models).sampling, {}
+    renderer, encoded = request.renderer(models), {}
     places = [(number, label) for number in range(1, request.images + 1) for label in request.encoders]
 
     def report_step(place: int, step: int, steps: int) -> None:
@@ -155,15 +114,17 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
 
     for place, (number, label) in enumerate(places):
         report_step(place, 0, request.steps)
-        pipe, prompt = _prepare(models, request, label)
+        encoder = models.spec(label, request.reading)
+        pipe = renderer.prepare(models.encoders[label], encoder)
         if label not in encoded:
-            encoded[label] = encode(pipe, [prompt], sampling), read_layout(pipe, prompt, sampling)
+            prompt = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
+            prompt = prompt.cleaned(renderer.options(encoder))
+            encoded[label] = encode(pipe, [prompt], renderer.sampling), read_layout(pipe, prompt, renderer.sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
         embeddings, layout = encoded[label]
         seed = request.seed + number - 1
-        [image] = render(pipe, embeddings, [seed], sampling, partial(report_step, place))
+        [image] = render(pipe, embeddings, [seed], renderer.sampling, partial(report_step, place))
         if isinstance(image, str):
             raise UserError(f"The image by {label}, seed {seed}, was not rendered: {image}. Try other settings.")
-        settings = to_settings(models, request, label, number, layout)
-        text = settings_text(settings, type(pipe.scheduler).__name__)
+        text = settings_text(to_settings(models, request, label, number, layout))
         report(RenderedImage(label, seed, image, text, read_prompt(models, label, request).in_words()))

@@ -4,26 +4,26 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.limits import Checked, Side, between
+from debias_diffusion.limits import between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
+from debias_diffusion.pipelines.rendering.options import ImageOptions
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings
-from debias_diffusion.text.chunks import MOST_SHARPENING, Emphasis, Reading, join_runs
+from debias_diffusion.text.chunks import Emphasis, Reading, join_runs
 from debias_diffusion.text.weighting import parse_prompt
 
-from ..prompts import check_last_seed, check_prompt, check_text, parse_seed
+from ..prompts import check_prompt, check_text, parse_seed
 from .models import DemoModels
-from .toy import MOST_SCENES, random_scene
+from .toy import scene_of
 
-MOST_STEPS = 100
-MOST_GUIDANCE = 30.0
 MOST_IMAGES = 8
 
 
-@dataclass(frozen=True)
-class Request(Checked):
+@dataclass
+class Request(ImageOptions):
     """Everything that decides the images. Raises UserError for a value that its type does not allow.
 
     Attributes:
@@ -31,39 +31,34 @@ class Request(Checked):
         encoders: labels of the encoders, which take turns.
         negative_prompt: "" for none.
         seed: of the first image's noise; image i, from 0, has seed + i.
-        steps: denoising steps.
-        guidance_scale: 1 or less is no guidance.
-        height, width: in pixels.
         images: images by each encoder.
         scheduler: one of `DemoModels.schedulers`.
         emphasis: what weights such as (word:1.3) and BREAK do, see `LongPromptOptions`.
         reading: how long prompts are read, likewise. Encoders whose name says how they read always read so.
-        sharpen: of the UNet's attention to long prompts, likewise.
-        scene: number of the toy world's scene that has the prompt as its caption, below MOST_SCENES. It changes no
-            image; it is for saying what an image shows.
+        scene: number of the toy world's scene that has the prompt as its caption. It changes no image; it is for
+            saying what an image shows.
     """
 
     prompt: str
     encoders: list[str]
     negative_prompt: str = ""
     seed: int = 0
-    steps: between(int, 1, MOST_STEPS) = 30
-    guidance_scale: between(float, 0, MOST_GUIDANCE) = 7.0
-    height: Side = 1024
-    width: Side = 1024
     images: between(int, 1, MOST_IMAGES) = 1
     scheduler: str = "Euler"
     emphasis: Emphasis | None = None
     reading: Reading = "overlap"
-    sharpen: between(float, 0.1, MOST_SHARPENING) = 1.0
     scene: int | None = None
 
     @classmethod
     def default(cls, models: DemoModels) -> "Request":
         """A request with default settings for these models, without a prompt."""
-        sampling, native = models.renderer.sampling, next(iter(models.schedulers))
+        return cls("", models.labels, scheduler=next(iter(models.schedulers))).with_defaults(models)
+
+    def with_defaults(self, models: DemoModels) -> "Request":
+        """With the checkpoint's own numbers in the place of None. Raises UserError for a size that it cannot render."""
+        sampling = self.renderer(models).sampling
         names = ("steps", "guidance_scale", "height", "width")
-        return cls("", models.labels, scheduler=native, **{name: getattr(sampling, name) for name in names})
+        return replace(self, **{name: getattr(sampling, name) for name in names})
 
     def renderer(self, models: DemoModels) -> Renderer:
         """The renderer of its images."""
@@ -74,28 +69,36 @@ class Request(Checked):
         return self.renderer(models).options(models.spec(label, self.reading))
 
 
-def check(request: Request, models: DemoModels) -> Request:
+def check(request: Request, models: DemoModels, budget: int | None = None) -> Request:
     """The request, with its encoders in the page's order, and its scene only if the prompt is its caption.
 
+    Args:
+        budget: denoising steps allowed, over all images and encoders; None for any number.
+
     Raises:
-        UserError: a value is not allowed with these models.
+        UserError: a value is not allowed with these models, or the request takes too many steps.
     """
     if request.scheduler not in models.schedulers:
         raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
     check_text_settings(request, models)
     check_prompt(request.prompt)
-    check_last_seed(parse_seed(request.seed), request.images)
-    models.renderer.checkpoint.check_size(request.height, request.width)
+    parse_seed(parse_seed(request.seed) + request.images - 1)  # of the last image
+    request = request.with_defaults(models)
     height, width = models.size
     if request.height * request.width > (most := 2 * height * width):
         raise UserError(
             f"{request.height} x {request.width} pixels are too many: at most {most:,} are allowed, twice the model's "
             f"native {height} x {width}. Make one side smaller."
         )
-    known = models.is_toy and request.scene is not None and 0 <= request.scene < MOST_SCENES
-    is_caption = known and random_scene(request.scene).caption == request.prompt
+    scene = request.scene if models.is_toy and scene_of(request.scene, request.prompt) else None
     encoders = [label for label in models.labels if label in request.encoders]
-    return replace(request, encoders=encoders, scene=request.scene if is_caption else None)
+    steps = request.steps * request.images * len(encoders)
+    if budget is not None and steps > budget:
+        raise UserError(
+            f"This request takes {steps:,} steps ({request.steps} steps x {request.images} images x {len(encoders)} "
+            f"encoders); one request may take {budget:,} here. Choose fewer steps, images or encoders."
+        )
+    return replace(request, encoders=encoders, scene=scene)
 
 
 def check_text_settings(request: Request, models: DemoModels) -> None:
@@ -139,7 +142,7 @@ def to_settings(models: DemoModels, request: Request, label: str, number: int, l
         "base": models.base,
         "encoder": label,
         "encoder_2": models.spec(label, request.reading).fitted_second,
-        "reading": models.reading(label, request.reading),
+        "reading": models.spec(label, request.reading).reading,
         "chosen_reading": request.reading,
         **runtime_settings(models.renderer.device, models.renderer.dtype),
         **layout.settings(),
@@ -158,16 +161,11 @@ def from_png(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:
     Raises:
         UserError: the file is no PNG with settings, or these cannot be used.
     """
-    try:
-        settings = read_settings(Path(path))
-        if settings is not None:
-            return _restored(settings, models)
-        problem = "The file is no PNG with settings; programs that share images often remove them"
-    except UserError:
-        raise
-    except Exception as error:  # there is no end to what a hostile file can say
-        problem = f"The PNG's settings cannot be used ({reason(error)})"
-    raise UserError(f"{problem}. Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged.")
+    advice = "Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged."
+    with explain_failure("The PNG's settings cannot be used", advice):  # there is no end to what a hostile file says
+        if (settings := read_settings(Path(path))) is None:
+            raise UserError(f"The file is no PNG with settings; programs that share images often remove them. {advice}")
+        return _restored(settings, models)
 
 
 def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, list[str]]:

@@ -40,3 +40,11 @@ def random_scene(number: int) -> ToyScene:
     first_mention = text.first_mentions()
     objects = [(thing.description, first_mention[thing.place] + 1) for thing in toy_scene.things]
     return ToyScene(toy_scene, text.text, render(toy_scene), objects)
+
+
+def scene_of(number: int | None, prompt: str) -> ToyScene | None:
+    """The scene of a number, if the prompt is its caption."""
+    if number is None or not 0 <= number < MOST_SCENES:
+        return None
+    toy_scene = random_scene(number)
+    return toy_scene if toy_scene.caption == prompt else None

@@ -14,7 +14,6 @@ from debias_diffusion.clip.model_files import check_folder, explain_failure
 from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.encoders.spec import check_model
-from debias_diffusion.errors import UserError, reason
 
 _SIZES = 4096  # of images, whose shapes are remembered
 
@@ -96,9 +95,6 @@ class Captioner:
 
         Images are batched with those that the processor makes as many tiles of. Which ones share a batch depends on
         `asked` alone, so that the same images give the same answers.
-
-        Raises:
-            UserError: the model or a batch does not fit into memory.
         """
         waiting: dict[tuple, list[Asked]] = {}
         for one in asked:
@@ -112,22 +108,14 @@ class Captioner:
 
     def _shapes(self, size: tuple[int, int]) -> tuple:
         processed = self.image_processor(Image.new("RGB", size), return_tensors="pt")
-        tensors = {name: tensor for name, tensor in processed.items() if isinstance(tensor, torch.Tensor)}
-        return tuple(sorted((name, tuple(tensor.shape[1:])) for name, tensor in tensors.items()))
+        return tuple(sorted((name, part.shape[1:]) for name, part in processed.items() if torch.is_tensor(part)))
 
     def _answers(self, group: list[Asked]) -> list[tuple[int, str]]:
         contents = [[{"type": "image", "image": one.image}, {"type": "text", "text": one.prompt}] for one in group]
-        settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": self.max_new_tokens}
-        try:
-            answers = self.pipeline(
-                text=[[{"role": "user", "content": content}] for content in contents],
-                batch_size=len(group),
-                return_full_text=False,
-                generate_kwargs=settings,
-            )
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"The model and {len(group)} images do not fit into memory ({reason(error)}). Give a smaller --batch "
-                f"than {self.batch}; finished parts are kept."
-            ) from error
+        answers = self.pipeline(
+            text=[[{"role": "user", "content": content}] for content in contents],
+            batch_size=len(group),
+            return_full_text=False,
+            generate_kwargs={"do_sample": False, "num_beams": 1, "max_new_tokens": self.max_new_tokens},
+        )
         return [(one.index, answer[0]["generated_text"]) for one, answer in zip(group, answers, strict=True)]

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 
 from debias_diffusion.data.captions import check_caption
 from debias_diffusion.text.sentences import split_sentences
@@ -74,63 +75,57 @@ def fault(text: str, kind: str = "long") -> str | None:
         check_caption(text or "empty", "")  # what `train` refuses, but an empty caption is short
     except ValueError as error:
         return f"meaningless: {str(error).partition(':')[0]}"
-    return _repeated(text, words) or _meaningless(text, words) or _short(text, words, kind)
+    return next(chain(_repeated(text, words), _meaningless(text, words), _short(text, words, kind)), None)
 
 
-def _repeated(text: str, words: Sequence[str]) -> str | None:
+def _repeated(text: str, words: list[str]) -> Iterator[str]:
     for length in range(1, _LONGEST_PHRASE + 1):
         limit = _RUNNING_WORDS if length == 1 else _RUNNING_PHRASES
-        phrase = _running(words, length, limit)
-        if phrase:
-            return f"repeated: {phrase!r} {limit} times running"
+        if phrase := _running(words, length, limit):
+            yield f"repeated: {phrase!r} {limit} times running"
     sentences = Counter(" ".join(_WORD.findall(sentence.lower())) for sentence in split_sentences(text))
-    often = next((sentence for sentence, count in sentences.items() if sentence and count >= _SENTENCES), None)
-    if often:
-        return f"repeated: {sentences[often]} times the sentence {often!r}"
+    for sentence, count in sentences.items():
+        if sentence and count >= _SENTENCES:
+            yield f"repeated: {count} times the sentence {sentence!r}"
     grams = list(_grams(words, _GRAM))
     share = len(set(grams)) / max(1, len(grams))
     if len(words) >= _COUNTED_FROM and share < _DISTINCT:
-        return f"repeated: {share:.0%} of the {_GRAM}-grams are distinct"
-    return None
+        yield f"repeated: {share:.0%} of the {_GRAM}-grams are distinct"
 
 
-def _running(words: Sequence[str], length: int, limit: int) -> str | None:
+def _running(words: list[str], length: int, limit: int) -> str | None:
     """The first phrase of `length` words that stands `limit` times in a row."""
-    same = 0  # words in a row that equal the one `length` before them
-    for index in range(length, len(words)):
-        same = same + 1 if words[index] == words[index - length] else 0
-        if same >= length * (limit - 1):
-            phrase = words[index - length + 1 : index + 1]
-            if length == 1 or any(len(word) > 1 for word in phrase):  # "X O X, O X O" stands on a board
-                return " ".join(phrase)
+    for start in range(len(words) - length * limit + 1):
+        phrase = words[start : start + length]
+        # "X O X, O X O" stands on a board.
+        if words[start : start + length * limit] == phrase * limit and (length == 1 or max(map(len, phrase)) > 1):
+            return " ".join(phrase)
     return None
 
 
-def _meaningless(text: str, words: Sequence[str]) -> str | None:
+def _meaningless(text: str, words: list[str]) -> Iterator[str]:
     visible = "".join(text.split())
     if visible and (share := sum(map(str.isalpha, visible)) / len(visible)) < _LETTERS:
-        return f"meaningless: {share:.0%} of the characters are letters"
+        yield f"meaningless: {share:.0%} of the characters are letters"
     unquoted = _QUOTED.sub('""', text)  # an image may show a refusal or a tag
     first = next(iter(split_sentences(unquoted)), "")
-    refusal = _APOLOGY.search(unquoted) or _INABILITY.search(first)
-    if refusal:
-        return f"meaningless: a refusal ({refusal[0]!r})"
+    if refusal := _APOLOGY.search(unquoted) or _INABILITY.search(first):
+        yield f"meaningless: a refusal ({refusal[0]!r})"
     prompts = _prompt_grams()
-    echo = next(
-        (gram for length in sorted(set(map(len, prompts))) for gram in _grams(words, length) if gram in prompts), None
-    )
-    if echo:
-        return f"meaningless: words of a prompt ({' '.join(echo)!r})"
-    markup = _MARKUP.search(unquoted)
-    return f"meaningless: markup ({markup[0].strip()!r})" if markup else None
+    for length in sorted(set(map(len, prompts))):
+        for gram in _grams(words, length):
+            if gram in prompts:
+                yield f"meaningless: words of a prompt ({' '.join(gram)!r})"
+    if markup := _MARKUP.search(unquoted):
+        yield f"meaningless: markup ({markup[0].strip()!r})"
 
 
-def _short(text: str, words: Sequence[str], kind: str) -> str | None:
-    if kind == "short":
-        return f"short: {len(words)} words, fewer than {FEWEST_WORDS}" if len(words) < FEWEST_WORDS else None
-    tokenizer = _tokenizer()
-    tokens = tokenizer.count(text) - tokenizer.n_special
-    return f"short: {tokens} tokens, fewer than {FEWEST_TOKENS}" if tokens < FEWEST_TOKENS else None
+def _short(text: str, words: list[str], kind: str) -> Iterator[str]:
+    if kind == "short" and len(words) < FEWEST_WORDS:
+        yield f"short: {len(words)} words, fewer than {FEWEST_WORDS}"
+    tokenizer = counting_tokenizer()
+    if kind == "long" and (tokens := tokenizer.count(text) - tokenizer.n_special) < FEWEST_TOKENS:
+        yield f"short: {tokens} tokens, fewer than {FEWEST_TOKENS}"
 
 
 def _grams(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
@@ -144,5 +139,6 @@ def _prompt_grams() -> frozenset[tuple[str, ...]]:
 
 
 @lru_cache
-def _tokenizer() -> CaptionTokenizer:
+def counting_tokenizer() -> CaptionTokenizer:
+    """CLIP's, which counts tokens whatever its context length is."""
     return CaptionTokenizer(clip_tokenizer(77), 77)

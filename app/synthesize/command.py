@@ -1,7 +1,6 @@
 """`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
 
 import json
-import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -10,25 +9,20 @@ from pathlib import Path
 
 from PIL import Image
 
-from debias_diffusion.app.shards import add_file, divide, read_images
-from debias_diffusion.data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad
+from debias_diffusion.app.shards import divide, read_images, write_tar
+from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
 from debias_diffusion.data.caption_statistics import CaptionStatistics, summarise
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.image_folder import list_images
 from debias_diffusion.data.records import PackedRecords, Record
-from debias_diffusion.data.shards import FINISHED
-from debias_diffusion.data.sources import data_digest, is_shards, open_data
+from debias_diffusion.data.shards import FINISHED, is_shards
+from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.devices import pick_precision
 from debias_diffusion.eval.report import versions
-from debias_diffusion.files import (
-    atomic_file,
-    bytes_digest,
-    write_json,
-)
+from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.sentences import split_sentences
-from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.check import look_for_images
 
 from ..options import SynthesizeConfig
@@ -39,7 +33,6 @@ from .instructions import draw_instruction
 from .sheet import Sheet
 
 CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
-_CONTEXT_LENGTH = 248  # of the tokenizer that counts for the report
 
 # What became of one image: as captions.jsonl, removed.jsonl or bad-records.jsonl has it.
 Row = dict[str, str]
@@ -83,9 +76,7 @@ class _Synthesis:
             self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
             names = ("kind", "max_new_tokens", "seed", "per_part")
             settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
-            # The main process holds the folder's lock. The others add their lines to files of their own.
-            shared = {"shared": not processes.is_main, "process": processes.index}
-            with Job.open(self.output, "synthesize", settings, inputs, **shared) as self.job:
+            with processes.open_job(self.output, "synthesize", settings, inputs) as self.job:
                 self._write(processes.from_main(self._missing))
                 processes.gathered([])  # all have written
                 processes.from_main(lambda: self._finish(settings | inputs))
@@ -96,23 +87,19 @@ class _Synthesis:
         config, self.bad = self.config, []
         if config.data is None:
             names, self.images = list_images(config.images)
-            self.records = PackedRecords(Record(name, name, "") for name in names)
+            self.records = PackedRecords.pack(Record(name, name, "") for name in names)
             return bytes_digest(f"{name}\n".encode() for name in names)
         captions, self.images = open_data(config.data, config.images)
         self.records, self.bad = captions.records, captions.bad
         look_for_images(self.records, self.images, config.max_bad)
         return data_digest(config.data, captions)
 
-    def _items(self, part: str) -> list[str]:
-        """A part's items: its rows, and its shard, if there is one."""
-        return [part, _shard(part)] if self.into_shards else [part]
-
     def _missing(self) -> list[str]:
         """The parts to write."""
-        whole = [part for part in self.parts if all(self.job.path(item, "absent") for item in self._items(part))]
-        if whole:
-            print(f"{len(whole)} of {len(self.parts)} parts are finished.")
-        return [part for part in self.parts if part not in whole]
+        items = {part: [part, _shard(part)] if self.into_shards else [part] for part in self.parts}
+        missing = [part for part in self.parts if not all(self.job.path(item, "absent") for item in items[part])]
+        print(f"{len(items) - len(missing)} of {len(items)} parts are finished.")
+        return missing
 
     def _write(self, missing: Sequence[str]) -> None:
         """Writes this process's share of the missing parts."""
@@ -127,7 +114,7 @@ class _Synthesis:
             for part in mine:
                 rows = self._rows(captioner, self.parts[part], opened)
                 if self.into_shards:
-                    self._write_shard(part, rows)
+                    write_tar(self.job, _shard(part), self._members(part, rows))
                 with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
                     temporary.write_bytes(b"".join(map(_line, rows)))
 
@@ -167,15 +154,14 @@ class _Synthesis:
         caption, short = (written, record.caption) if kind == "long" else (record.caption, written)
         return {"image": image, "caption": caption, "short_caption": short, "prompt": prompt}
 
-    def _write_shard(self, part: str, rows: Sequence[Row]) -> None:
-        """Writes the kept pairs of a part with their images, byte for byte. A sample's key is its place in the data."""
-        with self.job.write(_shard(part)) as temporary, tarfile.open(temporary, "w") as tar:
-            for index, row in zip(self.parts[part], rows, strict=True):
-                if "caption" in row:
-                    image = self.records[index].image  # shard/member@offset+size
-                    ending = Path(image.rpartition("@")[0]).suffix.lower()
-                    add_file(tar, f"{index:09}{ending}", self.images.read(image))
-                    add_file(tar, f"{index:09}.json", _line(row))
+    def _members(self, part: str, rows: Sequence[Row]) -> Iterator[tuple[str, bytes]]:
+        """The kept pairs of a part with their images, byte for byte. A sample's key is its place in the data."""
+        for index, row in zip(self.parts[part], rows, strict=True):
+            if "caption" in row:
+                image = self.records[index].image  # shard/member@offset+size
+                ending = Path(image.rpartition("@")[0]).suffix.lower()
+                yield f"{index:09}{ending}", self.images.read(image)
+                yield f"{index:09}.json", _line(row)
 
     def _finish(self, settings: dict) -> None:
         """Joins the parts and writes the report.
@@ -185,16 +171,15 @@ class _Synthesis:
         """
         job = Job.read(self.output)  # with what the others wrote; and every checksum is compared now
         kept, total = {part: job.notes(part)["kept"] for part in self.parts}, len(self.records) + len(self.bad)
-        tokenizer = CaptionTokenizer(clip_tokenizer(_CONTEXT_LENGTH), _CONTEXT_LENGTH)
-        bad, sheet = list(self.bad), Sheet(sum(kept.values()), tokenizer, self.images)
-        (self.output / BAD_RECORDS).unlink(missing_ok=True)
+        bad, sheet = list(self.bad), Sheet(sum(kept.values()), self.images)
         with ExitStack() as stack:
             names = (REMOVED,) if self.into_shards else (REMOVED, CAPTIONS)
             paths = {name: stack.enter_context(atomic_file(self.output / name)) for name in names}
             files = {name: stack.enter_context(path.open("wb")) for name, path in paths.items()}
             for part, positions in self.parts.items():
-                rows, *_ = [job.path(item) for item in self._items(part)]
-                for index, line in zip(positions, rows.read_bytes().splitlines(keepends=True), strict=True):
+                if self.into_shards:
+                    job.path(_shard(part))
+                for index, line in zip(positions, job.path(part).read_bytes().splitlines(keepends=True), strict=True):
                     row = json.loads(line)
                     if "where" in row:
                         bad.append(BadRecord(**row))
@@ -202,19 +187,13 @@ class _Synthesis:
                     sheet.add(row, self.records[index])
                     if file := files.get(REMOVED if "reason" in row else CAPTIONS):
                         file.write(line)
-            report_bad(bad, self.output)
-            advice = f"All are named in {str(self.output / BAD_RECORDS)!r}; raise --max-bad to go on without them."
-            check_share(bad, total, self.config.max_bad, advice)
+            report_all(bad, total, self.config.max_bad, self.output, "Raise --max-bad to go on without them.")
         if self.into_shards:
             self.job.note(FINISHED, samples={_shard(part): count for part, count in kept.items()})
-        counts = {
-            "images": total,
-            "kept": len(sheet.measures),
-            "removed": dict(sorted(sheet.removed.items())),
-            "unreadable": len(bad),
-        }
+        removed = dict(sorted(sheet.removed.items()))
+        counts = {"images": total, "kept": len(sheet.measures), "removed": removed, "unreadable": len(bad)}
         statistics = summarise(sheet.measures) if sheet.measures else None
-        sheet.write(self.output / REPORT, settings, counts, statistics)
+        sheet.write(self.output / REPORT, settings=settings, counts=counts, statistics=statistics)
         content = {"settings": settings, "versions": versions(), "counts": counts}
         write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
         self._tell(counts, statistics)
@@ -226,12 +205,9 @@ class _Synthesis:
             f"{f' ({removed})' if removed else ''}, unreadable {counts['unreadable']}."
         )
         print(f"What they look like: {self.output / REPORT}. What was removed, and why: {self.output / REMOVED}")
-        if statistics is None:
-            print("Nothing is left to train on. Look at what the model wrote, and try another one.")
-            return
-        data = self.output if self.into_shards else f"{self.output / CAPTIONS} --images {self.images.root}"
-        without = ", without --images" if self.into_shards else ""
-        print(f"{statistics}\nNext: debias-diffusion train --data {data}{without}")
+        if statistics is not None:
+            data = self.output if self.into_shards else f"{self.output / CAPTIONS} --images {self.images.root}"
+            print(f"{statistics}\nNext: debias-diffusion train --data {data}")
 
 
 def _shard(part: str) -> str:

@@ -5,7 +5,7 @@ that was not.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,11 +31,6 @@ class Generation:
     fitness: Tensor
 
     @property
-    def winner(self) -> Tensor:
-        """[heads of all blocks] the fittest individual."""
-        return self.masks[self.fitness.argmax()]
-
-    @property
     def diversity(self) -> float:
         """The mean Hamming distance of two individuals, as a share of the heads."""
         ones, count = self.masks.double().mean(dim=0), len(self.masks)
@@ -54,36 +49,25 @@ def first_masks(individuals: int, heads: int, seed: int) -> Tensor:
 
 def next_masks(generation: Generation, seed: int) -> Tensor:
     """The individuals that follow: tournaments, two-point crossover of neighbours, flipped bits. No elitism."""
-    parents = [_tournament(generation, _rng(seed, generation, "select", n)) for n in range(len(generation.masks))]
-    children = [generation.masks[parent].clone() for parent in parents]
-    for first in range(0, len(children) - 1, 2):
-        _cross(children[first], children[first + 1], _rng(seed, generation, "cross", first))
+
+    def rng(step: str, number: int) -> random.Random:
+        return random.Random(f"{seed}/{generation.number}/{step}/{number}")
+
+    children, fitness = [], generation.fitness.tolist()
+    for number in range(len(fitness)):
+        draw = rng("select", number)
+        parent = max([draw.randrange(len(fitness)) for _ in range(TOURNAMENT)], key=fitness.__getitem__)
+        children.append(generation.masks[parent].clone())
+    for number in range(0, len(children) - 1, 2):
+        draw, (one, other) = rng("cross", number), children[number : number + 2]
+        if draw.random() < CROSSOVER:
+            start, end = sorted(draw.sample(range(len(one) + 1), 2))
+            one[start:end], other[start:end] = other[start:end].clone(), one[start:end].clone()
     for number, child in enumerate(children):
-        _mutate(child, _rng(seed, generation, "mutate", number))
+        draw = rng("mutate", number)
+        if draw.random() < MUTATION:
+            child ^= torch.tensor([draw.random() < FLIP for _ in child])
     return torch.stack(children)
-
-
-def _rng(seed: int, generation: Generation, step: str, number: int) -> random.Random:
-    return random.Random(f"{seed}/{generation.number}/{step}/{number}")
-
-
-def _tournament(generation: Generation, rng: random.Random) -> int:
-    """The fittest of a few drawn individuals."""
-    candidates = [rng.randrange(len(generation.masks)) for _ in range(TOURNAMENT)]
-    return max(candidates, key=lambda number: generation.fitness[number].item())
-
-
-def _cross(one: Tensor, other: Tensor, rng: random.Random) -> None:
-    """Exchanges what lies between two points, in place."""
-    if rng.random() < CROSSOVER:
-        start, end = sorted(rng.sample(range(len(one) + 1), 2))
-        one[start:end], other[start:end] = other[start:end].clone(), one[start:end].clone()
-
-
-def _mutate(child: Tensor, rng: random.Random) -> None:
-    """Flips bits, in place."""
-    if rng.random() < MUTATION:
-        child ^= torch.tensor([rng.random() < FLIP for _ in range(len(child))])
 
 
 def has_converged(history: list[Generation]) -> bool:
@@ -99,26 +83,16 @@ def population_size(heads: int, efficient: bool = False) -> int:
     return sizes[0 if heads <= 144 else 1 if heads <= 384 else 2]
 
 
-def evolve(
-    masks: Tensor,
-    score: Callable[[Tensor, int], Tensor],
-    generations: int,
-    seed: int,
-    history: Sequence[Generation] = (),
-    on_generation: Callable[[Generation], None] = lambda generation: None,
-) -> list[Generation]:
-    """All generations up to convergence, at most `generations`.
+def evolve(masks: Tensor, score: Callable[[Tensor, int], Tensor], generations: int, seed: int) -> Iterator[Generation]:
+    """The generations up to convergence, at most `generations`.
 
     Args:
         masks: the first individuals, [individuals, heads of all blocks].
         score: (masks, number of the generation) -> fitness, [individuals].
-        history: the generations of an earlier run, which this one continues.
-        on_generation: called with each new generation.
     """
-    history = list(history)
+    history: list[Generation] = []
     while len(history) < generations and not (history and has_converged(history)):
         if history:
             masks = next_masks(history[-1], seed)
         history.append(Generation(len(history), masks, score(masks, len(history))))
-        on_generation(history[-1])
-    return history
+        yield history[-1]

@@ -10,17 +10,18 @@ projection into its bias, and the head's columns of the projection become 0.
   average over texts or images, and over their tokens.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..clip.backbone import Backbone
-from ..clip.blocks import Attention, before_attention, block_forward, causal_attention, full_attention
+from ..clip.blocks import after_attention, before_attention, block_forward, causal_attention
 from ..clip.image_tower import ImageTower
+from ..clip.text_tower import TextTower
 from ..errors import UserError, reason
 from ..limits import Tower
 from ..text.tokens import TokenBatch
@@ -71,6 +72,11 @@ class Ablation:
         """The suppressed heads."""
         return self.names_below(1)
 
+    @property
+    def soft_names(self) -> list[str]:
+        """The heads suppressed with a beta above 0, which no weights can express."""
+        return [name for name, beta in self.by_name.items() if 0 < beta < 1]
+
     def names_below(self, limit: float) -> list[str]:
         """The heads with a smaller beta."""
         return [name for name, beta in self.by_name.items() if beta < limit]
@@ -85,29 +91,33 @@ class Ablation:
         Raises:
             UserError: the tower has other blocks or heads, no class token, or no causal mask.
         """
-        check_shape(self.beta, *tower_shape(backbone, self.tower))
-        betas = {block: torch.tensor(row) for block, row in enumerate(self.beta) if min(row) < 1}
-        if not betas:
+        blocks, heads = tower_shape(backbone, self.tower)
+        rows = [len(row) for row in self.beta]
+        if rows != [heads] * blocks:
+            raise UserError(
+                f"beta has rows of {sorted(set(rows))} heads for {len(rows)} blocks, but the tower has {blocks} blocks "
+                f"of {heads} heads."
+            )
+        if not self.names:
             raise UserError("No head is ablated: beta is 1 everywhere.")
         if self.means is not None:
-            for block, row, means in zip(tower_blocks(backbone, self.tower), self.beta, self.means, strict=True):
-                fold_constants(block, [beta < 1 for beta in row], means)
-        elif self.tower == "image":
-            attends = {block: Suppressed(beta) for block, beta in betas.items()}
-            backbone.replace_image_attention(attends, self.description())
-        else:
-            changes = {block: partial(Suppressed, beta) for block, beta in betas.items()}
-            backbone.replace_text_attention(changes, self.description())
+            self._fold(backbone)
+            return
+        betas = {block: torch.tensor(row) for block, row in enumerate(self.beta) if min(row) < 1}
+        changes = {block: partial(Suppressed, beta) for block, beta in betas.items()}
+        backbone.replace_attention(self.tower, changes, self.description())
 
-
-def check_shape(beta: Iterable[Iterable[float]], blocks: int, heads: int) -> None:
-    """Raises UserError unless there is a beta for each head."""
-    rows = [len(row) for row in beta]
-    if rows != [heads] * blocks:
-        raise UserError(
-            f"beta has rows of {sorted(set(rows))} heads for {len(rows)} blocks, but the tower has {blocks} blocks of "
-            f"{heads} heads."
-        )
+    @torch.no_grad()
+    def _fold(self, backbone: Backbone) -> None:
+        """Lets the heads with a beta below 1 always give their means, by their blocks' weights."""
+        blocks = backbone.tower(self.tower).transformer.resblocks
+        for block, row, means in zip(blocks, self.beta, self.means, strict=True):
+            projection = block.attn.out_proj
+            for head, (beta, mean) in enumerate(zip(row, means, strict=True)):
+                if beta < 1:
+                    columns = slice(head * len(mean), (head + 1) * len(mean))
+                    projection.bias += projection.weight[:, columns] @ mean.to(projection.weight)
+                    projection.weight[:, columns] = 0
 
 
 def tower_shape(backbone: Backbone, tower: Tower) -> tuple[int, int]:
@@ -123,19 +133,13 @@ def tower_shape(backbone: Backbone, tower: Tower) -> tuple[int, int]:
             f"A {backbone.family.name} has no class token and no SOT that attention could be moved to. Give a CLIP, "
             "such as ViT-B-16."
         )
-    if tower == "image" and backbone.image.visual.pool_type != "tok":
-        pooling = backbone.image.visual.pool_type
+    if tower == "image" and (pooling := backbone.image.visual.pool_type) != "tok":
         raise UserError(f"The image tower pools by {pooling!r}, not at a class token. Give another CLIP.")
-    blocks = tower_blocks(backbone, tower)
+    blocks = backbone.tower(tower).transformer.resblocks
     return len(blocks), blocks[0].attn.num_heads
 
 
-def tower_blocks(backbone: Backbone, tower: Tower) -> Sequence[nn.Module]:
-    """open_clip's blocks of a tower, in order."""
-    return (backbone.text.tower if tower == "text" else backbone.image.visual).transformer.resblocks
-
-
-def noted(backbone: Backbone, tower: Tower) -> Ablation | None:
+def suppressed_heads(backbone: Backbone, tower: Tower) -> Ablation | None:
     """The suppressed heads of a tower that a model's configuration notes; None for none, and for other attention.
 
     Raises:
@@ -159,94 +163,39 @@ def apply_saved(backbone: Backbone) -> None:
         UserError: they cannot be read, or are of another shape than its towers.
     """
     for tower in TOWERS:
-        if ablation := noted(backbone, tower):
+        if ablation := suppressed_heads(backbone, tower):
             ablation.apply(backbone)
 
 
-# ---- what heads give on average
-
-
-class _Mean:
-    """The mean of what the heads of a block give."""
-
-    def __init__(self):
-        self.total, self.rows = torch.zeros(()), 0
-
-    def around(self, attend: Attention, last: bool = False) -> Attention:
-        """The same attention, with its results counted; `last`: CLS alone, [batch, tokens, heads, head_dim]."""
-
-        def counted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            attended = attend(query, key, value)
-            rows = (attended[:, :1] if last else attended).flatten(0, -3)
-            self.total = self.total + rows.cpu().double().sum(dim=0)
-            self.rows += len(rows)
-            return attended
-
-        return counted
-
-    @property
-    def value(self) -> Tensor:
-        """[heads, head_dim]"""
-        return (self.total / self.rows).float()
-
-
 @torch.inference_mode()
-def image_means(tower: ImageTower, embedded: Tensor, batch: int = 64) -> Tensor:
-    """What each head gives on average over images and tokens, in the last block over CLS, [blocks, heads, head_dim].
-
-    Args:
-        embedded: the blocks' input, [images, tokens, width].
-    """
-    means = [_Mean() for _ in range(tower.depth)]
-    for states in embedded.split(batch):
-        for block, mean in enumerate(means):
-            states = tower.run_block(block, states, mean.around(full_attention, last=block + 1 == tower.depth))
-    return torch.stack([mean.value for mean in means])
-
-
-@torch.inference_mode()
-def text_means(backbone: Backbone, texts: Sequence[TokenBatch]) -> Tensor:
-    """What each head gives on average over texts and tokens, in the last block over EOT, [blocks, heads, head_dim].
+def head_means(tower: ImageTower | TextTower, batches: Iterable[Tensor | TokenBatch]) -> Tensor:
+    """What each head gives on average over tokens, in the last block over the pooled ones, [blocks, heads, head_dim].
 
     What texts share, their SOT, counts once for each batch.
 
     Args:
-        texts: in batches, on the model's device.
+        batches: of images as `ImageTower.embed` gives them, or of texts, on the model's device.
     """
-    means = [_Mean() for _ in backbone.text.tower.transformer.resblocks]
-    backbone.text.changes = {block: mean.around for block, mean in enumerate(means)}
-    try:
-        for batch in texts:
-            backbone.encode_text(batch)
-    finally:
-        backbone.text.changes = {}
-    return torch.stack([mean.value for mean in means])
-
-
-# ---- into the weights
-
-
-@torch.no_grad()
-def fold_constants(block: nn.Module, ablated: Sequence[bool], constants: Tensor) -> None:
-    """Lets heads of a block always give the same, in place.
-
-    Args:
-        block: open_clip's block.
-        ablated: whether each head does.
-        constants: what these give, [heads, head_dim].
-    """
-    projection = block.attn.out_proj
-    width = projection.in_features // block.attn.num_heads
-    for head, is_ablated in enumerate(ablated):
-        if is_ablated:
-            columns = slice(head * width, (head + 1) * width)
-            projection.bias += projection.weight[:, columns] @ constants[head].to(projection.weight)
-            projection.weight[:, columns] = 0
-
-
-def soft_heads(ablation: Ablation) -> list[str]:
-    """The heads suppressed with a beta above 0, which no weights can express."""
-    return [name for name, beta in ablation.by_name.items() if 0 < beta < 1]
+    blocks = tower.transformer.resblocks
+    totals, counts, last = [torch.zeros((), dtype=torch.double) for _ in blocks], [0] * len(blocks), len(blocks) - 1
+    for batch in batches:
+        packed = tower.pack(batch)
+        states = packed.hidden_states
+        for number, block in enumerate(blocks):
+            query, key, value = before_attention(block, states)
+            if number < last:
+                attended = packed.attend(query, key, value)
+            else:
+                states = packed.pooled(states)
+                if isinstance(tower, TextTower):  # whose attention differs for few queries
+                    attended = packed.attend_last(packed.pooled(query), key, value)
+                else:
+                    attended = packed.pooled(packed.attend(query, key, value))
+            rows = attended.flatten(0, -3)
+            totals[number] = totals[number] + rows.cpu().double().sum(dim=0)
+            counts[number] += len(rows)
+            states = after_attention(block, states, attended)
+    return torch.stack([(total / count).float() for total, count in zip(totals, counts, strict=True)])
 
 
 @torch.no_grad()
@@ -258,19 +207,19 @@ def fold_text_heads(backbone: Backbone) -> None:
     Raises:
         UserError: a head is suppressed with a beta above 0.
     """
-    ablation = noted(backbone, "text")
+    ablation = suppressed_heads(backbone, "text")
     if ablation is None:
         return
-    if soft := soft_heads(ablation):
+    if soft := ablation.soft_names:
         raise UserError(
             f"Head {soft[0]} of the text tower is suppressed with a beta above 0, which cannot be written into "
             "weights. Search with --beta 0, or export it as open_clip."
         )
-    check_shape(ablation.beta, *tower_shape(backbone, "text"))
-    tower, sot = backbone.text.tower, backbone.tokenizer.tokenizer.bos_token_id
-    states = (tower.token_embedding.weight[sot] + tower.positional_embedding[0])[None, None]
-    for block, row in zip(tower.transformer.resblocks, ablation.beta, strict=True):
-        value = before_attention(block, states)[2][0, 0]  # [heads, head_dim]
+    tower, values = backbone.text.tower, []
+    sot = tower.token_embedding.weight[backbone.tokenizer.tokenizer.bos_token_id]
+    states = (sot + tower.positional_embedding[0])[None, None]
+    for block in tower.transformer.resblocks:
+        values.append(before_attention(block, states)[2][0, 0])  # [heads, head_dim]
         states = block_forward(block, states, causal_attention)
-        fold_constants(block, [beta == 0 for beta in row], value)
-    backbone.restore_text_attention()
+    backbone.replace_attention("text", {}, None)
+    replace(ablation, means=torch.stack(values)).apply(backbone)

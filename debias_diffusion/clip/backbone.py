@@ -7,6 +7,7 @@ The towers are open_clip's modules; only the text tower has a forward of its own
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
 from ..errors import UserError
+from ..limits import Tower
 from ..text.tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
@@ -40,7 +42,7 @@ _IMAGE_SETTINGS = ("embed_dim", "quick_gelu", "vision_cfg")  # of `model_cfg`, w
 class Backbone(nn.Module):
     """A two-tower CLIP, SigLIP or Chinese-CLIP: images and captions to features in one space.
 
-    `loading.load_backbone` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
+    `load_two_tower` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
 
     Attributes:
         model: open_clip's module, whose state dict `save` writes.
@@ -67,19 +69,18 @@ class Backbone(nn.Module):
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
         self.read_pixels = Compose([*self.preprocess.transforms[:-2], PILToTensor()])
-        # [3, 1, 1] each: the last step of `preprocess`, for images that are normalised where the model is
+        # the last step of `preprocess`, for images that are normalised where the model is
         normalise = self.preprocess.transforms[-1]
-        mean, std = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 1) for part in (normalise.mean, normalise.std))
+        mean, std = (torch.tensor(part, dtype=torch.float32, device="cpu") for part in (normalise.mean, normalise.std))
         # Every image would count as unreadable, or have features that are not finite.
-        shown = [torch.tensor(part, dtype=torch.float32, device="cpu") for part in (normalise.mean, normalise.std)]
-        if not (len(mean) == len(std) == 3 and torch.cat([1 / shown[1], shown[0] / shown[1]]).isfinite().all()):
+        if not (len(mean) == len(std) == 3 and torch.cat([1 / std, mean / std]).isfinite().all()):
             raise ValueError(
                 f"by its preprocess configuration, with mean {list(normalise.mean)} and std {list(normalise.std)}, "
                 "images cannot be normalised. Each must be three finite numbers, and std none of 0; correct it in the "
                 "model's configuration"
             )
-        self.register_buffer("_pixel_mean", mean, persistent=False)
-        self.register_buffer("_pixel_std", std, persistent=False)
+        for name, values in (("_pixel_mean", mean), ("_pixel_std", std)):  # [3, 1, 1] each
+            self.register_buffer(name, values.view(-1, 1, 1).to(torch.get_default_device()), persistent=False)
 
     @property
     def context_length(self) -> int:
@@ -143,11 +144,7 @@ class Backbone(nn.Module):
         images = self.as_floats(images)
         if self.image_attention is None and self.prompt_settings is None:
             return self.model.encode_image(images)
-        if self.image_attention is not None and not self.image.attends:
-            raise UserError(
-                f"This model was saved with other attention in its image tower, {self.image_attention}. Replace it "
-                "again first (`Backbone.replace_image_attention`)."
-            )
+        self._check_attention("image")
         return self.image(images)
 
     @cached_property
@@ -160,26 +157,45 @@ class Backbone(nn.Module):
         """Describes the replaced attention of the image tower; None for the plain one."""
         return self._extra_config.get("image_attention")
 
-    def replace_image_attention(self, attends: Mapping[int, Attention], description: dict) -> None:
-        """Gives blocks of the image tower another attention, in `encode_image` too.
+    @property
+    def text_attention(self) -> dict | None:
+        """Describes the replaced attention of the text tower; None for the plain one."""
+        return self._extra_config.get("text_attention")
+
+    def tower(self, name: Tower) -> ImageTower | TextTower:
+        """The tower of this name. Raises UserError as `image` does."""
+        return self.image if name == "image" else self.text
+
+    def replace_attention(
+        self, name: Tower, changes: Mapping[int, Callable[[Attention], Attention]], description: dict | None
+    ) -> None:
+        """Gives blocks of a tower another attention, in `encode_image` and `encode_text` too.
 
         open_clip does not know this setting: it runs a saved folder with the plain attention.
 
         Args:
-            attends: attention by number of the block; all other blocks keep the plain one.
+            name: of the tower.
+            changes: by number of the block, a function that makes another attention of its plain one, see
+                `TextTower.changes`; all other blocks keep the plain one.
             description: JSON values that identify this attention. They are written into `config`, so that caches,
-                evaluations and saved folders differ from the plain model's.
+                evaluations and saved folders differ from the plain model's. None, where no block is changed.
 
         Raises:
-            UserError: no block or description is given, a block is none, or the image tower is a ResNet or timm's.
+            UserError: a block is none, or the image tower is a ResNet or timm's, or has regional prompts.
         """
-        if not attends or not description:
-            raise UserError("replace_image_attention needs at least one block and a description.")
-        if self.prompt_settings is not None:
+        if name == "image" and self.prompt_settings is not None:
             raise UserError(PROMPTS_AND_ATTENTION)
-        numbers = block_numbers(self.image.visual.transformer, attends)
-        self.image.attends = dict(zip(numbers, attends.values(), strict=True))
-        self._configure(image_attention=description)
+        tower = self.tower(name)
+        tower.changes = dict(zip(block_numbers(tower.transformer, changes), changes.values(), strict=True))
+        self._configure(**{f"{name}_attention": description})
+
+    def _check_attention(self, name: Tower) -> None:
+        description = self._extra_config.get(f"{name}_attention")
+        if description is not None and not self.tower(name).changes:
+            raise UserError(
+                f"This model was saved with other attention in its {name} tower, {description}. Replace it again first "
+                "(`Backbone.replace_attention`)."
+            )
 
     @property
     def prompt_settings(self) -> PromptSettings | None:
@@ -192,7 +208,7 @@ class Backbone(nn.Module):
         open_clip does not know them: its strict loading refuses the saved weights.
         """
         add_prompts(self.model.visual, settings)
-        self._configure(**{_PROMPTS: settings.description()})
+        self._configure(**{_PROMPTS: asdict(settings)})
 
     @property
     def short_positions(self) -> torch.Tensor | None:
@@ -219,34 +235,6 @@ class Backbone(nn.Module):
         self._set_positions(table.clone())
         self._configure(keep=None, factor=None)
 
-    @property
-    def text_attention(self) -> dict | None:
-        """Describes the replaced attention of the text tower; None for the plain one."""
-        return self._extra_config.get("text_attention")
-
-    def replace_text_attention(
-        self, changes: Mapping[int, Callable[[Attention], Attention]], description: dict
-    ) -> None:
-        """Gives blocks of the text tower another attention, see `TextTower.changes`.
-
-        Args:
-            changes: by number of the block; all other blocks keep the plain attention.
-            description: as in `replace_image_attention`.
-
-        Raises:
-            UserError: no block or description is given, or a block is none.
-        """
-        if not changes or not description:
-            raise UserError("replace_text_attention needs at least one block and a description.")
-        numbers = block_numbers(self.text.tower.transformer, changes)
-        self.text.changes = dict(zip(numbers, changes.values(), strict=True))
-        self._configure(text_attention=description)
-
-    def restore_text_attention(self) -> None:
-        """Gives the text tower its plain attention again, and removes the description."""
-        self.text.changes = {}
-        self._configure(text_attention=None)
-
     def digest(self) -> str:
         """sha256 of all that decides a feature or a training: weights, configuration and tokenizer."""
         short = {} if self.short_positions is None else {SHORT_POSITIONS_FILE: self.short_positions}
@@ -261,20 +249,17 @@ class Backbone(nn.Module):
         return model_digest(self.model.visual, settings)
 
     def as_floats(self, images: torch.Tensor) -> torch.Tensor:
-        """Images from `preprocess` as they are, and uint8 ones from `read_pixels` normalised."""
-        return self.normalise(images) if images.dtype == torch.uint8 else images
+        """Images from `preprocess` as they are; uint8 ones from `read_pixels`, [batch, 3, height, width], normalised.
 
-    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [batch, 3, height, width] to floats, bit for bit as torchvision's ToTensor and Normalize."""
-        return (pixels.to(self._pixel_mean.dtype) / 255 - self._pixel_mean) / self._pixel_std
+        Bit for bit as torchvision's ToTensor and Normalize.
+        """
+        if images.dtype != torch.uint8:
+            return images
+        return (images.to(self._pixel_mean.dtype) / 255 - self._pixel_mean) / self._pixel_std
 
     def encode_text(self, tokens: TokenBatch) -> torch.Tensor:
         """Tokens -> [batch, embed_dim]"""
-        if self.text_attention is not None and not self.text.changes:
-            raise UserError(
-                f"This model was saved with other attention in its text tower, {self.text_attention}. Replace it again "
-                "first (`Backbone.replace_text_attention`)."
-            )
+        self._check_attention("text")
         return self.text(tokens)
 
     def stretch(self, keep: int = KEEP, factor: int = FACTOR) -> None:

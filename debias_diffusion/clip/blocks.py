@@ -1,6 +1,7 @@
 """The transformer blocks of open_clip's towers, with their attention as an argument."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +25,25 @@ def full_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
     return F.scaled_dot_product_attention(*parts, **options).transpose(-3, -2)
 
 
+@dataclass(frozen=True)
+class TowerInput:
+    """Images or texts on their way through a tower, for who runs its blocks one by one.
+
+    Attributes:
+        hidden_states: the blocks' input, [..., tokens, width]; token 0 is CLS, or the SOT that all texts share.
+        attend: the attention of every block but the last.
+        attend_last: the attention of the last block, whose queries are those of the pooled tokens alone.
+        pooled: of something of all tokens, that of the tokens whose state after the last block is pooled.
+        project: these states to features [batch, embed_dim], not normalised.
+    """
+
+    hidden_states: torch.Tensor
+    attend: Attention
+    attend_last: Attention
+    pooled: Callable[[torch.Tensor], torch.Tensor]
+    project: Callable[[torch.Tensor], torch.Tensor]
+
+
 causal_attention = partial(full_attention, is_causal=True)
 
 
@@ -44,7 +64,7 @@ def block_forward(
     block: ResidualAttentionBlock,
     hidden_states: torch.Tensor,
     attend: Attention,
-    rows: torch.Tensor | None = None,
+    pooled: Callable[[torch.Tensor], torch.Tensor] | None = None,
     before: Callable = before_attention,
     after: Callable = after_attention,
 ) -> torch.Tensor:
@@ -54,25 +74,25 @@ def block_forward(
         block: open_clip's block, whose weights are used in place.
         hidden_states: [..., width], any leading shape.
         attend: the attention; see `Attention`.
-        rows: the rows of [rows, width] whose output is wanted. `attend` then gets the queries of these alone, and keys
-            and values of all.
+        pooled: chooses the tokens whose output is wanted. `attend` then gets the queries of these alone, and keys and
+            values of all.
         before, after: the parts before and after the attention, for example compiled.
     """
     query, key, value = before(block, hidden_states)
-    if rows is not None:
-        query, hidden_states = query.index_select(0, rows), hidden_states.index_select(0, rows)
+    if pooled is not None:
+        query, hidden_states = pooled(query), pooled(hidden_states)
     return after(block, hidden_states, attend(query, key, value))
 
 
 def run_block(
-    transformer: Transformer, number: int, hidden_states: torch.Tensor, attend: Attention, *rows, **parts
+    transformer: Transformer, number: int, hidden_states: torch.Tensor, attend: Attention, *pooled, **parts
 ) -> torch.Tensor:
     """`block_forward` of a transformer's block of that number; under checkpointing it recomputes its activations."""
     run, block = partial(block_forward, **parts), transformer.resblocks[number]
     if transformer.grad_checkpointing and torch.is_grad_enabled():
         # A block draws no random numbers whose state would have to be kept.
-        return checkpoint(run, block, hidden_states, attend, *rows, use_reentrant=False, preserve_rng_state=False)
-    return run(block, hidden_states, attend, *rows)
+        return checkpoint(run, block, hidden_states, attend, *pooled, use_reentrant=False, preserve_rng_state=False)
+    return run(block, hidden_states, attend, *pooled)
 
 
 def block_numbers(transformer: Transformer, blocks: Sequence[int]) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from open_clip.tokenizer import get_clean_fn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..errors import UserError, reason
+from ..errors import UserError
 from ..text.tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, load_tokenizer, save_tokenizer
 from .model_files import explain_failure
 
@@ -70,14 +70,17 @@ class Family:
             UserError: there is none, or it does not fit the text tower.
         """
         place = folder and self._find_tokenizer(folder)
-        where = place or self.hub_tokenizer or "CLIP's"
-        with explain_failure(f"The tokenizer of {model!r} ({where}) cannot be used"):
-            if self.hub_tokenizer is None:
-                tokenizer = load_tokenizer(place) if place else clip_tokenizer(text_cfg["context_length"])
-            elif place:
-                tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        where, advice = place or self.hub_tokenizer or "CLIP's", ""
+        if self.hub_tokenizer and not place:
+            advice = (
+                f"On a machine with a network run `hf download {where} --include '*token*' --local-dir "
+                f"{TOKENIZER_FOLDER}`, and put the folder `{TOKENIZER_FOLDER}` beside the weights."
+            )
+        with explain_failure(f"The tokenizer of {model!r} ({where}) cannot be used", advice):
+            if self.hub_tokenizer:
+                tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             else:
-                tokenizer = _from_hub(model, self.hub_tokenizer)
+                tokenizer = load_tokenizer(place) if place else clip_tokenizer(text_cfg["context_length"])
             return self.caption_tokenizer(tokenizer, text_cfg)
 
     def _find_tokenizer(self, folder: Path) -> Path | None:
@@ -141,14 +144,3 @@ def _foreign_parts(model_cfg: dict) -> list[str]:
         if key != "clean" or value not in ("canonicalize", "lower", "whitespace"):
             parts.append(f"tokenizer_kwargs: {key}={value}")
     return parts
-
-
-def _from_hub(model: str, name: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # no network, no such repository, no such files
-        raise UserError(
-            f"{model!r} needs the tokenizer {name!r}, which is neither on this machine nor could be fetched from the "
-            f"Hugging Face hub. On a machine with a network run `hf download {name} --include '*token*' --local-dir "
-            f"{TOKENIZER_FOLDER}`, and put the folder `{TOKENIZER_FOLDER}` beside the weights. ({reason(error)})"
-        ) from error

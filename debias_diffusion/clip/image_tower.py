@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
-from open_clip.transformer import ResidualAttentionBlock, VisionTransformer
+from open_clip.transformer import ResidualAttentionBlock, Transformer, VisionTransformer
 from torch import nn
 
 from ..errors import UserError
 from .blocks import (
     Attention,
+    TowerInput,
     after_attention,
     before_attention,
     block_numbers,
@@ -48,7 +48,7 @@ class ImageTower:
     """open_clip's vision transformer as parts: embed, run each block, project.
 
     Values and gradients equal open_clip's own forward up to rounding. `Backbone.encode_image` uses that forward unless
-    attention was replaced or the tower has regional prompts, which all but `run_block` and `embed` respect.
+    attention was replaced or the tower has regional prompts.
     A method that changes the tokens between blocks runs the parts itself:
 
         hidden_states = tower.embed(images)
@@ -60,7 +60,7 @@ class ImageTower:
         visual: the image tower of an open_clip model, whose weights are used in place.
 
     Attributes:
-        attends: the attention of each block, by number from 0, that does not have the plain one.
+        changes: by number of the block, from 0, a function that makes another attention of the plain one.
 
     Raises:
         UserError: the tower is not open_clip's plain vision transformer.
@@ -68,20 +68,23 @@ class ImageTower:
 
     def __init__(self, visual: nn.Module):
         if not isinstance(visual, VisionTransformer):
-            kind = type(getattr(visual, "trunk", visual)).__name__
             raise UserError(
-                f"The image tower is a {kind}{' of timm' if hasattr(visual, 'trunk') else ''}, which cannot be run "
-                "block by block. Give a CLIP with open_clip's own vision transformer, for example ViT-B-16."
+                f"The image tower is a {type(visual).__name__}, which cannot be run block by block. Give a CLIP with "
+                "open_clip's own vision transformer, for example ViT-B-16."
             )
         if not all(type(block) is ResidualAttentionBlock for block in visual.transformer.resblocks):
             raise UserError("The image tower's blocks are not plain CLIP blocks. Give another, such as ViT-B-16.")
         self.visual = visual
-        self.attends: dict[int, Attention] = {}
+        self.changes: dict[int, Callable[[Attention], Attention]] = {}
         self._before, self._before_cls, self._after = before_attention, _before_attention_of_cls, after_attention
 
     @property
     def prompts(self) -> RegionalPrompts | None:
         return getattr(self.visual, "regional_prompts", None)
+
+    @property
+    def transformer(self) -> Transformer:
+        return self.visual.transformer
 
     @property
     def patches(self) -> int:
@@ -91,7 +94,7 @@ class ImageTower:
     @property
     def depth(self) -> int:
         """The number of blocks."""
-        return len(self.visual.transformer.resblocks)
+        return len(self.transformer.resblocks)
 
     def embed(self, images: torch.Tensor) -> torch.Tensor:
         """Preprocessed images [batch, 3, height, width] -> the blocks' input [batch, 1 + patches, width], CLS first"""
@@ -102,10 +105,13 @@ class ImageTower:
 
         Args:
             block: its number, from 0.
-            attend: its attention, [batch, tokens, heads, head_dim] each; None: as `attends` has it, else the plain one.
+            attend: its attention, [batch, tokens, heads, head_dim] each; None: with prompts, or as `changes` has it.
         """
-        attend = attend or self.attends.get(block, full_attention)
-        return run_block(self.visual.transformer, block, hidden_states, attend)
+        return run_block(self.transformer, block, hidden_states, attend or self._attention(block))
+
+    def pack(self, hidden_states: torch.Tensor) -> TowerInput:
+        """What `embed` gives, for who runs the blocks; `changes` are left to them. It must pool at CLS."""
+        return TowerInput(hidden_states, full_attention, full_attention, _cls_of, self.project)
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, width] after the last block -> features [batch, embed_dim], not normalised."""
@@ -158,7 +164,7 @@ class ImageTower:
         return features, self.project(hidden_states), states
 
     def compile(self, **options) -> None:
-        """Compiles everything but the attention of `encode_with_masked`."""
+        """Compiles everything but the attention."""
         self._before, self._before_cls, self._after = (
             torch.compile(part, dynamic=True, **options)
             for part in (before_attention, _before_attention_of_cls, after_attention)
@@ -184,25 +190,20 @@ class ImageTower:
         Args:
             cls_alone: only CLS of the last block's output is wanted, [batch, 1, width].
         """
-        transformer = self.visual.transformer
-        numbers, cls_states = block_numbers(transformer, blocks), {}
+        numbers, cls_states = block_numbers(self.transformer, blocks), {}
         for block in range(self.depth):
-            parts = {"before": self._before, "after": self._after} if cls_alone else {}
-            if cls_alone and block == self.depth - 1:
-                parts = {"before": self._before_cls, "after": partial(_after_attention_of_cls, self._after)}
-            hidden_states = run_block(transformer, block, hidden_states, self._attention(block), **parts)
+            pooled = [_cls_of] if cls_alone and block == self.depth - 1 else []
+            parts = {"before": self._before_cls if pooled else self._before, "after": self._after}
+            hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), *pooled, **parts)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
         states = [cls_states[number] for number in numbers]
         return hidden_states, stack_states(states, hidden_states, hidden_states.shape[-1])
 
     def _attention(self, block: int) -> Attention:
-        """The attention of a block: with the prompts, if there are any, or as `attends` has it."""
-        if self.prompts and self.attends:
-            raise UserError(PROMPTS_AND_ATTENTION)
         if self.prompts:
-            return self.prompts.attention(self.visual.transformer.resblocks[block], block)
-        return self.attends.get(block, full_attention)
+            return self.prompts.attention(self.transformer.resblocks[block], block)
+        return self.changes[block](full_attention) if block in self.changes else full_attention
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Features [batch, embed_dim], not normalised."""
@@ -214,6 +215,11 @@ def add_prompts(visual: nn.Module, settings: PromptSettings) -> None:
     visual.regional_prompts = RegionalPrompts(settings, visual.conv1.out_channels, ImageTower(visual).depth)
 
 
+def _cls_of(tokens: torch.Tensor) -> torch.Tensor:
+    """[batch, tokens, ...] -> [batch, 1, ...]"""
+    return tokens[:, :1]
+
+
 def _before_attention_of_cls(block: ResidualAttentionBlock, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`before_attention`, with the query of CLS alone."""
     attention, normed = block.attn, block.ln_1(hidden_states)
@@ -222,10 +228,3 @@ def _before_attention_of_cls(block: ResidualAttentionBlock, hidden_states: torch
     query = F.linear(normed[:, :1], weight[:width], bias[:width])
     key_value = F.linear(normed, weight[width:], bias[width:])
     return tuple(part.unflatten(-1, (attention.num_heads, -1)) for part in (query, *key_value.chunk(2, dim=-1)))
-
-
-def _after_attention_of_cls(
-    after: Callable, block: ResidualAttentionBlock, hidden_states: torch.Tensor, attended: torch.Tensor
-) -> torch.Tensor:
-    """`after_attention` of CLS alone, [batch, 1, width]."""
-    return after(block, hidden_states[:, :1], attended)

@@ -6,7 +6,7 @@ So what the prompts attend to is read by nothing: they are keys and values alone
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -51,15 +51,11 @@ class PromptSettings:
 
     @classmethod
     def from_config(cls, config: Mapping) -> "PromptSettings":
-        """The settings that `description` wrote. Raises UserError for other ones."""
+        """The settings in `Backbone.config`. Raises UserError for other ones."""
         known = {field.name for field in fields(cls)}
         if not isinstance(config, Mapping) or set(config) != known:
             raise UserError(f"regional_prompts must be an object with {', '.join(sorted(known))}, got {config!r}.")
         return cls(**config)
-
-    def description(self) -> dict:
-        """JSON values that identify the settings, for `Backbone.config`."""
-        return asdict(self)
 
 
 class RegionalPrompts(nn.Module):

@@ -1,17 +1,19 @@
 """Text towers: a causal one that computes only what its mask does not hide, and one without a mask."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from open_clip.transformer import Transformer
 from torch import nn
 
 from ..errors import UserError
 from ..text.tokens import TokenBatch
 from .blocks import (
     Attention,
+    TowerInput,
     after_attention,
     before_attention,
     block_numbers,
@@ -26,25 +28,6 @@ _SHORT_POSITIONS = "short_positional_embedding"  # a buffer of the tower, in no 
 # Where the text feature is read: at EOT (at the last slot where there is no causal mask), or as the mean of all states
 # from SOT to EOT without pads (DeBias-CLIP, section E.2).
 POOLINGS = ("eot", "average")
-
-
-@dataclass(frozen=True)
-class PackedTexts:
-    """Texts on their way through a causal tower, for methods that run the blocks themselves.
-
-    Attributes:
-        hidden_states: [tokens, width] the blocks' input; token 0 is the SOT that all texts share.
-        attend: the attention of every block but the last.
-        attend_last: the attention of the last block, whose queries are those of `rows` alone.
-        rows: the tokens whose state after the last block is pooled; None for all.
-        project: these states to features [texts, embed_dim], in the order of the batch.
-    """
-
-    hidden_states: torch.Tensor
-    attend: Attention
-    attend_last: Attention
-    rows: torch.Tensor | None
-    project: Callable[[torch.Tensor], torch.Tensor]
 
 
 class TextTower:
@@ -71,6 +54,10 @@ class TextTower:
         self._before, self._after = before_attention, after_attention
 
     @property
+    def transformer(self) -> Transformer:
+        return self.tower.transformer
+
+    @property
     def context_length(self) -> int:
         return self.tower.positional_embedding.shape[0]
 
@@ -94,25 +81,22 @@ class TextTower:
             final norm.
         """
         self._check_changes(tokens)
-        tower, layout = self.tower, Layout(tokens, tokens.ids.device)
+        layout = Layout(tokens, tokens.ids.device)
         packed = self._pack(tokens, layout)
-        numbers, eot_states, hidden_states = block_numbers(tower.transformer, blocks), {}, packed.hidden_states
-        last = len(tower.transformer.resblocks) - 1
+        numbers, eot_states, hidden_states = block_numbers(self.transformer, blocks), {}, packed.hidden_states
+        last = len(self.transformer.resblocks) - 1
         for block in range(last):
             hidden_states = self._run(block, hidden_states, packed.attend)
             if block in numbers:
                 eot_states[block] = hidden_states.index_select(0, layout.last)
-        if packed.rows is None:
-            hidden_states = self._run(last, hidden_states, packed.attend_last)
-            eot_states[last] = hidden_states.index_select(0, layout.last)
-        else:
-            hidden_states = eot_states[last] = self._run(last, hidden_states, packed.attend_last, packed.rows)
+        hidden_states = self._run(last, hidden_states, packed.attend_last, packed.pooled)
+        eot_states[last] = hidden_states.index_select(0, layout.last) if self.pooling == "average" else hidden_states
         features = packed.project(hidden_states)
         states = [eot_states[number].index_select(0, layout.back) for number in numbers]
         return features, stack_states(states, features, hidden_states.shape[-1])
 
-    def pack(self, tokens: TokenBatch) -> PackedTexts:
-        """The same computation as parts; `changes` are left to who runs the blocks.
+    def pack(self, tokens: TokenBatch) -> TowerInput:
+        """Packed states [tokens, width], for who runs the blocks; `changes` are left to them.
 
         Raises:
             UserError: pads stand before SOT, so that token 0 is no SOT.
@@ -120,19 +104,18 @@ class TextTower:
         self._check_sot(tokens)
         return self._pack(tokens, Layout(tokens, tokens.ids.device))
 
-    def _pack(self, tokens: TokenBatch, layout: Layout) -> PackedTexts:
-        attend, hidden_states = partial(attend_all, layout), self._embed(tokens, layout)
+    def _pack(self, tokens: TokenBatch, layout: Layout) -> TowerInput:
+        attend, is_average = partial(attend_all, layout), self.pooling == "average"
 
-        def average(states: torch.Tensor) -> torch.Tensor:
-            return self.project(_average(tokens, layout, self.tower.ln_final(states)))
+        def project(states: torch.Tensor) -> torch.Tensor:
+            states = self.tower.ln_final(states)
+            return self.project(_average(tokens, layout, states) if is_average else states.index_select(0, layout.back))
 
-        def at_eot(states: torch.Tensor) -> torch.Tensor:
-            return self.project(self.tower.ln_final(states).index_select(0, layout.back))
-
-        if self.pooling == "average":
-            return PackedTexts(hidden_states, attend, attend, None, average)
+        if is_average:
+            return TowerInput(self._embed(tokens, layout), attend, attend, lambda states: states, project)
         # Of the last block's output only EOT is read.
-        return PackedTexts(hidden_states, attend, partial(attend_last, layout), layout.last, at_eot)
+        pooled = partial(torch.index_select, dim=0, index=layout.last)
+        return TowerInput(self._embed(tokens, layout), attend, partial(attend_last, layout), pooled, project)
 
     def _embed(self, tokens: TokenBatch, layout: Layout) -> torch.Tensor:
         """[longest prefix + sum of lengths, width] the blocks' input"""
@@ -154,7 +137,7 @@ class TextTower:
         self._check_changes(tokens)
         tower = self.tower
         hidden_states = tower.token_embedding(replace(tokens, pad=pad).padded()) + tower.positional_embedding
-        for block in range(len(tower.transformer.resblocks) - 1):
+        for block in range(len(self.transformer.resblocks) - 1):
             hidden_states = self._run(block, hidden_states, causal_attention)
         return hidden_states
 
@@ -168,15 +151,15 @@ class TextTower:
         self._check_changes(tokens)
         layout = Layout(tokens, tokens.ids.device)
         hidden_states = self._embed(tokens, layout)
-        for block in range(len(self.tower.transformer.resblocks) - 1):
+        for block in range(len(self.transformer.resblocks) - 1):
             hidden_states = self._run(block, hidden_states, partial(attend_all, layout))
         prefix, texts = hidden_states.tensor_split([layout.n_prefix])
         return prefix, texts.index_select(0, layout.ids.argsort())
 
-    def _run(self, block: int, hidden_states: torch.Tensor, attend: Attention, *rows: torch.Tensor) -> torch.Tensor:
-        transformer, parts = self.tower.transformer, {"before": self._before, "after": self._after}
+    def _run(self, block: int, hidden_states: torch.Tensor, attend: Attention, *pooled: Callable) -> torch.Tensor:
         attend = self.changes[block](attend) if block in self.changes else attend
-        return run_block(transformer, block, hidden_states, attend, *rows, **parts)
+        parts = {"before": self._before, "after": self._after}
+        return run_block(self.transformer, block, hidden_states, attend, *pooled, **parts)
 
     def _check_changes(self, tokens: TokenBatch) -> None:
         if self.changes:
@@ -192,7 +175,7 @@ class TextTower:
 
     def checkpoint_activations(self) -> None:
         """Keeps only each block's input for the backward pass, which recomputes the rest."""
-        self.tower.transformer.grad_checkpointing = True
+        self.transformer.grad_checkpointing = True
 
     def compile(self, **options) -> None:
         """Compiles everything but the attention, for any number of tokens, because every batch has another."""
@@ -216,15 +199,14 @@ class PaddedTextTower(TextTower):
 
     def encode(self, tokens: TokenBatch, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """Features, and the states after some blocks of the last slot, which is the pooled one here."""
-        transformer = self.tower.transformer
-        numbers, after_blocks = block_numbers(transformer, blocks), {}
+        numbers, after_blocks = block_numbers(self.transformer, blocks), {}
         hidden_states = self.tower.token_embedding(tokens.padded()) + self.tower.positional_embedding
         if numbers:
             indices = sorted(set(numbers))
-            hidden_states, intermediates = transformer.forward_intermediates(hidden_states, indices=indices)
+            hidden_states, intermediates = self.transformer.forward_intermediates(hidden_states, indices=indices)
             after_blocks = dict(zip(indices, intermediates, strict=True))
         else:
-            hidden_states = transformer(hidden_states)
+            hidden_states = self.transformer(hidden_states)
         features = self.project(self._pool(self.tower.ln_final(hidden_states), tokens))
         states = [after_blocks[number][:, -1] for number in numbers]
         return features, stack_states(states, features, hidden_states.shape[-1])
@@ -250,7 +232,7 @@ class PaddedTextTower(TextTower):
 
     def compile(self, **options) -> None:
         """Compiles all blocks together: every batch has the same number of slots."""
-        self.tower.transformer.compile(**options)
+        self.transformer.compile(**options)
 
 
 def _average(tokens: TokenBatch, layout: Layout, states: torch.Tensor) -> torch.Tensor:

@@ -100,10 +100,8 @@ def has_text_prefix(state: dict[str, torch.Tensor]) -> bool:
     return f"{TEXT}token_embedding.weight" in state
 
 
-def plain_text_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A two-tower's weights with the text tower's names as OpenAI's, without the prefix `text.` if they have it."""
-    if not has_text_prefix(state):
-        return state
+def without_text_prefix(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A two-tower's weights with the text tower's names as OpenAI's."""
     renamed = {name.removeprefix(TEXT): tensor for name, tensor in state.items()}
     return {name: tensor for name, tensor in renamed.items() if name not in _NO_WEIGHTS}
 
@@ -113,13 +111,8 @@ def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
     Names keep their prefix `text.`, or its absence.
     """
-    first, second = table_names(state)
+    prefix = TEXT if TEXT + _LONG_CLIPS in state else ""
+    first, second = prefix + POSITIONS, prefix + _LONG_CLIPS
     table = torch.cat([state[first][:KEEP], state[second][KEEP:]])
     left_out = {second, *_NO_WEIGHTS, *(TEXT + name for name in _NO_WEIGHTS)}
     return {name: tensor for name, tensor in state.items() if name not in left_out} | {first: table}
-
-
-def table_names(state: dict[str, torch.Tensor]) -> tuple[str, str]:
-    """The names of both tables of positions of Long-CLIP's weights."""
-    prefix = TEXT if TEXT + _LONG_CLIPS in state else ""
-    return prefix + POSITIONS, prefix + _LONG_CLIPS

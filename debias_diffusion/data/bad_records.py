@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -36,10 +37,16 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
-def refused(where: str, error: ValueError) -> BadRecord:
-    """The bad record that a reader refused with ValueError("kind: detail")."""
-    kind, _, detail = str(error).partition(": ")
-    return BadRecord(where, kind, detail)
+@contextmanager
+def leave_out(where: str, bad: list[BadRecord]) -> Iterator[None]:
+    """Adds the record at `where` to `bad` if its reading raises ValueError("kind: detail") or an OSError."""
+    try:
+        yield
+    except ValueError as error:
+        kind, _, detail = str(error).partition(": ")
+        bad.append(BadRecord(where, kind, detail))
+    except OSError as error:
+        bad.append(BadRecord(where, "unreadable file", f"its file: {error.strerror}"))
 
 
 def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
@@ -97,6 +104,14 @@ def check_share(bad: Sequence[BadRecord], count: int, max_bad: float, advice: st
     """Raises UserError, which names the first bad record, if `too_many` of `count` records are bad."""
     if bad:
         check_count(len(bad), count, max_bad, f"The first: {bad[0]}. {advice}".rstrip())
+
+
+def report_all(bad: Sequence[BadRecord], count: int, max_bad: float, output: Path, advice: str) -> None:
+    """`report_bad` in place of an earlier run's, then `check_share`, whose error says where all are named."""
+    path = output / BAD_RECORDS
+    path.unlink(missing_ok=True)
+    report_bad(bad, output)
+    check_share(bad, count, max_bad, f"All are named in {str(path)!r}. {advice}")
 
 
 def check_count(bad: int, count: int, max_bad: float, advice: str) -> None:

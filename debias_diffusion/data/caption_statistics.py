@@ -85,14 +85,12 @@ class CaptionStatistics:
     referring: float
 
     def __str__(self) -> str:
-        lines = [
-            f"The first two sentences have {self.first_two_tokens_mean:.1f} tokens on average.",
-            f"{self.referring:.0%} of the sentences begin with a pronoun and refer back.",
-        ]
-        if self.summary_first is not None:
-            judged = "captions" if self.judged == self.captions else f"{self.judged} captions that can be judged"
-            lines.insert(0, f"{self.summary_first:.0%} of the {judged} begin with a summary.")
-        return " ".join(lines)
+        judged = "captions" if self.judged == self.captions else f"{self.judged} captions that can be judged"
+        return (
+            ("" if self.summary_first is None else f"{self.summary_first:.0%} of the {judged} begin with a summary. ")
+            + f"The first two sentences have {self.first_two_tokens_mean:.1f} tokens on average. "
+            + f"{self.referring:.0%} of the sentences begin with a pronoun and refer back."
+        )
 
 
 def summarise(measures: Iterable[CaptionMeasure]) -> CaptionStatistics:

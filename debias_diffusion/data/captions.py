@@ -1,19 +1,20 @@
 """Captions in entries and files: where they are, and which ones can be used."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
-from .bad_records import BadRecord, refused
+from ..errors import UserError
+from .bad_records import BadRecord
 from .records import Record
 
+LARGEST_FILE = 1 << 20  # bytes of a caption's file
 LONGEST_CAPTION = 32_768  # characters: thirty times the average; sampling from it takes at most about 0.1 s
 # Control characters but white space, as UTF-8. Those from U+0080 on may stay: ftfy reads them as Windows-1252.
 _CONTROLS = bytes([*range(9), *range(14, 28), 127])
 _ANSWERS, _QUESTIONS = ("gpt", "assistant"), ("human", "user", "system")
-
-Part, T = TypeVar("Part"), TypeVar("T")
+_DECODER = json.JSONDecoder(strict=False)
 
 
 @dataclass(frozen=True)
@@ -24,39 +25,46 @@ class Captions:
     bad: list[BadRecord]
 
 
-def usable(parts: Iterable[tuple[str, Part]], read: Callable[[Part], T], bad: list[BadRecord]) -> Iterator[T]:
-    """What `read` makes of each of `parts`, (where it is, part).
-
-    Args:
-        read: raises ValueError("kind: detail"), or an OSError, for a part that cannot be used, which is added to `bad`.
-    """
-    for where, part in parts:
-        try:
-            result = read(part)
-        except ValueError as error:
-            bad.append(refused(where, error))
-        except OSError as error:
-            bad.append(BadRecord(where, "unreadable file", f"its file: {error.strerror}"))
-        else:
-            yield result
+def usable_captions(name: str, records: Sequence[Record], bad: list[BadRecord], advice: str) -> Captions:
+    """What was read of `name`. Raises UserError, with the first bad record and `advice`, if no record is usable."""
+    if not records:
+        first = f" The first fault: {bad[0]}." if bad else ""
+        raise UserError(f"{name} has no usable record, and {len(bad)} bad ones.{first} {advice}")
+    return Captions(records, bad)
 
 
-def caption_of(entry: dict, where: str):
-    """The "caption" of an entry, or the answer in its "conversations".
+def parse_object(content: str | bytes | bytearray) -> dict:
+    """The JSON object in a text; control characters in strings are allowed. Raises ValueError("kind: detail")."""
+    try:
+        value = _DECODER.decode(content if isinstance(content, str) else content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # JSONDecodeError's text would name a line 1
+        raise ValueError(f"bad JSON: {getattr(error, 'msg', error)}, it begins {content[:40]!r}") from None
+    return check_object(value)
+
+
+def check_object(value) -> dict:
+    """`value`, which must be a JSON object. Raises ValueError("kind: detail")."""
+    if not isinstance(value, dict):
+        raise ValueError(f"not an object: found {type(value).__name__}")
+    return value
+
+
+def caption_of(entry: dict, where: str) -> str:
+    """The "caption" of an entry, or the answer in its "conversations", before folding.
 
     Raises:
-        ValueError("kind: `where`"): the entry has neither.
+        ValueError("kind: `where`"): the entry has neither, or `check_caption` refuses it.
     """
     caption = answer_of(entry) if entry.get("caption") is None else entry["caption"]
     if caption is None:
         raise ValueError(f"no caption: {where}")
-    return caption
+    return check_caption(caption, where)
 
 
 def short_of(entry: dict) -> str | None:
     """The "short_caption" of an entry, folded; None where there is none that can be used."""
     with suppress(ValueError):
-        return folded(entry.get("short_caption"), "")
+        return fold(check_caption(entry.get("short_caption"), ""))
 
 
 def answer_of(entry: dict):
@@ -78,8 +86,8 @@ def _role(turn) -> str | None:
     return role.lower() if isinstance(role, str) else None
 
 
-def check_caption(caption, where: str) -> None:
-    """The one rule of what may be trained on, and what `synthesize` keeps.
+def check_caption(caption, where: str) -> str:
+    """`caption`, by the one rule of what may be trained on, and what `synthesize` keeps.
 
     Raises:
         ValueError("kind: `where`"): `caption` is not text, empty, absurdly long, or holds a control character that is
@@ -95,6 +103,7 @@ def check_caption(caption, where: str) -> None:
         raise ValueError(f"control character in a caption: {where}")
     if len(caption) > LONGEST_CAPTION and (length := len(fold(caption))) > LONGEST_CAPTION:
         raise ValueError(f"absurdly long caption: {where}: {length} characters, at most {LONGEST_CAPTION} are read")
+    return caption
 
 
 def fold(caption: str) -> str:
@@ -102,14 +111,14 @@ def fold(caption: str) -> str:
     return " ".join(caption.split())
 
 
-def folded(caption, where: str) -> str:
-    """`fold` of a caption. Raises as `check_caption`."""
-    check_caption(caption, where)
-    return fold(caption)
-
-
 def utf8(content: bytes, where: str) -> str:
-    """The text of a caption file. Raises ValueError("kind: `where` ...") unless it is UTF-8, with or without BOM."""
+    """The text of a caption file, of at most `LARGEST_FILE` bytes, of which one more may have been read.
+
+    Raises:
+        ValueError("kind: `where` ..."): it has more, or is not UTF-8, with or without BOM.
+    """
+    if len(content) > LARGEST_FILE:
+        raise ValueError(f"absurdly large caption: {where} has more than {LARGEST_FILE} bytes")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -88,21 +88,12 @@ def without_short_caption(record: Record) -> BadRecord | None:
     return BadRecord(record.image, NO_SHORT_CAPTION, f"{record.image}: its entry has no usable short_caption")
 
 
+@dataclass(eq=False, repr=False)
 class CaptionDataset(RecordDataset):
     """Image-caption pairs for a method, which draws and tokenizes the captions, and draws views of the image."""
 
-    def __init__(
-        self,
-        records: Sequence[Record],
-        images: ImageSource,
-        preprocess: Callable[[Image.Image], torch.Tensor],
-        tokenizer: CaptionTokenizer,
-        recipe: Method,
-        seed: int,
-        stand_ins: Callable[[int], Sequence[int]] | None = None,
-    ):
-        super().__init__(records, images, preprocess, seed, stand_ins)
-        self.tokenizer, self.recipe = tokenizer, recipe
+    tokenizer: CaptionTokenizer
+    recipe: Method
 
     def fault(self, record: Record) -> BadRecord | None:
         return without_short_caption(record) if self.recipe.reads_short else None
@@ -115,25 +106,18 @@ class CaptionDataset(RecordDataset):
         return Sample(key, record.sample_id, image, captions, bad, views)
 
 
-@dataclass(frozen=True)
-class Collate:
-    """Samples to a Batch (a class, so that it can be sent to worker processes).
+def collate(samples: list[Sample], tokenizer: CaptionTokenizer, recipe: Method, cached_features: bool = False) -> Batch:
+    """Samples to a Batch.
 
-    Attributes:
+    Args:
         cached_features: whether a sample's image is its features.
     """
-
-    tokenizer: CaptionTokenizer
-    recipe: Method
-    cached_features: bool = False
-
-    def __call__(self, samples: list[Sample]) -> Batch:
-        return Batch(
-            keys=[sample.key for sample in samples],
-            sample_ids=[sample.sample_id for sample in samples],
-            images=torch.stack([sample.image for sample in samples]),
-            tokens=self.recipe.collate([sample.captions for sample in samples], self.tokenizer),
-            bad=[record for sample in samples for record in sample.bad],
-            views={name: torch.stack([sample.views[name] for sample in samples]) for name in samples[0].views},
-            cached_features=self.cached_features,
-        )
+    return Batch(
+        keys=[sample.key for sample in samples],
+        sample_ids=[sample.sample_id for sample in samples],
+        images=torch.stack([sample.image for sample in samples]),
+        tokens=recipe.collate([sample.captions for sample in samples], tokenizer),
+        bad=[record for sample in samples for record in sample.bad],
+        views={name: torch.stack([sample.views[name] for sample in samples]) for name in samples[0].views},
+        cached_features=cached_features,
+    )

@@ -1,6 +1,7 @@
 """Folders of image and caption files, `photo.jpg` beside `photo.txt`, as image-text trainers keep them."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,15 +9,14 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular
-from .bad_records import BadRecord
-from .captions import Captions, folded, is_text, usable, utf8
+from .bad_records import leave_out
+from .captions import LARGEST_FILE, Captions, check_caption, fold, is_text, usable_captions, utf8
 from .images import ImageFolder
 from .records import PackedRecords, Record
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 _ALONE = (*IMAGES, "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm")  # endings of images without captions
 CAPTION = "txt"
-_LARGEST = 1 << 20  # bytes of a caption file, as in shards
 
 
 def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
@@ -27,32 +27,28 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     records.
 
     Raises:
-        UserError: there is no pair, or no usable one.
+        UserError: there is no usable pair.
     """
-    images = ImageFolder(root)
-    pairs: dict[str, tuple[list[str], list[str]]] = {}  # by name without ending: images and captions
+    images, bad = ImageFolder(root), []
+    groups: dict[str, list[str]] = defaultdict(list)  # names of files by their name without ending
     for name in sorted(_files(images.root)):
         stem = name.rpartition(".")[0]
         if stem and _ending(name) in (*IMAGES, CAPTION):
-            pairs.setdefault(stem, ([], []))[_ending(name) == CAPTION].append(name)
-    counts = [sum(len(pair[kind]) for pair in pairs.values()) for kind in (0, 1)]
-    if not all(counts):
-        example = next((f", such as {name!r}" for pair in pairs.values() for name in (*pair[0], *pair[1])), "")
-        raise UserError(
-            f"The folder {os.fspath(root)!r} holds no image-caption pairs: {counts[0]} images and {counts[1]} captions "
-            f"(.{CAPTION}){example}, and no *.tar. Give a folder of image and caption files (photo.jpg and photo.txt); "
-            "a folder of WebDataset shards (*.tar, not compressed); or a JSON or JSONL file, with its image folder "
-            "as images."
-        )
-    bar = tqdm(sorted(pairs.items()), desc="reading captions", unit=" captions", disable=len(pairs) < 10_000)
-    parts = ((_shown((pair[0] or pair[1])[0]), pair) for _, pair in bar)
-    bad: list[BadRecord] = []
-    records = PackedRecords(usable(parts, lambda pair: _read(images.root, *pair), bad))
-    if not records:
-        raise UserError(
-            f"The folder {os.fspath(root)!r} has {len(pairs)} pairs and none is usable. The first fault: {bad[0]}."
-        )
-    return Captions(records, bad), images
+            groups[stem].append(name)
+
+    def read() -> Iterator[Record]:
+        bar = tqdm(sorted(groups.items()), desc="reading captions", unit=" captions", disable=len(groups) < 10_000)
+        for _, names in bar:
+            pictures = [name for name in names if _ending(name) != CAPTION]
+            captions = [name for name in names if _ending(name) == CAPTION]
+            with leave_out(_escape((pictures or captions)[0]), bad):
+                yield _read(images.root, pictures, captions)
+
+    advice = (
+        "Give a folder of image and caption files (photo.jpg and photo.txt); a folder of WebDataset shards (*.tar, not "
+        "compressed); or a JSON or JSONL file, with its image folder as images."
+    )
+    return usable_captions(f"The folder {os.fspath(root)!r}", PackedRecords.pack(read()), bad, advice), images
 
 
 def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
@@ -78,12 +74,10 @@ def _ending(name: str) -> str:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """All files that are not hidden, as posix paths relative to the root."""
+    """All files that are not hidden, as posix paths relative to the root. Raises OSError for an unreadable folder."""
 
     def refuse(error: OSError):
-        raise UserError(
-            f"The folder {error.filename!r} cannot be read ({error.strerror}). Make it readable, or move it."
-        )
+        raise error
 
     for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -96,21 +90,19 @@ def _files(root: Path) -> Iterator[str]:
 def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     """One pair. Raises ValueError("kind: detail") or OSError."""
     if not captions:
-        raise ValueError(f"no caption: {_shown(images[0])} has none (.{CAPTION})")
+        raise ValueError(f"no caption: {_escape(images[0])} has none (.{CAPTION})")
     if not images:
-        raise ValueError(f"no image: {_shown(captions[0])} has none (.{', .'.join(IMAGES)})")
+        raise ValueError(f"no image: {_escape(captions[0])} has none (.{', .'.join(IMAGES)})")
     if len(images) > 1 or len(captions) > 1:
-        raise ValueError(f"same name: {' and '.join(map(_shown, images if len(images) > 1 else captions))}")
+        raise ValueError(f"same name: {' and '.join(map(_escape, images if len(images) > 1 else captions))}")
     image, caption = images[0], captions[0]
     if not is_text(image):
-        raise ValueError(f"bad file name: {_shown(image)} is not UTF-8")
+        raise ValueError(f"bad file name: {_escape(image)} is not UTF-8")
     with open_regular(root / caption) as file:
-        content = file.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise ValueError(f"absurdly large caption: {caption} has more than {_LARGEST} bytes")
-    return Record(image, image, folded(utf8(content, caption), f"image {image}"))
+        content = file.read(LARGEST_FILE + 1)
+    return Record(image, image, fold(check_caption(utf8(content, caption), f"image {image}")))
 
 
-def _shown(name: str) -> str:
+def _escape(name: str) -> str:
     """A file name as printable UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular, read_file
-from .bad_records import refused
-from .captions import Captions, caption_of, check_caption, fold, is_text, short_of
-from .records import InFile, PackedRecords, Record, as_places
+from .bad_records import BadRecord, leave_out
+from .captions import Captions, caption_of, check_object, fold, is_text, parse_object, short_of, usable_captions
+from .records import InFile, PackedRecords, Record
 
 SHAPE = '[{"image": "a/b.jpg", "conversations": [{"value": "question"}, {"value": "caption"}]}, ...]'
 LINE_SHAPE = '{"image": "a/b.jpg", "caption": "caption"}'
@@ -25,12 +25,15 @@ _DECODER = json.JSONDecoder(strict=False)  # control characters in strings are a
 _OPENING = re.compile(r"(?:\xef\xbb\xbf)?[ \t\n\r]*\[")  # after the mark of UTF-8, if there is one
 _SPACE, _COMMA, _CLOSING = (re.compile(rf"[ \t\n\r]*{mark}") for mark in ("", r",[ \t\n\r]*", r"\]"))
 
-# (number, start, end, value or ValueError("kind: detail")) of each entry or line; positions are in bytes
-Parts = Iterable[tuple[int, int, int, object]]
+# (where, start, end, value or its bytes) of each entry or line; positions are in bytes
+Parts = Iterator[tuple[str, int, int, object]]
 
 
-def read_sharegpt4v(path: str | os.PathLike) -> Captions:
-    """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`).
+def read_data_file(path: str | os.PathLike) -> Captions:
+    """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`), or JSON lines.
+
+    Lines, of a file that ends in .jsonl, are {"image": path, "caption": text} or as in ShareGPT4V's layout; blank ones
+    are skipped. Either may bring a "short_caption", which `train --sampling given` reads.
 
     Runs of white space in captions become one space. An entry is bad if it has no image path, no caption that
     `check_caption` accepts, or is not UTF-8.
@@ -38,38 +41,21 @@ def read_sharegpt4v(path: str | os.PathLike) -> Captions:
     A large file stays on the disk. Its records are read from it when they are needed, and it must not change meanwhile.
 
     Raises:
-        UserError: the file is missing, is not a JSON list, or has no usable entry.
+        UserError: the file is missing, is no JSON list, or has no usable entry.
     """
-    return _read(Path(path), SHAPE, "entry", lambda file: ((n, *part) for n, part in enumerate(read_entries(file))))
-
-
-def read_jsonl(path: str | os.PathLike) -> Captions:
-    """Reads JSON lines of {"image": path, "caption": text}, or as in ShareGPT4V's layout.
-
-    Either may bring a "short_caption", which `train --sampling given` reads.
-
-    Blank lines are skipped. For bad lines and large files see `read_sharegpt4v`.
-
-    Raises:
-        UserError: the file is missing, or has no usable line.
-    """
-    return _read(Path(path), f"{LINE_SHAPE} in each line", "line", _lines)
-
-
-def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]) -> Captions:
-    """Reads a data file: `parts` parses it, `label` names a part in messages."""
-    places, bad, shape = array("q"), [], f"It must have the shape {shape}"
+    path, places = Path(path), array("q")
+    bad: list[BadRecord] = []
+    is_lines = path.suffix.lower() == ".jsonl"
+    shape = f"It must have the shape {f'{LINE_SHAPE} in each line' if is_lines else SHAPE}"
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             is_large = size > _IN_MEMORY
             with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
-                for number, start, end, value in parts(file):
-                    try:
-                        _fields(value)
+                for where, start, end, value in (_lines if is_lines else read_entries)(file):
+                    with leave_out(where, bad):
+                        _image_and_caption(parse_object(value) if isinstance(value, bytes) else check_object(value))
                         places.extend((start, end))
-                    except ValueError as error:
-                        bad.append(refused(f"{label} {number}", error))
                     bar.update(end - bar.n)
         content = InFile(path) if is_large else read_file(path)
     except OSError as error:
@@ -79,32 +65,26 @@ def _read(path: Path, shape: str, label: str, parts: Callable[[BinaryIO], Parts]
         raise UserError(
             f"Data file {str(path)!r} is not a JSON list ({error}, after {count} whole entries). {shape}"
         ) from None
-    if not places:
-        first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(f"Data file {str(path)!r} has {len(bad)} entries and none is usable.{first} {shape}")
-    return Captions(PackedRecords.at(content, as_places(places), _record_at), bad)
+    return usable_captions(f"Data file {str(path)!r}", PackedRecords(content, places, _record_at), bad, shape)
 
 
 class BrokenList(Exception):
-    """A file that is not a JSON list: the fault, and its position in bytes."""
-
-    def __init__(self, fault: str, at: int):
-        super().__init__(f"{fault}: byte {at}")
+    """A file that is not a JSON list: "fault: byte ..." """
 
 
-def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
-    """(start, end, value) of each entry of a JSON list; positions are in bytes.
+def read_entries(file: BinaryIO) -> Parts:
+    """The entries of a JSON list.
 
     The file is read as Latin-1: each byte is one character, so positions are bytes, and a byte that is not UTF-8
-    affects only its own entry, whose value is then a ValueError("kind: detail").
+    affects only its own entry. An entry that is not ASCII is given by its bytes, to be decoded as UTF-8.
 
     Raises:
         BrokenList: the file is not a JSON list.
     """
     text, base, separator = file.read(_CHUNK).decode("latin-1"), 0, _SPACE
     if not (opening := _OPENING.match(text)):
-        raise BrokenList(f"it begins with {text[:20]!r}", 0)
-    at = opening.end()
+        raise BrokenList(f"it begins with {text[:20]!r}: byte 0")
+    at, number = opening.end(), 0
     while not (closing := _CLOSING.match(text, at)):
         fault, value, start, end = None, None, at, at
         try:
@@ -113,27 +93,18 @@ def read_entries(file: BinaryIO) -> Iterator[tuple[int, int, object]]:
             start = separated.end()
             value, end = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError) as error:  # broken, or cut by the chunk
-            fault = BrokenList(getattr(error, "msg", str(error)), base + getattr(error, "pos", start))
+            fault = BrokenList(f"{getattr(error, 'msg', error)}: byte {base + getattr(error, 'pos', start)}")
         is_cut = fault or end + len("e+1") > len(text)  # a number may go on
         if is_cut and (more := file.read(max(_CHUNK, len(text) - at))):
             base, text, at = base + at, text[at:] + more.decode("latin-1"), 0
             continue
         if fault:
             raise fault
-        yield base + start, base + end, _as_utf8(value, text[start:end])
-        at, separator = end, _COMMA
+        entry = text[start:end]
+        yield f"entry {number}", base + start, base + end, value if entry.isascii() else entry.encode("latin-1")
+        at, separator, number = end, _COMMA, number + 1
     if (text[closing.end() :] + file.read().decode("latin-1")).strip(" \t\n\r"):
-        raise BrokenList("Extra data", base + closing.end())
-
-
-def _as_utf8(value, entry: str):
-    """The value of an entry that was read as Latin-1."""
-    if entry.isascii():
-        return value
-    try:
-        return _DECODER.decode(entry.encode("latin-1").decode())
-    except UnicodeDecodeError as error:
-        return ValueError(f"bad entry of JSON: not UTF-8 ({error.reason})")
+        raise BrokenList(f"Extra data: byte {base + closing.end()}")
 
 
 def _lines(file: BinaryIO) -> Parts:
@@ -141,34 +112,19 @@ def _lines(file: BinaryIO) -> Parts:
     for number, line in enumerate(file, 1):
         start, end = end, end + len(line)
         if line.strip():
-            yield number, start, end, _parse(line)
-
-
-def _parse(line: bytes | bytearray):
-    """The value of a line of JSON, or a ValueError("kind: detail")."""
-    try:
-        return _DECODER.decode(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", error)  # JSONDecodeError's text would name a line 1
-        return ValueError(f"bad line of JSON: {reason}, it begins {line[:40]!r}")
+            yield f"line {number}", start, end, line
 
 
 def _record_at(raw: bytes | bytearray) -> Record:
     """The record of a usable entry or line."""
-    entry = _parse(raw)
-    image, caption = _fields(entry)
+    entry = parse_object(raw)
+    image, caption = _image_and_caption(entry)
     return Record(sample_id=image, image=image, caption=fold(caption), short=short_of(entry))
 
 
-def _fields(entry) -> tuple[str, str]:
-    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for another shape."""
-    if isinstance(entry, ValueError):
-        raise entry
-    if not isinstance(entry, dict):
-        raise ValueError(f"not an object: found {type(entry).__name__}")
+def _image_and_caption(entry: dict) -> tuple[str, str]:
+    """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for one that cannot be used."""
     image = entry.get("image")
     if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")
-    caption = caption_of(entry, f"image {image}")
-    check_caption(caption, f"image {image}")
-    return image, caption
+    return image, caption_of(entry, f"image {image}")

@@ -12,6 +12,8 @@ import numpy as np
 
 from ..files import open_regular
 
+SHAREGPT4V_HELD_OUT = 1000  # its first entries, a validation set; as many of other data are held out or evaluated
+
 
 @dataclass(frozen=True)
 class Record:
@@ -28,47 +30,38 @@ class PackedRecords(Sequence[Record]):
 
     A forked worker shares its parent's memory until either writes to it. Python writes to every object it touches, to
     count references, so with objects each worker would end up with a copy of all captions.
+
+    Args:
+        content: bytes that `parse` makes a record of, from each start to its end.
+        places: [N, 2] starts and ends, or the flat list of these numbers.
     """
 
-    def __init__(self, records: Iterable[Record]):
-        packed, places = bytearray(), array("q")
-        for record in records:
-            start = len(packed)
-            packed += json.dumps([*vars(record).values()]).encode()
-            places.extend((start, len(packed)))
-        self._content: Content = packed
-        self._places = as_places(places)
-        self._parse: Callable[[bytes | bytearray], Record] = _unpack
+    def __init__(self, content: "Content", places: np.ndarray | array, parse: Callable[[bytes | bytearray], Record]):
+        self._content, self._parse = content, parse
+        self._places = np.asarray(places, dtype=np.int64).reshape(-1, 2)
 
     @classmethod
-    def at(
-        cls, content: "Content", places: np.ndarray, parse: Callable[[bytes | bytearray], Record]
-    ) -> "PackedRecords":
-        """The records that `parse` makes of the bytes from start to end, `places` [N, 2], of `content`."""
-        records = cls.__new__(cls)
-        records._content, records._places, records._parse = content, places, parse
-        return records
+    def pack(cls, records: Iterable[Record]) -> "PackedRecords":
+        """Records that are kept in memory."""
+        packed, places = bytearray(), array("q")
+        for record in records:
+            places.append(len(packed))
+            packed += json.dumps([*vars(record).values()]).encode()
+            places.append(len(packed))
+        return cls(packed, places, _unpack)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index):
         if isinstance(index, slice | np.ndarray):
-            return PackedRecords.at(self._content, self._places[index], self._parse)
+            return PackedRecords(self._content, self._places[index], self._parse)
         return self._parse(self._content[slice(*self._places[index].tolist())])
 
     def __eq__(self, other) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
         return len(self) == len(other) and all(map(eq, self, other))
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} records>"
-
-
-def as_places(numbers: array) -> np.ndarray:
-    """[N, 2], start and end of each piece, from the flat list of these numbers."""
-    return np.frombuffer(numbers, dtype=np.int64).reshape(-1, 2)
 
 
 def _unpack(row: bytes | bytearray) -> Record:

@@ -1,7 +1,6 @@
 """Features of many images and captions, and retrieval recall between them, for training and evaluation."""
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -26,13 +25,9 @@ _AT_ONCE = 10_000  # images that wait for them
 
 
 def recall_at_k(
-    image_features: Tensor,
-    text_features: Tensor,
-    ks: Sequence[int] = (1, 5, 10),
-    block: int = 1024,
-    image_of: Sequence[int] | None = None,
+    image_features: Tensor, text_features: Tensor, ks: Sequence[int] = (1, 5, 10)
 ) -> dict[str, dict[str, float]]:
-    """The share of queries with a partner among the k most similar candidates; see `recall_ranks`.
+    """The share of queries with a partner among the k most similar, for one caption an image; see `recall_ranks`.
 
     Args:
         ks: ranks to report, each at least 1.
@@ -44,18 +39,14 @@ def recall_at_k(
     """
     return {
         direction: {f"R@{k}": 100.0 * (ranks <= k).double().mean().item() for k in ks}
-        for direction, ranks in recall_ranks(image_features, text_features, block, image_of).items()
+        for direction, ranks in recall_ranks(image_features, text_features).items()
     }
 
 
 def recall_ranks(
-    image_features: Tensor,
-    text_features: Tensor,
-    block: int = 1024,
-    image_of: Sequence[int] | None = None,
-    candidates: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    image_features: Tensor, text_features: Tensor, block: int = 1024, image_of: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """The rank, from 1, of each query's partner among its candidates, by cosine similarity.
+    """The rank, from 1, of each query's partner among all candidates, by cosine similarity.
 
     Text to image, each caption is a query and its image the only partner. Image to text, each image is a query, and its
     most similar caption counts.
@@ -69,76 +60,42 @@ def recall_ranks(
         text_features: [M, D]
         block: images, and captions, compared at once; memory grows with block * block, not with N * M.
         image_of: the row of each caption's image, [M], each image at least once; None: caption i is image i's, N = M.
-        candidates: the rows that each query is ranked among, its partner included: M lists of images for
-            "text_to_image", N lists of captions for "image_to_text". Only these directions are ranked, and images need
-            no captions. None: both directions, each query among all.
 
     Returns:
         {"text_to_image": int64 [M], "image_to_text": int64 [N]}
 
     Raises:
-        UserError: shapes do not fit or are empty, an image has no caption, a feature is not finite, or a query's
-            candidates are not rows, repeat one, or lack its partner.
+        UserError: shapes do not fit or are empty, an image has no caption, or a feature is not finite.
     """
-    owners = _owners(image_features, text_features, image_of, every_image=candidates is None)
+    of_images, of_texts = tuple(image_features.shape), tuple(text_features.shape)
+    owners = torch.arange(len(text_features)) if image_of is None else torch.as_tensor(image_of, device="cpu")
+    if not len(owners) or of_images[1:] != of_texts[1:] or owners.unique().tolist() != list(range(of_images[0])):
+        raise UserError(
+            f"Recall got image features {of_images} and text features {of_texts}. They must be [N, D] and [M, D]; "
+            "image_of must name the image of each caption, and each image at least once; without it N is M."
+        )
     if not all(part.isfinite().all() for features in (image_features, text_features) for part in features.split(block)):
         raise UserError("Features are NaN or infinite, so none is nearest. Check the model's weights.")
-    if candidates is None:
-        text_ranks, image_ranks = _ranks(image_features, text_features, owners, block)
-        return {"text_to_image": text_ranks, "image_to_text": image_ranks}
-    sides = {"text_to_image": (text_features, image_features), "image_to_text": (image_features, text_features)}
-    return {
-        direction: _ranks_among(direction, *sides[direction], owners, rows, block)
-        for direction, rows in candidates.items()
-    }
+    text_ranks, image_ranks = _ranks(image_features, text_features, owners.to(image_features.device), block)
+    return {"text_to_image": text_ranks, "image_to_text": image_ranks}
 
 
-def _ranks_among(
-    direction: str, queries: Tensor, gallery: Tensor, owners: Tensor, candidates: Sequence[Sequence[int]], block: int
+def ranks_among(
+    image_features: Tensor, text_features: Tensor, image_of: Sequence[int], candidates: Sequence[Sequence[int]]
 ) -> Tensor:
-    """The rank, from 1, of each query's best partner among its candidates, [queries], last among equals."""
-    counts = torch.tensor([len(rows) for rows in candidates], device=owners.device)
-    rows = torch.tensor([row for rows in candidates for row in rows], dtype=torch.long, device=owners.device)
-    if len(counts) != len(queries) or not ((rows >= 0) & (rows < len(gallery))).all():
-        raise UserError(
-            f"The candidates of {direction} must be {len(queries)} lists, one a query, of rows from 0 to "
-            f"{len(gallery) - 1}; got {len(counts)} lists."
-        )
-    # One entry for each query and candidate, [sum of counts].
-    asking = torch.arange(len(queries), device=owners.device).repeat_interleave(counts)
-    is_partner = owners[asking] == rows if direction == "text_to_image" else owners[rows] == asking
-    pairs = zip(asking.split(block), rows.split(block), strict=True)
-    similarity = torch.cat([(_unit(queries[a]) * _unit(gallery[r])).sum(dim=1) for a, r in pairs])
-    best = similarity.new_full((len(queries),), -torch.inf)
-    best.scatter_reduce_(0, asking[is_partner], similarity[is_partner], "amax")
-    repeated = len(torch.stack([asking, rows]).unique(dim=1).T) < len(rows)
-    if repeated or best.isneginf().any():
-        fault = "repeat a row" if repeated else f"of query {int(best.isneginf().nonzero()[0])} lack its partner"
-        raise UserError(f"The candidates of {direction} {fault}. Name each candidate once, the partner too.")
-    harder = ~is_partner & (similarity >= best[asking] - TIE)
-    return torch.ones_like(best, dtype=torch.long).index_add_(0, asking, harder.long())
+    """The rank, from 1, of each caption's image among candidates of its own, [M], as in `recall_ranks`.
 
-
-def _owners(
-    image_features: Tensor, text_features: Tensor, image_of: Sequence[int] | None, every_image: bool = True
-) -> Tensor:
-    """The row of each caption's image, [M]. Raises UserError when the features do not fit it."""
-    shapes = f"image features {tuple(image_features.shape)} and text features {tuple(text_features.shape)}"
-    fit = image_features.ndim == text_features.ndim == 2 and image_features.shape[1] == text_features.shape[1]
-    images, texts = len(image_features), len(text_features)
-    if not fit or images == 0 or (image_of is None and images != texts):
-        raise UserError(
-            f"Recall got {shapes}. Both must be [N, D] with the same N >= 1 and D, or [N, D] and [M, D] with image_of."
-        )
-    owners = torch.arange(texts) if image_of is None else torch.as_tensor(image_of, dtype=torch.long, device="cpu")
-    named = owners.unique()
-    fits = torch.equal(named, torch.arange(images)) if every_image else bool(((named >= 0) & (named < images)).all())
-    if owners.shape != (texts,) or not fits:
-        raise UserError(
-            f"Recall got {shapes} and image_of of {len(owners)} rows. It must name the image of each caption, "
-            f"from 0 to {images - 1}, and each image at least once."
-        )
-    return owners.to(image_features.device)
+    Args:
+        image_features: [N, D]
+        text_features: [M, D]
+        image_of: the row of each caption's image, [M].
+        candidates: [M, K] rows of the images that each caption is ranked among, its own one of them.
+    """
+    rows = torch.as_tensor(candidates, device=image_features.device)  # [M, K]
+    is_partner = rows == torch.as_tensor(image_of, device=rows.device)[:, None]
+    similarity = (_unit(text_features)[:, None] * _unit(image_features)[rows]).sum(dim=-1)
+    best = similarity.masked_fill(~is_partner, -torch.inf).amax(dim=1, keepdim=True)
+    return 1 + (~is_partner & (similarity >= best - TIE)).sum(dim=1)
 
 
 def _ranks(images: Tensor, texts: Tensor, owners: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -202,14 +159,18 @@ def encode_images(
     features, good, bad = [], [], []
     starts = range(0, len(records), batch_size)
     with ThreadPoolExecutor(_READERS) as readers:
-        ahead = deque()  # at most two batches, which bounds the memory
+        # One batch ahead, which bounds the memory: `map` starts reading at once.
+        batches = (readers.map(load, records[start : start + batch_size]) for start in starts)
+        ahead = next(batches, None)
         for start in tqdm(starts, desc=progress or None, disable=not progress):
-            while len(ahead) < 2 and (upcoming := start + len(ahead) * batch_size) < len(records):
-                ahead.append([readers.submit(load, record) for record in records[upcoming : upcoming + batch_size]])
-            loaded = [future.result() for future in ahead.popleft()]
-            batch = [image for image in loaded if not isinstance(image, BadRecord)]
-            good += [start + place for place, image in enumerate(loaded) if not isinstance(image, BadRecord)]
-            bad += [image for image in loaded if isinstance(image, BadRecord)]
+            loading, ahead = ahead, next(batches, None)
+            batch = []
+            for index, image in enumerate(loading, start):
+                if isinstance(image, BadRecord):
+                    bad.append(image)
+                else:
+                    good.append(index)
+                    batch.append(image)
             if batch:
                 features.append(encode(torch.stack(batch).to(device)).float().cpu())
     if require_any and not good:

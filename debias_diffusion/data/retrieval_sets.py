@@ -1,17 +1,332 @@
-"""Retrieval benchmarks: images, captions, and which belong together."""
+"""Retrieval benchmarks: images, captions, which belong together, and how each is laid out by its authors.
 
+docs/evaluation.md shows the layouts.
+"""
+
+import csv
+import io
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from ..errors import UserError, near_matches
-from ..files import bytes_digest
-from .bad_records import BadRecord
-from .captions import fold, is_text, usable
+from ..files import bytes_digest, open_regular, read_file, read_json
+from .bad_records import BadRecord, leave_out
+from .captions import answer_of, check_object, fold, is_text, parse_object, utf8
 from .images import ImageFolder, ImageSource, is_there
-from .retrieval_layouts import BENCHMARKS, Benchmark, Entry
+from .records import SHAREGPT4V_HELD_OUT
+
+FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
+SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
+# Where the images of ImageInWords' three parts lie, and the key of their name.
+IIW_PARTS = {"IIW-400": ("images_aar", "image/key"), "DCI_Test": ("photos", "image"), "DOCCI_Test": ("images", "image")}
+COCO_CN_FILE = "imageid.human-written-caption.txt"
+# Lines of captions: a key "image#number", in which "#number" may be missing, then the caption. A tab ends the key; in
+# some copies of COCO-CN it is a space, and no key of COCO-CN or Flickr30k-CNA holds one.
+_FLICKR30K_LINE = re.compile(r"([^\t]+)#[^\t#]*\t(.*)")
+_COCO_CN_LINE = re.compile(r"\s*((?:COCO_(train2014|val2014))_\d{12})(?:#\S*)?(?:\s+(.*))?$")  # with the image's folder
+_CNA_LINE = re.compile(r"\s*(\d+)(?:#\S*)?(?:\s+(.*))?$")
+RECOS_FILE, RECOS_KEYS = "recos_v1.json", ("image", "caption")
+_HUB, _GITHUB = "https://huggingface.co/datasets", "https://github.com"
+_AGAIN = "Download it again."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One image with its captions as a benchmark's files have them: anything, or nothing, may stand for either."""
+
+    where: str
+    image: object
+    captions: Sequence[object]
+
+
+Entries = Iterator[Entry]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """How one benchmark is read.
+
+    Attributes:
+        read: (the folder, a list to which it adds the entries that cannot be decoded) -> the others.
+        needs: the files and folders that must be there.
+        images: the folders that images lie in. With several, an image's name begins with its folder. Where the only one
+            is not there, images lie in the benchmark's own folder.
+        page: where it is downloaded from.
+    """
+
+    read: Callable[[Path, list[BadRecord]], Entries]
+    needs: tuple[str, ...]
+    images: tuple[str, ...]
+    page: str
+
+
+def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
+    """(where, line) of each line that is not blank; bytes that are no UTF-8 become U+FFFD."""
+    with _open_text(root / name) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield f"{name}, line {number}", line
+
+
+def _matches(root: Path, name: str, pattern: re.Pattern, bad: list[BadRecord]) -> Iterator[tuple[str, tuple]]:
+    """(where, groups) of each line that is not blank and matches one of the patterns of lines above."""
+    for where, line in _lines(root, name):
+        with leave_out(where, bad):
+            if not (match := pattern.match(line)):
+                raise ValueError(f"not a line of image, tab, caption: it begins {line[:40]!r}")
+            yield where, match.groups()
+
+
+def _open_text(path: Path, newline: str | None = None) -> TextIO:
+    """A file of the benchmark itself; what is no UTF-8 becomes U+FFFD. Raises UserError where it cannot be read."""
+    try:
+        return io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline=newline)
+    except OSError as error:
+        raise UserError(f"{str(path)!r} cannot be read ({error.strerror}). {_AGAIN}") from None
+
+
+def _json_lines(root: Path, name: str, bad: list[BadRecord]) -> Iterator[tuple[str, dict]]:
+    """(where, object) of each line that is not blank and can be decoded."""
+    for where, line in _lines(root, name):
+        with leave_out(where, bad):
+            yield where, parse_object(line)
+
+
+def _json_list(entries: list, name: str, bad: list[BadRecord]) -> Iterator[tuple[str, dict]]:
+    """(where, object) of each entry of a list that is an object."""
+    for index, entry in enumerate(entries):
+        where = f"{name}, entry {index}"
+        with leave_out(where, bad):
+            yield where, check_object(entry)
+
+
+def _objects(path: Path, key: str) -> list[dict]:
+    """The list of JSON objects under `key`. Raises UserError when there is none."""
+    objects = read_json(path, dict, _AGAIN).get(key)
+    if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
+        raise UserError(f"{str(path)!r} has no list of objects named {key!r}. {_AGAIN}")
+    return objects
+
+
+def _urban1k(root: Path, bad: list[BadRecord]) -> Entries:
+    """The caption is the file's first line, as in Long-CLIP's script."""
+    # Names from both folders, so that neither an image nor a caption can go missing unnoticed.
+    files = [*(root / "caption").glob("*.txt"), *(root / "image").glob("*.jpg")]
+    for name in sorted({file.stem for file in files if not file.name.startswith(".")}):
+        path = root / "caption" / f"{name}.txt"
+        with leave_out(f"caption/{name}.txt", bad):
+            text = utf8(read_file(path), path.name) if path.exists() else ""
+            yield Entry(f"caption/{name}.txt", f"{name}.jpg", text.split("\n")[:1])
+
+
+def _dci(root: Path, bad: list[BadRecord]) -> Entries:
+    """Every annotation of every split: 7,805, the whole benchmark.
+
+    Short and extra caption together, as DCI's `get_extended_caption`; a full stop between them where none is.
+    """
+    for name in (name for names in read_json(root / "splits.json", dict, _AGAIN).values() for name in names):
+        path = root / "annotations" / str(name)
+        if not path.is_file():
+            raise UserError(f"splits.json of dci names {str(path)!r}, which is not there. Unpack all of it.")
+        with leave_out(f"annotations/{name}", bad):
+            fields = parse_object(read_file(path))
+            captions = (fields.get(key) for key in ("short_caption", "extra_caption"))
+            parts = [caption.strip() for caption in captions if is_text(caption) and caption.strip()]
+            parts[:-1] = [part if part[-1] in ".!?" else f"{part}." for part in parts[:-1]]
+            yield Entry(f"annotations/{name}", fields.get("image"), (" ".join(parts),))
+
+
+def _long_dci(root: Path, bad: list[BadRecord]) -> Entries:
+    path = root / "dci_long.csv"
+    with _open_text(path, newline="") as file:
+        try:
+            for row in csv.DictReader(file, delimiter="\t"):
+                image = row.get("filepath")
+                yield Entry(f"dci_long.csv, image {image}", image, (row.get("title"),))
+        except csv.Error as error:
+            raise UserError(f"{str(path)!r} cannot be read as tab-separated values ({error}). {_AGAIN}") from None
+
+
+def _docci(root: Path, bad: list[BadRecord]) -> Entries:
+    for where, fields in _json_lines(root, "docci_descriptions.jsonlines", bad):
+        if fields.get("split") == "test":
+            yield Entry(where, fields.get("image_file"), (fields.get("description"),))
+
+
+def _iiw(root: Path, bad: list[BadRecord]) -> Entries:
+    """The description that a person wrote ("IIW"). DOCCI's images are named there without .jpg."""
+    for part, (folder, key) in IIW_PARTS.items():
+        for where, fields in _json_lines(root, f"{part}/data.jsonl", bad):
+            image = fields.get(key)
+            if is_text(image):
+                image = f"{folder}/{image if image.lower().endswith('.jpg') else f'{image}.jpg'}"
+            yield Entry(where, image, (fields.get("IIW"),))
+
+
+def _sharegpt4v(root: Path, bad: list[BadRecord]) -> Entries:
+    entries = read_json(root / SHAREGPT4V_FILE, list, _AGAIN)[:SHAREGPT4V_HELD_OUT]
+    for where, entry in _json_list(entries, SHAREGPT4V_FILE, bad):
+        yield Entry(where, entry.get("image"), (answer_of(entry),))
+
+
+def _coco(*splits: str, captions_an_image: int | None = None) -> Benchmark:
+    """The images of these splits, each with its first captions in the file's order; None: all captions."""
+    files = {split: f"annotations/captions_{split}.json" for split in splits}
+
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
+        for split, name in files.items():
+            captions: dict[str, list] = defaultdict(list)
+            for annotation in _objects(root / name, "annotations"):
+                captions[str(annotation.get("image_id"))].append(annotation.get("caption"))
+            for image in _objects(root / name, "images"):
+                file = image.get("file_name")
+                if len(splits) > 1 and is_text(file):
+                    file = f"{split}/{file}"
+                number = str(image.get("id"))
+                yield Entry(f"{name}, image {number}", file, captions[number][:captions_an_image])
+
+    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download")
+
+
+_FLICKR30K, _FLICKR30K_IMAGES = "results_20130124.token", "flickr30k-images"
+
+
+def _karpathy(*splits: str) -> Benchmark:
+    """The images of Flickr30k in these parts of Karpathy's split: 29,000 train, 1,014 val, 1,000 test."""
+    name, page = "dataset_flickr30k.json", "https://cs.stanford.edu/people/karpathy/deepimagesent/"
+
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
+        for image in _objects(root / name, "images"):
+            if image.get("split") in splits:
+                file, sentences = image.get("filename"), image.get("sentences") or ()
+                raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
+                yield Entry(f"{name}, image {file}", file, raw)
+
+    return Benchmark(read, (name, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
+
+
+def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
+    """Lines "name.jpg#0<tab>caption". The five of an image are joined afterwards, as all entries of one image are."""
+    for where, (image, caption) in _matches(root, _FLICKR30K, _FLICKR30K_LINE, bad):
+        yield Entry(where, image, (caption,))
+
+
+# ---- COCO-CN and Flickr30k-CNA: Chinese captions of COCO's and Flickr30k's images
+
+
+def _coco_cn(*splits: str) -> Benchmark:
+    """The images of these splits with the captions that people wrote, not those that they or a machine translated.
+
+    `coco-cn_SPLIT.txt` names an image a line (18,341 train, 1,000 val, 1,000 test), and
+    `imageid.human-written-caption.txt` has a line "COCO_train2014_000000000009#0<tab>caption" for each of 22,218
+    captions: version 201805, by the README of https://github.com/li-xirong/coco-cn. The names of the files, and the
+    lines' form, are those of public scripts that read `coco-cn-version1805v1.1.tar.gz`; the archive was not seen.
+    """
+    lists = [f"coco-cn_{split}.txt" for split in splits]
+
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
+        entries: dict[str, list[Entry]] = {}
+        for where, (image, folder, caption) in _matches(root, COCO_CN_FILE, _COCO_CN_LINE, bad):
+            entries.setdefault(image, []).append(Entry(where, f"{folder}/{image}.jpg", (caption,)))
+        for name in lists:
+            for where, (image, folder, _) in _matches(root, name, _COCO_CN_LINE, bad):
+                # One without a caption is an error that names it.
+                yield from entries.pop(image, [Entry(where, f"{folder}/{image}.jpg", (None,))])
+
+    folders = ("train2014", "val2014")
+    return Benchmark(read, (COCO_CN_FILE, *lists), folders, f"{_HUB}/AIMClab-RUC/COCO-CN")
+
+
+def _flickr30k_cna(*splits: str) -> Benchmark:
+    """The images of these splits.
+
+    `train/flickr30k_cna_train.txt` (148,909 lines) and `val/flickr30k_cna_val.txt` (5,000) have lines
+    "6228559981<tab>caption". The test split (5,000) is `test/flickr30k_cn_test.txt`, Flickr30k-CN's human translation,
+    with lines "id#zhb#0<tab>caption"; R2D2's own reader names it `flickr30k_cna_test.txt`. From
+    https://zero.so.com/detail.html, https://github.com/yuxie11/R2D2, and public scripts that read and count these
+    files; the archive was not seen.
+    """
+
+    def read(root: Path, bad: list[BadRecord]) -> Entries:
+        for split in splits:
+            names = [f"{split}/flickr30k_cna_{split}.txt", f"{split}/flickr30k_cn_{split}.txt"]
+            name = next((name for name in names if (root / name).exists()), names[1])
+            for where, (image, caption) in _matches(root, name, _CNA_LINE, bad):
+                yield Entry(where, f"{image}.jpg", (caption,))
+
+    page = "https://zero.so.com/download.html"
+    return Benchmark(read, (*splits, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
+
+
+def _recos(root: Path, bad: list[BadRecord]) -> Entries:
+    """The pairs of ReCoS-v1, of all its twelve tasks.
+
+    `recos_v1.json` holds the texts, of 1,000 images; those of four tasks come with it in `images`, the rest are COCO's
+    and Total-Text's: the README of https://github.com/Bruce-XJChen/ReCos. Neither it nor any public script that could
+    be looked up shows the file's keys. Expected is a list of objects with `RECOS_KEYS`, of which "caption" is a text or
+    a list of texts.
+
+    Raises:
+        UserError: the file has other keys; the message names them.
+    """
+    expected = f"Expected is a list of objects with {' and '.join(RECOS_KEYS)}."
+    entries = read_json(root / RECOS_FILE, list, expected)
+    keys = {key for entry in entries if isinstance(entry, dict) for key in entry}
+    if not keys >= set(RECOS_KEYS):
+        raise UserError(
+            f"{str(root / RECOS_FILE)!r} has objects with the keys {', '.join(sorted(keys)[:20])}. {expected} The "
+            "published file's keys are not known here: please report them, and write its content under these."
+        )
+    for where, entry in _json_list(entries, RECOS_FILE, bad):
+        image, captions = map(entry.get, RECOS_KEYS)
+        yield Entry(where, image, captions if isinstance(captions, list) else (captions,))
+
+
+_IIW_FOLDERS = tuple(folder for folder, _ in IIW_PARTS.values())
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "urban1k": Benchmark(_urban1k, ("caption", "image"), ("image",), f"{_HUB}/BeichenZhang/Urban1k"),
+    "dci": Benchmark(_dci, ("splits.json", "annotations", "photos"), ("photos",), f"{_GITHUB}/facebookresearch/DCI"),
+    "long-dci": Benchmark(_long_dci, ("dci_long.csv",), ("photos",), f"{_HUB}/mderakhshani/Long-DCI"),
+    "docci": Benchmark(
+        _docci, ("docci_descriptions.jsonlines", "images"), ("images",), "https://google.github.io/docci/#downloads"
+    ),
+    "iiw": Benchmark(
+        _iiw,
+        (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS),
+        _IIW_FOLDERS,
+        f"{_GITHUB}/google/imageinwords/tree/main/datasets",
+    ),
+    "sharegpt4v-1k": Benchmark(_sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{_HUB}/Lin-Chen/ShareGPT4V"),
+    "coco": _coco("val2017"),
+    "coco-five": _coco("val2017", captions_an_image=FIVE),
+    "coco-train": _coco("train2017"),
+    "coco-all": _coco("train2017", "val2017"),
+    "flickr30k": Benchmark(
+        _flickr30k,
+        (_FLICKR30K, _FLICKR30K_IMAGES),
+        (_FLICKR30K_IMAGES,),
+        "https://shannon.cs.illinois.edu/DenotationGraph/",
+    ),
+    "flickr30k-test": _karpathy("test"),
+    "flickr30k-karpathy": _karpathy("train", "val", "test"),
+    "coco-cn-val": _coco_cn("val"),
+    "coco-cn-test": _coco_cn("test"),
+    "coco-cn-all": _coco_cn("train", "val", "test"),
+    "flickr30k-cna-val": _flickr30k_cna("val"),
+    "flickr30k-cna-test": _flickr30k_cna("test"),
+    "flickr30k-cna-all": _flickr30k_cna("train", "val", "test"),
+    "recos-v1": Benchmark(_recos, (RECOS_FILE, "images"), ("images",), f"{_GITHUB}/Bruce-XJChen/ReCos"),
+}
+
+
+# ---- reading one
 
 
 @dataclass(frozen=True)
@@ -50,7 +365,7 @@ class RetrievalSet:
 
 
 def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
-    """A benchmark of `BENCHMARKS` from its folder, in the order of its files.
+    """A benchmark of `BENCHMARKS` from the folder that `find_root` finds, in the order of its files.
 
     Entries with the same image file become one image with several captions. An entry that cannot be decoded, and an
     empty caption of an image that has others, are bad records. Images are not opened.
@@ -59,29 +374,36 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         UserError: there is no such benchmark, the folder has another layout, a file is damaged as a whole, or an
             entry is without its image or without a caption, by the file's name.
     """
-    benchmark, root = _find_benchmark(name), Path(root)
-    missing = [part for part in benchmark.needs if not (root / part).exists()]
+    root = find_root(name, root)
+    benchmark, source, label = BENCHMARKS[name], ImageFolder(root), f"{name} in {str(root)!r}"
+    # Of several folders the names of images begin with their folder.
+    if len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir():
+        source = ImageFolder(root / benchmark.images[0])
+    bad: list[BadRecord] = []
+    by_image: dict[str, list[Entry]] = {}
+    for entry in benchmark.read(root, bad):
+        if not is_text(entry.image):
+            raise UserError(f"{entry.where} of {label} names no image, found {entry.image!r}. Download it again.")
+        by_image.setdefault(entry.image, []).append(entry)
+    if not by_image:
+        first = f" The first fault: {bad[0]}." if bad else ""
+        raise UserError(f"{label} has no entry that can be read.{first} Download it again.")
+    missing = [image for image in by_image if not is_there(source, image)]
     if missing:
         raise UserError(
-            f"The folder {str(root)!r} has no {missing[0]!r}, so it is not {name} as published. It must hold "
-            f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
+            f"{len(missing)} of the {len(by_image)} images of {label} are not in {str(source.root)!r}. The first is "
+            f"{missing[0]!r}, of {by_image[missing[0]][0].where}. A benchmark is evaluated whole: unpack all of it."
         )
-    bad: list[BadRecord] = []
-    parts = ((part[0], part) for part in benchmark.parts(root))
-    entries = usable(parts, lambda part: benchmark.read(*part), bad)
-    # Of several folders the names of images begin with their folder.
-    is_below = len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir()
-    images = ImageFolder(root / benchmark.images[0] if is_below else root)
-    return _grouped(f"{name} in {str(root)!r}", entries, bad, images)
-
-
-def _find_benchmark(name: str) -> Benchmark:
-    if name not in BENCHMARKS:
-        raise UserError(
-            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
-            f"Choose one of: {', '.join(BENCHMARKS)}."
-        )
-    return BENCHMARKS[name]
+    captions, image_of = [], []
+    for position, (image, entries) in enumerate(by_image.items()):
+        where, given = entries[0].where, [caption for entry in entries for caption in entry.captions]
+        texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
+        if not texts:
+            raise UserError(f"{where} of {label} has no caption for the image {image!r}. Download it again.")
+        bad += [BadRecord(where, "empty caption", f"image {image}")] * (len(given) - len(texts))
+        captions += texts
+        image_of += [position] * len(texts)
+    return RetrievalSet(list(by_image), captions, image_of, source, bad)
 
 
 def find_root(name: str, root: str | os.PathLike) -> Path:
@@ -93,7 +415,12 @@ def find_root(name: str, root: str | os.PathLike) -> Path:
     Raises:
         UserError: there is no such benchmark, or none of these folders has its files.
     """
-    benchmark, parts = _find_benchmark(name), name.removeprefix("long-").split("-")
+    if name not in BENCHMARKS:
+        raise UserError(
+            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
+            f"Choose one of: {', '.join(BENCHMARKS)}."
+        )
+    benchmark, parts = BENCHMARKS[name], name.removeprefix("long-").split("-")
     folders = dict.fromkeys([name, *("-".join(parts[:count]) for count in range(len(parts), 0, -1)), "."])
     places = [Path(root) / folder for folder in folders]
     for place in places:
@@ -103,32 +430,3 @@ def find_root(name: str, root: str | os.PathLike) -> Path:
         f"{name} is in none of {', '.join(map(repr, map(str, places)))}. A folder of it must hold "
         f"{', '.join(benchmark.needs)}; they come from {benchmark.page}."
     )
-
-
-def _grouped(name: str, entries: Iterable[Entry], bad: list[BadRecord], source: ImageSource) -> RetrievalSet:
-    """The entries by image. Raises UserError for one without image or caption, and when there are none."""
-    by_image: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if not is_text(entry.image):
-            raise UserError(f"{entry.where} of {name} names no image, found {entry.image!r}. Download it again.")
-        by_image.setdefault(entry.image, []).append(entry)
-    if not by_image:
-        first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(f"{name} has no entry that can be read.{first} Download it again.")
-    missing = [image for image in by_image if not is_there(source, image)]
-    if missing:
-        raise UserError(
-            f"{len(missing)} of the {len(by_image)} images of {name} are not in {str(source.root)!r}. The first is "
-            f"{missing[0]!r}, of {by_image[missing[0]][0].where}. A benchmark is evaluated whole: unpack all of it."
-        )
-    captions, image_of, empty = [], [], []
-    for position, (image, same_image) in enumerate(by_image.items()):
-        given = [caption for entry in same_image for caption in entry.captions]
-        texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
-        if not texts:
-            where = same_image[0].where
-            raise UserError(f"{where} of {name} has no caption for the image {image!r}. Download it again.")
-        empty += [BadRecord(same_image[0].where, "empty caption", f"image {image}")] * (len(given) - len(texts))
-        captions += texts
-        image_of += [position] * len(texts)
-    return RetrievalSet(list(by_image), captions, image_of, source, bad + empty)

@@ -5,7 +5,6 @@ run can restart anywhere. Only the tars' headers and the captions are read to fi
 """
 
 import io
-import json
 import os
 import re
 import tarfile
@@ -20,18 +19,17 @@ from tqdm import tqdm
 from ..errors import UserError
 from ..files import file_stamp, open_regular
 from ..jobs import Job
-from .bad_records import BadRecord, refused
-from .captions import Captions, caption_of, folded, is_text, short_of, utf8
+from .bad_records import BadRecord, leave_out
+from .captions import LARGEST_FILE, Captions, caption_of, fold, is_text, parse_object, short_of, usable_captions, utf8
+from .image_folder import CAPTION, IMAGES
 from .images import decode_image, stamp_of
 from .records import PackedRecords, Record
 
 FINISHED = "shards"  # what a job notes when its shards, which are items, are finished: samples by their names
 _WRITERS = ("shards", "synthesize")  # commands
 
-_IMAGES = ("jpg", "jpeg", "png", "webp")
-_TEXTS = ("txt", "json")
-_LARGEST_IMAGE, _LARGEST_TEXT = 1 << 28, 1 << 20  # bytes
-
+_ENTRY = "json"  # ending
+_LARGEST_IMAGE = 1 << 28  # bytes
 _BLOCK = 512  # bytes, a tar's unit
 _OPENED = 128  # shards kept open at once
 _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # key.extension, parted as WebDataset parts it
@@ -102,26 +100,19 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
         UserError: there are no shards, their writing was not finished, or they hold no usable sample.
     """
     root, names = _shards(Path(data))
-    images, expected = ShardImages(root), _written_here(root)[1]
+    expected = _written_here(root)[1]
     bad: list[BadRecord] = []
-
-    def read() -> Iterator[Record]:
-        for name in tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20):
-            records, faults = _read_shard(images, name, expected.get(name))
-            bad.extend(faults)
-            yield from records
-
-    records = PackedRecords(read())
+    bar = tqdm(names, desc="reading shards", unit=" shards", disable=len(names) < 20)
+    records = PackedRecords.pack(record for name in bar for record in _read_shard(root, name, expected.get(name), bad))
     missing = sorted(expected.keys() - set(names)) if Path(data).is_dir() else []
     bad += [BadRecord(name, "missing shard", f"{expected[name]} samples") for name in missing]
-    if not records:
-        raise UserError(
-            f"{os.fspath(data)!r} has {len(names)} shards and no usable sample. The first fault: {bad[0]}. "
-            "A sample is an image (key.jpg) and a caption (key.txt or key.json)."
-            if bad
-            else f"{os.fspath(data)!r} has {len(names)} shards, and they are empty. Give others."
-        )
-    return Captions(records, bad), images
+    advice = "A sample is an image (key.jpg) and a caption (key.txt or key.json)."
+    return usable_captions(f"{os.fspath(data)!r}, {len(names)} shards,", records, bad, advice), ShardImages(root)
+
+
+def is_shards(path: Path) -> bool:
+    """Whether `path` is a tar, or a folder with tars."""
+    return bool(_shards(path)[1]) if path.is_dir() else path.suffix.lower() == ".tar"
 
 
 def _shards(data: Path) -> tuple[Path, list[str]]:
@@ -132,54 +123,52 @@ def _shards(data: Path) -> tuple[Path, list[str]]:
     return shard.parent, [shard.name]
 
 
-class _Break(Exception):
-    """A shard is cut short or damaged from some byte on."""
-
-
 class _Part(NamedTuple):
-    """One member of a sample: `name` is shard/member, `text` what a small txt or json holds."""
+    """One member of a sample: `name` is shard/member, `text` the content of a txt or json."""
 
     extension: str
     name: str
     offset: int
     size: int
-    text: bytes | None
+    text: bytes
 
 
-def _read_shard(images: ShardImages, shard: str, expected: int | None) -> tuple[list[Record], list[BadRecord]]:
-    """One shard's usable samples and its faults; `expected` is how many samples it had when it was written."""
-    samples, bad, records, broken, key = {}, [], [], None, None
+def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecord]) -> list[Record]:
+    """One shard's usable samples; the others are added to `bad`.
+
+    Args:
+        expected: how many samples it had when it was written.
+    """
+    samples, records, broken, key = {}, [], None, None
     try:
-        with open_regular(images.root / shard) as file:
+        with open_regular(root / shard) as file:
             for member in _members(file):
                 fault, name = _fault(member), _NAME.fullmatch(member.name)
                 if fault:
                     bad.append(BadRecord(shard, fault, ascii(member.name)))
-                elif member.isfile() and name and _kind(name[2]) in (*_IMAGES, *_TEXTS):
+                elif member.isfile() and name and (kind := _kind(name[2])) in (*IMAGES, CAPTION, _ENTRY):
                     key = name[1].removeprefix("./")
-                    is_text_file = _kind(name[2]) in _TEXTS and member.size <= _LARGEST_TEXT
-                    text = os.pread(file.fileno(), member.size, member.offset_data) if is_text_file else None
+                    size = 0 if kind in IMAGES else min(member.size, LARGEST_FILE + 1)
+                    text = os.pread(file.fileno(), size, member.offset_data)
                     part = _Part(name[2].lower(), f"{shard}/{member.name}", member.offset_data, member.size, text)
                     samples.setdefault(key, []).append(part)
-    except (_Break, OSError, ValueError) as error:
+    except (tarfile.ReadError, OSError, ValueError) as error:
         broken = error
     for sample, parts in samples.items():
-        try:
+        # The last one may have been whole before the break.
+        with leave_out(f"{shard}/{sample}", bad if broken is None or sample != key else []):
             records.append(_record(f"{Path(shard).stem}/{sample}", parts))
-        except ValueError as error:
-            if broken is None or sample != key:  # which may have been whole before the break
-                bad.append(refused(f"{shard}/{sample}", error))
     if broken is not None:
         missing = "" if expected is None else f"; {expected - len(records)} of {expected} samples are missing"
         bad.append(BadRecord(shard, "broken shard", f"{broken}{missing}"))
-    return records, bad
+    return records
 
 
 def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """The members of a tar, each when all of its bytes are known to be there.
 
     Raises:
-        _Break: the tar ends without its closing block, or is damaged; says where.
+        tarfile.ReadError: the tar ends without its closing block, or is damaged; says where.
     """
     length, end = os.fstat(file.fileno()).st_size, 0
     try:
@@ -187,16 +176,16 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # or a large shard's would all be kept
                 if tar.offset <= end:
-                    raise _Break("a member of negative size")
+                    raise tarfile.ReadError("a member of negative size")
                 if member.isreg() and not member.issparse() and member.offset_data + member.size > length:
-                    raise _Break(f"it ends inside {member.name!a}")
+                    raise tarfile.ReadError(f"it ends inside {member.name!a}")
                 end = tar.offset
                 yield member
     except Exception as error:  # a damaged header makes tarfile raise whatever its bytes lead to
-        raise _Break(f"byte {end} of {length}: {error}") from error
+        raise tarfile.ReadError(f"byte {end} of {length}: {error}") from error
     # A damaged header that is not the first looks to tarfile like the end.
     if os.pread(file.fileno(), _BLOCK, end) != bytes(_BLOCK):
-        raise _Break(f"byte {end} of {length}: no header and no closing block")
+        raise tarfile.ReadError(f"byte {end} of {length}: no header and no closing block")
 
 
 def _fault(member: tarfile.TarInfo) -> str | None:
@@ -215,15 +204,18 @@ def _kind(extension: str) -> str:
 
 def _record(sample: str, parts: list[_Part]) -> Record:
     """The record of one sample, "shard/key". Raises ValueError("kind: detail") where there is none."""
-    image = _choose(parts, _IMAGES, "image")
+    image = _choose(parts, IMAGES, "image")
     if image is None:
         raise ValueError(f"no image: found {', '.join(part.extension for part in parts)}")
-    txt, described = _choose(parts, ("txt",), "caption"), _choose(parts, ("json",), "caption")
-    if txt is None and described is None:
+    if image.size > _LARGEST_IMAGE:
+        raise ValueError(f"absurdly large image: {image.name} has {image.size} bytes")
+    txt, entry = _choose(parts, (CAPTION,), "caption"), _choose(parts, (_ENTRY,), "caption")
+    if txt is None and entry is None:
         raise ValueError(f"no caption: image {image.name}")
-    fields = {} if described is None else _fields(described)
-    where = f"image {image.name}"
-    caption = folded(caption_of(fields, where) if txt is None else utf8(txt.text, txt.name), where)
+    fields = {} if entry is None else parse_object(utf8(entry.text, entry.name))
+    if txt is not None:
+        fields["caption"] = utf8(txt.text, txt.name)
+    caption = fold(caption_of(fields, f"image {image.name}"))
     names = (fields.get("image"), fields.get("id"), sample)
     sample_id = next(str(name) for name in names if is_text(name) or type(name) is int)
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption, short_of(fields))
@@ -233,28 +225,12 @@ def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Pa
     """The part of one of these kinds, if there is one. "jpg" goes before "small.jpg".
 
     Raises:
-        ValueError("kind: detail"): there are several, or it is absurdly large.
+        ValueError("kind: detail"): there are several.
     """
     fitting = sorted((part.extension.count("."), part) for part in parts if _kind(part.extension) in kinds)
-    if not fitting:
-        return None
-    part = fitting[0][1]
     if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:
-        raise ValueError(f"several {content}s: {part.name} and {fitting[1][1].name}")
-    if part.size > (_LARGEST_IMAGE if kinds == _IMAGES else _LARGEST_TEXT):
-        raise ValueError(f"absurdly large {content}: {part.name} has {part.size} bytes")
-    return part
-
-
-def _fields(part: _Part) -> dict:
-    """What a json holds. Raises ValueError("kind: detail") for one that is no object of JSON."""
-    try:
-        fields = json.loads(utf8(part.text, part.name))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"bad caption file: {part.name} is no JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"bad caption file: {part.name} holds a {type(fields).__name__}, not an object")
-    return fields
+        raise ValueError(f"several {content}s: {fitting[0][1].name} and {fitting[1][1].name}")
+    return fitting[0][1] if fitting else None
 
 
 def _written_here(root: Path) -> tuple[Job, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from ..files import bytes_digest, sha256
 from .captions import Captions
 from .image_folder import read_pair_folder
 from .images import ImageFolder, ImageSource
-from .json_files import read_jsonl, read_sharegpt4v
-from .shards import read_shards
+from .json_files import read_data_file
+from .shards import is_shards, read_shards
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
 
@@ -27,20 +28,15 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
     Raises:
         UserError: `images` is missing or too much, or the data cannot be used.
     """
-    if _holds_images(data):
-        if images is not None:
-            raise UserError(
-                f"The data {os.fspath(data)!r} hold their images, but images is {os.fspath(images)!r}. Leave images "
-                "out, or give a JSON or JSONL file as the data."
-            )
-        return _read_with_images(data)
-    if images is None:
-        raise UserError(
-            f"The data file {os.fspath(data)!r} names its images by their paths, but images is not given. Give the "
-            "folder that the paths start from."
-        )
+    read = _reader(data)
+    if bool(read) == (images is not None):
+        fault = "hold their images" if read else "name their images by paths"
+        advice = "Leave images out" if read else "Give the folder that the paths start from"
+        raise UserError(f"The data {os.fspath(data)!r} {fault}, but images is {images and str(images)!r}. {advice}.")
+    if read:
+        return read(data)
     folder = ImageFolder(images)
-    return _read_file(Path(data)), folder
+    return read_data_file(data), folder
 
 
 def read_captions(data: str | os.PathLike) -> Captions:
@@ -49,34 +45,22 @@ def read_captions(data: str | os.PathLike) -> Captions:
     Raises:
         UserError: the data cannot be used.
     """
-    return _read_with_images(data)[0] if _holds_images(data) else _read_file(Path(data))
+    read = _reader(data)
+    return read(data)[0] if read else read_data_file(data)
 
 
-def _holds_images(data: str | os.PathLike) -> bool:
-    """Whether the data hold their images. Raises UserError if they are not there."""
-    if not (is_toy_scenes(data) or Path(data).exists()):
+def _reader(data: str | os.PathLike) -> Callable[[str | os.PathLike], tuple[Captions, ImageSource]] | None:
+    """What reads data that hold their images; None for a file that names them. Raises UserError if none are there."""
+    if is_toy_scenes(data):
+        return read_toy_scenes
+    if not Path(data).exists():
         raise UserError(
             f"The data {os.fspath(data)!r} are not there. Give a JSON or JSONL file; WebDataset shards, a folder of "
             "*.tar or one tar; a folder of image and caption files; or scenes of the toy world, such as toy/test."
         )
-    return is_toy_scenes(data) or is_shards(Path(data)) or Path(data).is_dir()
-
-
-def _read_with_images(data: str | os.PathLike) -> tuple[Captions, ImageSource]:
-    if is_toy_scenes(data):
-        return read_toy_scenes(data)
-    return read_shards(data) if is_shards(Path(data)) else read_pair_folder(data)
-
-
-def _read_file(path: Path) -> Captions:
-    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_sharegpt4v)(path)
-
-
-def is_shards(path: Path) -> bool:
-    """Whether `path` is a tar, or a folder with tars."""
-    if not path.is_dir():
-        return path.suffix.lower() == ".tar"
-    return any(not tar.name.startswith(".") for tar in path.glob("*.tar"))
+    if is_shards(Path(data)):
+        return read_shards
+    return read_pair_folder if Path(data).is_dir() else None
 
 
 def data_digest(data: str | os.PathLike, captions: Captions) -> str:
@@ -84,9 +68,10 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
 
     Images count by name only, in shards by position and size too, toy scenes by their pixels.
     """
-    if not _holds_images(data):
+    read = _reader(data)
+    if read is None:
         return sha256(data)
     records = chain(captions.records, captions.bad)
     rows = (json.dumps([*vars(record).values()]).encode() + b"\n" for record in records)
-    scenes = ToyScenes(data) if is_toy_scenes(data) else None
+    scenes = ToyScenes(data) if read is read_toy_scenes else None
     return bytes_digest(chain(rows, (scenes.stamp(record.image) for record in captions.records if scenes)))

@@ -13,19 +13,16 @@ from ..toyworld.render import render
 from ..toyworld.scenes import SPLITS, Scene, scene
 from .captions import Captions
 from .images import digest_of
-from .records import PackedRecords, Record
+from .records import SHAREGPT4V_HELD_OUT, PackedRecords, Record
 
-PAIRS = 1000  # as many as evaluations on ShareGPT4V take
 _PREFIX, _TRAINED_ON = "toy/", "train"
-_NAMES = tuple(_PREFIX + split for split in reversed(SPLITS) if split != _TRAINED_ON)
 _SHORT, _REFERRING = "short-", "referring-"  # before a split: within 77 tokens; captions that refer back
-_KINDS = ("", _SHORT, _REFERRING, _SHORT + _REFERRING)
 _SPLIT = re.compile(rf"({_SHORT})?({_REFERRING})?((?:{'|'.join(SPLITS)})(?:-[\w-]+)?)")
-_IMAGE = re.compile(r"([^/]+)/(\d+)", re.ASCII)
+_IMAGE = re.compile(rf"{_SPLIT.pattern}/(\d+)", re.ASCII)
 
 
 class ToyScenes:
-    """Renders the scenes of one split by the names that `read_toy_scenes` gives its records, such as "test/000012".
+    """Renders scenes by the names that `read_toy_scenes` gives its records, such as "test/000012".
 
     Args:
         name: of the scenes, such as "toy/test".
@@ -33,22 +30,14 @@ class ToyScenes:
 
     def __init__(self, name: str | os.PathLike):
         self.root = Path(name)  # for messages: there is no such folder
-        self.split = os.fspath(name).removeprefix(_PREFIX)
 
     def open(self, image: str) -> Image.Image:
-        """The RGB image of 48 x 48 pixels. Raises ValueError for a name that is no scene of the split."""
-        return render(scene_and_caption(*self._key(image))[0])
+        """The RGB image of 48 x 48 pixels. Raises ValueError for a name that is no scene."""
+        return render(toy_scene(image)[0])
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the name and the pixels. Raises ValueError for a name that is no scene of the split."""
-        self._key(image)
+        """16 bytes of the name and the pixels. Raises ValueError for a name that is no scene."""
         return _stamp(image)
-
-    def _key(self, image: str) -> tuple[str, int]:
-        split, index = _locate(image)
-        if split != self.split:
-            raise ValueError(f"{image!r} is no scene of {self.root}")
-        return split, index
 
 
 def is_toy_scenes(data: str | os.PathLike) -> bool:
@@ -71,50 +60,35 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
     name = os.fspath(name)
     split = name.removeprefix(_PREFIX)
     parts = _SPLIT.fullmatch(split)
-    if parts and parts[3] == _TRAINED_ON:
+    if not parts or parts[3] == _TRAINED_ON:
+        kinds = ("", _SHORT, _REFERRING, _SHORT + _REFERRING)
+        variants = [f"{_PREFIX}{kind}{known}" for kind in kinds for known in reversed(SPLITS) if known != _TRAINED_ON]
         raise UserError(
-            f"The models that come with the package have learned from the scenes of {name!r}. Give "
-            f"{', '.join(_NAMES)}, or others such as toy/test-2; to train a model, {name}-2 and the like."
+            f"There is no file or folder {name!r}, and no scenes of that name but those that the models of the package "
+            f"have learned from.{near_matches(name, variants, most=1)} The toy world's scenes are "
+            f"{', '.join(variants)}; and others by a suffix, such as toy/test-2 or, to train a model, toy/train-2."
         )
-    if not parts:
-        variants = [known.replace(_PREFIX, _PREFIX + kind) for kind in _KINDS for known in _NAMES]
-        raise UserError(
-            f"There is no file or folder {name!r}, and there are no scenes of that name."
-            f"{near_matches(name, variants, most=1)} The toy world's scenes are {', '.join(_NAMES)}; "
-            f"{', '.join(_PREFIX + kind + 'test' for kind in _KINDS if kind)} and so on; and others by a suffix, such "
-            "as toy/test-2."
-        )
-    names = [f"{split}/{index:06}" for index in range(PAIRS)]
-    records = PackedRecords(Record(image, image, scene_and_caption(*_locate(image))[1].text) for image in names)
+    names = [f"{split}/{index:06}" for index in range(SHAREGPT4V_HELD_OUT)]
+    records = PackedRecords.pack(Record(image, image, toy_scene(image)[1].text) for image in names)
     return Captions(records, []), ToyScenes(name)
 
 
-def toy_scene(record: Record) -> tuple[Scene, Caption]:
-    """What a record of `read_toy_scenes` shows, and its caption sentence by sentence.
+# One command may read a split several times: captions and stamps are kept, which take most of that time.
+@lru_cache(2 * SHAREGPT4V_HELD_OUT)
+def toy_scene(image: str) -> tuple[Scene, Caption]:
+    """What an image shows, such as "test/000012" or "short-referring-test-2/000012", and its caption.
 
     Raises:
-        ValueError: the record is of other data.
+        ValueError: no scene has this name.
     """
-    return scene_and_caption(*_locate(record.image))
-
-
-# One command may read a split several times: captions and stamps are kept, which take most of that time.
-@lru_cache(2 * PAIRS)
-def scene_and_caption(split: str, index: int) -> tuple[Scene, Caption]:
-    """Scene number `index` of a split, such as "test" or "short-referring-test-2", and its caption."""
-    short, referring, split = _SPLIT.fullmatch(split).groups()
+    place = _IMAGE.fullmatch(image)
+    if place is None:
+        raise ValueError(f"{image!r} is no scene of the toy world")
+    short, referring, split, index = *place.groups()[:3], int(place[4])
     style = "referring" if referring else "plain"
     return short_prompt(split, index, style) if short else (scene(split, index), caption(split, index, style))
 
 
-@lru_cache(2 * PAIRS)
+@lru_cache(2 * SHAREGPT4V_HELD_OUT)
 def _stamp(image: str) -> bytes:
-    return digest_of(image, render(scene_and_caption(*_locate(image))[0]).tobytes().hex())
-
-
-def _locate(image: str) -> tuple[str, int]:
-    """(split, index) of a record's image. Raises ValueError for a name of another shape."""
-    place = _IMAGE.fullmatch(image)
-    if place is None or not _SPLIT.fullmatch(place[1]):
-        raise ValueError(f"{image!r} is no scene of the toy world")
-    return place[1], int(place[2])
+    return digest_of(image, render(toy_scene(image)[0]).tobytes().hex())

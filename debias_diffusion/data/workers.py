@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from ..errors import UserError
 
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
 
 @contextmanager
 def load_batches(loader: DataLoader) -> Iterator[Iterator]:
@@ -36,11 +38,12 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
         loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
     loader.worker_init_fn = _end_with_main_process
     try:
-        with _held_signals():
-            try:
-                batches = iter(loader)
-            finally:
-                workers += set(multiprocessing.active_children()).difference(others)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # workers start so
+        try:
+            batches = iter(loader)
+        finally:
+            workers += set(multiprocessing.active_children()).difference(others)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             yield batches
         finally:
@@ -62,22 +65,9 @@ def _kill(workers: list[BaseProcess]) -> None:
             worker.join()
 
 
-@contextmanager
-def _held_signals() -> Iterator[None]:
-    """Holds SIGTERM and ctrl-C back from this thread, and from the workers that it starts."""
-    if sys.platform == "win32":
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _end_with_main_process(worker: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    for stop in _STOPS:
+        signal.signal(stop, signal.SIG_IGN)
 
     def watch() -> None:
         multiprocessing.parent_process().join()

@@ -95,17 +95,11 @@ def _backbone_last_layer(backbone: Backbone, rows: Tensor) -> tuple[Tensor, Tens
 
 
 def _transformers_last_layer(encoder: TextEncoder, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from the encoder's own forward pass, adapters included"""
-    attention = getattr(encoder, "text_model", encoder).encoder.layers[-1].self_attn
-    outputs = {}  # by module
-    parts = (attention.q_proj, attention.k_proj)
-    hooks = [part.register_forward_hook(lambda part, _, output: outputs.update({part: output})) for part in parts]
-    try:
-        encoder(input_ids=rows)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return tuple(outputs[part].unflatten(-1, (encoder.config.num_attention_heads, -1)) for part in parts)
+    """The same from the encoder's own layers, adapters included"""
+    layer = getattr(encoder, "text_model", encoder).encoder.layers[-1]
+    states = layer.layer_norm1(encoder(input_ids=rows, output_hidden_states=True).hidden_states[-2])
+    parts = (layer.self_attn.q_proj, layer.self_attn.k_proj)
+    return tuple(part(states).unflatten(-1, (encoder.config.num_attention_heads, -1)) for part in parts)
 
 
 class PositionMeans:

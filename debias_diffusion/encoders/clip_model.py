@@ -22,11 +22,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..ablation.heads import Ablation, noted
+from ..ablation.heads import Ablation, suppressed_heads
 from ..clip.backbone import Backbone
 from ..clip.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..clip.families import find_family
-from ..clip.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
+from ..clip.model_files import find_file, load_pretrained
 from ..errors import UserError
 from . import modeling_ablated_clip
 from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
@@ -53,7 +53,7 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
             "features would differ. Export it as transformers or open_clip."
         )
     check_plain_text(backbone)
-    ablation = noted(backbone, "image")
+    ablation = suppressed_heads(backbone, "image")
     if ablation is None and backbone.image_attention is not None:
         raise UserError(
             "The attention in the image tower was replaced; a CLIPModel has the plain one. Export it as open_clip."
@@ -86,11 +86,8 @@ def _vision_config(backbone: Backbone) -> CLIPVisionConfig:
     unfit = {
         "no projection": visual.proj is None or text_config(backbone).projection_dim is None,
         "no norm before the blocks": not isinstance(visual.ln_pre, nn.LayerNorm),
-        "attention pooling": visual.attn_pool is not None,
         f"{visual.pool_type} pooling": visual.pool_type != "tok",
-        "layer scale": not isinstance(block.ls_1, nn.Identity),
         "images that are not square": len(set(visual.image_size)) > 1 or len(set(visual.patch_size)) > 1,
-        "another activation than the text tower": activation(block) != text_config(backbone).hidden_act,
     }
     if any(unfit.values()):
         parts = ", ".join(name for name, is_unfit in unfit.items() if is_unfit)
@@ -141,25 +138,22 @@ def read_clip_model(source: str | Path) -> Backbone:
         UserError: there is no whole CLIPModel, or open_clip's module cannot hold it.
     """
     label = repr(os.fspath(source))
-    with explain_failure(f"The CLIPModel {label} could not be loaded"):
-        config = _read_config(source)
-        model = load_pretrained(CLIPModel, source, label, config=config)
-        place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
-        tokenizer = read_tokenizer(place, config.text_config)
-        text, vision = config.text_config, config.vision_config
-        acts = {text.hidden_act, vision.hidden_act}
-        if len(acts) > 1:
-            raise UserError(
-                f"The towers of {label} have the activations {text.hidden_act} and {vision.hidden_act}; open_clip's "
-                "have both quick_gelu or both gelu."
-            )
-        with explain_failure(f"{label} cannot be an open_clip model"):  # for example sizes that do not divide
-            cfg, state = {"context_length": text.max_position_embeddings}, to_openai_names(model.state_dict())
-            backbone = _backbone(source, open_clip.CLIP, model, cfg, state, tokenizer, "shortest")
-        if isinstance(config, AblatedCLIPConfig):
-            with explain_failure(f"beta in the configuration of {label} cannot be read"):
-                Ablation.of_rows("image", config.beta).apply(backbone)
-        return backbone
+    config = _read_config(source)
+    model = load_pretrained(CLIPModel, source, label, config=config)
+    place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
+    tokenizer = read_tokenizer(place, config.text_config)
+    text, vision = config.text_config, config.vision_config
+    acts = {text.hidden_act, vision.hidden_act}
+    if len(acts) > 1:
+        raise UserError(
+            f"The towers of {label} have the activations {text.hidden_act} and {vision.hidden_act}; open_clip's "
+            "have both quick_gelu or both gelu."
+        )
+    cfg, state = {"context_length": text.max_position_embeddings}, to_openai_names(model.state_dict())
+    backbone = _backbone(source, open_clip.CLIP, model, cfg, state, tokenizer, "shortest")
+    if isinstance(config, AblatedCLIPConfig):
+        Ablation.of_rows("image", config.beta).apply(backbone)
+    return backbone
 
 
 def read_chinese_clip(source: str | Path) -> Backbone:
@@ -172,20 +166,19 @@ def read_chinese_clip(source: str | Path) -> Backbone:
         UserError: there is no whole ChineseCLIPModel.
     """
     label = repr(os.fspath(source))
-    with explain_failure(f"The ChineseCLIPModel {label} could not be loaded"):
-        config = ChineseCLIPConfig.from_dict(read_model_config(source))
-        text, prefix = config.text_config, "text_model."
-        cfg = {
-            "model_type": text.model_type,
-            "context_length": min(CONTEXT_LENGTH, text.max_position_embeddings),
-            "bert": text.to_dict(),
-        }
-        model = load_pretrained(ChineseCLIPModel, source, label, config=config)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        weights = model.state_dict().items()
-        state = {f"text.bert.{name.removeprefix(prefix)}": t for name, t in weights if name.startswith(prefix)}
-        state["text.text_projection.weight"] = model.text_projection.weight
-        return _backbone(source, ChineseCLIP, model, cfg, state, tokenizer, "squash")
+    config = ChineseCLIPConfig.from_dict(read_model_config(source))
+    text, prefix = config.text_config, "text_model."
+    cfg = {
+        "model_type": text.model_type,
+        "context_length": min(CONTEXT_LENGTH, text.max_position_embeddings),
+        "bert": text.to_dict(),
+    }
+    model = load_pretrained(ChineseCLIPModel, source, label, config=config)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    weights = model.state_dict().items()
+    state = {f"text.bert.{name.removeprefix(prefix)}": t for name, t in weights if name.startswith(prefix)}
+    state["text.text_projection.weight"] = model.text_projection.weight
+    return _backbone(source, ChineseCLIP, model, cfg, state, tokenizer, "squash")
 
 
 def _backbone(
@@ -238,39 +231,17 @@ def _tower_cfg(config: PretrainedConfig) -> dict:
     }
 
 
-def text_encoder_alone(source: str | Path) -> UserError:
-    """The error for a text encoder where both towers are needed."""
-    return UserError(
-        f"{os.fspath(source)!r} holds a text encoder without an image tower, which is needed here. Give the training "
-        "run, or its export by `debias-diffusion export --to clip` or `--to open_clip`."
-    )
-
-
 def _read_config(source: str | Path) -> CLIPConfig:
     label = repr(os.fspath(source))
-    if isinstance(source, Path) and not (source / "config.json").is_file():
-        if any((source / name / "config.json").is_file() for name in ("text_encoder", "text_encoder_2")):
-            raise text_encoder_alone(source)
-        raise UserError(
-            f"{label} holds no model with two towers: neither {CONFIG_FILE}, in it or in the last/ of a "
-            "training run, nor the config.json of a transformers CLIPModel."
-        )
-    if not isinstance(source, Path):
-        advice = f"If it is in open_clip's layout, give hf-hub:{source}."
-        with explain_failure(f"{label} is not a folder or file here, and as a hub id it gives no CLIPModel", advice):
-            if find_file(source, "config.json") is None:
-                raise ValueError("its config.json could not be fetched")
     content = read_model_config(source)
-    kind, architectures = content.get("model_type"), content.get("architectures") or []
-    if kind == "clip_text_model" or any("CLIPText" in name for name in architectures):
-        raise text_encoder_alone(source)
+    kind = content.get("model_type")
     if kind not in (CLIPConfig.model_type, AblatedCLIPConfig.model_type):
         raise UserError(
-            f"{label} holds a model of type {kind!r}; a CLIPModel's is 'clip'. Name a SigLIP as open_clip does, for "
-            "example ViT-B-16-SigLIP2:webli."
+            f"{label} holds a model of type {kind!r}; both towers are needed here, and a CLIPModel's type is 'clip'. "
+            "Give the training run, or its export by `debias-diffusion export --to clip`; name a SigLIP as open_clip "
+            "does, for example ViT-B-16-SigLIP2:webli."
         )
-    with explain_failure(f"{label} has no configuration of a CLIPModel"):
-        return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
+    return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
 
 
 def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> PreprocessCfg:
@@ -278,8 +249,7 @@ def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> Preproces
     # transformers 5 writes the second.
     if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):
         return default
-    with explain_failure(f"The image processor of {os.fspath(source)!r} could not be loaded"):
-        processor = CLIPImageProcessor.from_pretrained(source)
+    processor = CLIPImageProcessor.from_pretrained(source)
     image_size = default.size
     square = {"height": image_size, "width": image_size}
     size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None

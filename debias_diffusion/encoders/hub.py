@@ -3,7 +3,7 @@
 import os
 from pathlib import Path, PurePosixPath
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 
 from ..clip.model_files import CONFIG_FILE, HUB_SECONDS, WEIGHT_SUFFIXES, explain_failure, find_cached
 from ..errors import UserError
@@ -28,11 +28,12 @@ def find_hub_file(name: str) -> Path | None:
         UserError: it has several files of weights, or its file cannot be downloaded.
     """
     cached = None
-    try:  # not list_repo_files, which without a network tries for 24 seconds
-        names = [file.rfilename for file in HfApi().model_info(name, timeout=HUB_SECONDS).siblings or []]
-    except Exception:  # no network, no such repository, no right to read it: what is cached decides
-        cached = find_cached(name)
-        names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()] if cached else []
+    if info := _ask(name):
+        names = [file.rfilename for file in info.siblings or []]
+    elif cached := find_cached(name):
+        names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()]
+    else:
+        return None
     files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in WEIGHT_SUFFIXES)
     if not files or _FOLDERS & set(names):
         return None
@@ -59,10 +60,15 @@ def find_commit(name: str) -> str:
     Before a download and after it the answer is the same.
     """
     name, _, revision = name.partition("@")
-    revision = revision or None
-    if cached := find_cached(name, revision):
+    if cached := find_cached(name, revision or None):
         return cached.name
-    try:
-        return HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS).sha or ""
-    except Exception:  # no network, no such repository, no right to read it: loading says so
-        return ""
+    info = _ask(name, revision or None)
+    return info.sha or "" if info else ""
+
+
+def _ask(name: str, revision: str | None = None) -> ModelInfo | None:
+    """What the hub says of a repository; None without a network, such a repository or the right to read it."""
+    try:  # list_repo_files tries for 24 seconds without a network
+        return HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
+    except Exception:
+        return None

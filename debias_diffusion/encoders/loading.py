@@ -22,7 +22,6 @@ from ..clip.model_files import (
     check_sizes,
     explain_failure,
     find_file,
-    quiet_logging,
 )
 from ..clip.positions import FACTOR, KEEP, stretched_length
 from ..clip.regional_prompts import PromptSettings
@@ -33,26 +32,24 @@ from ..clip.weight_files import (
     fold_long_clip,
     has_text_prefix,
     is_long_clip,
-    plain_text_names,
     read_state,
-    table_names,
+    without_text_prefix,
 )
 from ..errors import UserError, near_matches
 from ..files import read_json
 from ..text.tokens import CaptionTokenizer
-from ..toyworld.shipped import shipped
 
+_HUB = "hf-hub:"
+_WITH_WEIGHTS = ("local-dir:", _HUB)
 _BIG_VISION = (".npz", ".npy")  # which only open_clip reads, and refuses where a shape differs
 
 
-def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
-    """Loads a CLIP or SigLIP two-tower.
+def load_backbone(place: str, weights: str | None = None) -> Backbone:
+    """Loads a CLIP or SigLIP two-tower of open_clip's.
 
     Args:
-        model: an open_clip name ("ViT-B-16"; "ViT-B-16-quickgelu" for OpenAI's weights; "ViT-B-16-SigLIP2"), an
-            open_clip folder such as training leaves, "hf-hub:owner/name", or "toy/clip".
-        pretrained: for a name: an open_clip tag ("openai", "laion2b_s34b_b88k", "webli") or a file of weights, of
-            Long-CLIP's too. None gives random weights from torch's current seed.
+        place, weights: of an `EncoderSpec` of the kind OPEN_CLIP: a folder or "hf-hub:owner/name", or the name of a
+            model and a tag, a file (Long-CLIP's, too), or None for random weights from torch's current seed.
 
     Returns:
         The model, with the heads suppressed that its configuration notes.
@@ -61,55 +58,19 @@ def load_backbone(model: str, pretrained: str | None = None) -> Backbone:
         UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
             tower is neither CLIP's nor SigLIP's.
     """
-    with explain_failure(f"The weights of {model!r} (pretrained={pretrained!r}) could not be loaded"), quiet_logging():
-        return _load(shipped(model), pretrained)
-
-
-def load_tokenizer(model: str, pretrained: str | None, keep: int, factor: int) -> CaptionTokenizer:
-    """The tokenizer of a two-tower for its stretched context length, without the weights.
-
-    Args:
-        model, pretrained: as for `load_backbone`.
-        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
-    """
-    with explain_failure(f"The tokenizer of {model!r} could not be loaded"):
-        model = shipped(model)
-        config, source, family = _find(model, pretrained)
-        file = Path(pretrained) if pretrained and os.path.isfile(pretrained) else None
-        folder = Path(source.removeprefix("local-dir:")) if (source or "").startswith("local-dir:") else None
-        tokenizer = family.load_tokenizer(model, folder or (file and file.parent), config["model_cfg"]["text_cfg"])
-        if "keep" in config.get("debias_diffusion", {}):
-            return tokenizer
-        if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
-            keep, factor = KEEP, FACTOR
-        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
-
-
-def _find(model: str, pretrained: str | None) -> tuple[dict, str | None, Family]:
-    """The configuration and source of `_find_config`, and the family; weights fit the model as far as names say it."""
-    config, source = _find_config(model)
-    family = find_family(model, config["model_cfg"])
-    if source is None:
-        _check_pretrained(model, pretrained)
-    elif pretrained is not None:
-        raise UserError(f"{model!r} brings its own weights; leave out pretrained={pretrained!r}, or give a model name.")
-    return config, source, family
-
-
-def _load(model: str, pretrained: str | None) -> Backbone:
-    config, source, family = _find(model, pretrained)
-    file = find_weights(model, source, pretrained)
-    if source and file:
-        check_sizes(config, file.stat().st_size, repr(model))
-    tokenizer = family.load_tokenizer(model, file and file.parent, config["model_cfg"]["text_cfg"])
-    clip = open_clip.create_model(source or model, pretrained=pretrained, load_weights=False)
+    config, family = _read_config(place, weights)
+    file, source = _find_weights(place, weights), f"local-dir:{place}" if os.path.isdir(place) else place
+    if source.startswith(_WITH_WEIGHTS):
+        check_sizes(config, file.stat().st_size, repr(place))
+    tokenizer = family.load_tokenizer(place, file and file.parent, config["model_cfg"]["text_cfg"])
+    clip = open_clip.create_model(source, pretrained=weights, load_weights=False)
     blocks = getattr(clip, "text", clip).transformer.resblocks if family.causal else ()
     if not all(type(block) is ResidualAttentionBlock for block in blocks):
-        raise UserError(f"The text tower of {model!r} has unusual blocks; only plain CLIP blocks can be used.")
+        raise UserError(f"The text tower of {place!r} has unusual blocks; only plain CLIP blocks can be used.")
     if (prompts := config.get("debias_diffusion", {}).get("regional_prompts")) is not None:
-        with explain_failure(f"The regional prompts of {model!r} cannot be used"):
+        with explain_failure(f"The regional prompts of {place!r} cannot be used"):
             add_prompts(clip.visual, PromptSettings.from_config(prompts))
-    stretched = file and load_weights(clip, file, model, bool(config["model_cfg"].get("quick_gelu")))
+    stretched = file and load_weights(clip, file, place, bool(config["model_cfg"].get("quick_gelu")))
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")
     if stretched:
@@ -121,6 +82,25 @@ def _load(model: str, pretrained: str | None) -> Backbone:
     _load_short_positions(backbone, file)
     apply_saved(backbone)
     return backbone
+
+
+def load_tokenizer(place: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
+    """The tokenizer of a two-tower for its stretched context length, without the model.
+
+    Args:
+        place, weights: as for `load_backbone`.
+        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
+    """
+    with explain_failure(f"The tokenizer of {place!r} could not be loaded"):
+        config, family = _read_config(place, weights)
+        file = Path(weights) if weights and os.path.isfile(weights) else None
+        folder = Path(place) if os.path.isdir(place) else file and file.parent
+        tokenizer = family.load_tokenizer(place, folder, config["model_cfg"]["text_cfg"])
+        if "keep" in config.get("debias_diffusion", {}):
+            return tokenizer
+        if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
+            keep, factor = KEEP, FACTOR
+        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
 
 
 def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
@@ -138,90 +118,64 @@ def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
     set_short_positions(backbone.text.tower, table)
 
 
-def _find_config(model: str) -> tuple[dict, str | None]:
-    """(content of open_clip_config.json, open_clip's name of the folder or hub repository; None for a plain name)."""
-    folder = Path(model.removeprefix("local-dir:"))
-    if model.startswith("hf-hub:"):
-        config, source = _hub_config(model), model
-    elif (folder / CONFIG_FILE).is_file():
-        config, source = _read_config(folder / CONFIG_FILE), f"local-dir:{folder}"
-    elif folder.is_dir() or model.startswith("local-dir:"):
-        raise UserError(f"The folder {os.fspath(folder)!r} holds no {CONFIG_FILE}; give an open_clip folder.")
+def _read_config(place: str, weights: str | None) -> tuple[dict, Family]:
+    """(content of open_clip_config.json, as complete as this module needs it; the family).
+
+    Raises:
+        UserError: the weights are unknown, or of another activation, which a state dict does not hold.
+    """
+    if os.path.isdir(place) or place.startswith(_HUB):
+        file = find_file(Path(place) if os.path.isdir(place) else place.removeprefix(_HUB), CONFIG_FILE)
+        if file is None:
+            raise UserError(f"{place!r} holds no {CONFIG_FILE}.")
+        config = read_json(file)
     else:
-        config, source = {"model_cfg": open_clip.get_model_config(model)}, None
-    if config["model_cfg"] is None:
-        raise UserError(
-            f"Unknown model {model!r}.{near_matches(model, open_clip.list_models())} Give an open_clip model name "
-            "(`python -c 'import open_clip; print(open_clip.list_models())'` lists them) or an open_clip folder."
-        )
+        config = {"model_cfg": open_clip.get_model_config(place)}
+        _check_weights(place, weights)
     text_cfg = config["model_cfg"]["text_cfg"]
     text_cfg.setdefault("context_length", CLIPTextCfg.context_length)
     text_cfg.setdefault("vocab_size", CLIPTextCfg.vocab_size)
-    return config, source
+    return config, find_family(place, config["model_cfg"])
 
 
-def _hub_config(model: str) -> dict:
-    advice = "Check the name and the network, or give a folder that holds the repository's files."
-    with explain_failure(f"{model!r} could not be fetched from the Hugging Face hub", advice):
-        file = find_file(model.removeprefix("hf-hub:"), CONFIG_FILE)
-        config = {"model_cfg": open_clip.get_model_config(model)}  # open_clip keeps only its part of it
-        extra = read_json(file).get("debias_diffusion") if file else None
-    return config | ({"debias_diffusion": extra} if extra else {})
-
-
-def _read_config(file: Path) -> dict:
-    config = read_json(file)
-    model_cfg = config.get("model_cfg")
-    parts = [model_cfg.get(name) for name in ("vision_cfg", "text_cfg")] if isinstance(model_cfg, dict) else [None]
-    extra = config.get("debias_diffusion", {})
-    if not all(isinstance(part, dict) for part in (*parts, extra)):
-        raise UserError(
-            f"{str(file)!r} is not an open_clip configuration: model_cfg, its vision_cfg and text_cfg, and "
-            "debias_diffusion must be JSON objects."
-        )
-    return config
-
-
-def _check_pretrained(model: str, pretrained: str | None) -> None:
+def _check_weights(model: str, weights: str | None) -> None:
     """Raises UserError unless the weights exist and fit the model's activation, which a state dict does not hold."""
-    if pretrained is None or os.path.isfile(pretrained):
+    if weights is None or os.path.isfile(weights):
         return
     tags = open_clip.list_pretrained_tags_by_model(model)
-    if pretrained not in tags:
+    if weights not in tags:
         raise UserError(
-            f"No weights {pretrained!r} for {model!r}.{near_matches(pretrained, tags)} "
+            f"No weights {weights!r} for {model!r}.{near_matches(weights, tags)} "
             f"Give a file or one of: {', '.join(tags) or '(no tags for this model)'}."
         )
-    quick = open_clip.get_pretrained_cfg(model, pretrained).get("quick_gelu", False)
+    quick = open_clip.get_pretrained_cfg(model, weights).get("quick_gelu", False)
     if quick != bool(open_clip.get_model_config(model).get("quick_gelu")):
         other = f"{model}-quickgelu" if quick else model.removesuffix("-quickgelu")
         raise UserError(
-            f"The weights {pretrained!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
+            f"The weights {weights!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
             f"{'lacks' if quick else 'has'}. Use --model {other}."
         )
 
 
-def find_weights(model: str, source: str | None, pretrained: str | None) -> Path | None:
-    """The file of a model's weights; None for random weights.
-
-    Args:
-        model: as for `load_backbone`.
-        source: "hf-hub:..." or "local-dir:...", which holds its weights; None for a plain name.
-        pretrained: with a plain name, a file, or a tag whose file open_clip downloads unless it is cached.
-    """
-    if source is None:
-        if pretrained is None or Path(pretrained).is_file():
-            return pretrained and Path(pretrained)
-        return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(model, pretrained)))
-    kind, _, place = source.partition(":")
-    file = download_pretrained_from_hf(place) if kind == "hf-hub" else _find_checkpoint_in_dir(Path(place))
-    if file is None:
-        raise UserError(f"The folder {place!r} holds no weights (open_clip_model.safetensors, for example).")
-    return Path(file)
+def _find_weights(place: str, weights: str | None) -> Path | None:
+    """The file of a model's weights, downloaded unless it is cached; None for random weights."""
+    if place.startswith(_HUB):
+        return Path(download_pretrained_from_hf(place.removeprefix(_HUB)))
+    if os.path.isdir(place):
+        if (file := _find_checkpoint_in_dir(Path(place))) is None:
+            raise UserError(f"The folder {place!r} holds no weights (open_clip_model.safetensors, for example).")
+        return Path(file)
+    if weights is None or os.path.isfile(weights):
+        return weights and Path(weights)
+    return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(place, weights)))
 
 
 def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
     """Loads weights into open_clip's module, and never interpolates text positions, as open_clip does silently.
+
+    A Long-CLIP checkpoint's two tables of positions become one, and the module gets their context length. Without the
+    prefix `text.` it is from Long-CLIP's code, which trains OpenAI's CLIPs alone. With it (open_clip's CustomTextCLIP,
+    as in the released weights of DeBias-CLIP) the base model can be any.
 
     Args:
         clip: an `open_clip.CLIP` or `CustomTextCLIP`.
@@ -237,47 +191,27 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
             for broken or hostile files and other sizes pass through.
     """
     state = {} if file.suffix in _BIG_VISION else read_state(file)
-    if is_long_clip(state):
-        return _load_long_clip(clip, state, file, model, quick_gelu)
-    table = state.get(POSITIONS, state.get(TEXT + POSITIONS))
-    positions = len(getattr(clip, "text", clip).positional_embedding)
+    long_clip, is_prefixed, tower = is_long_clip(state), has_text_prefix(state), getattr(clip, "text", clip)
+    if long_clip:
+        if not quick_gelu and not is_prefixed:
+            raise UserError(
+                f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which "
+                f"{model!r} lacks. Use --model {model}-quickgelu."
+            )
+        positions, width = tower.positional_embedding.shape
+        set_positions(clip, torch.empty(stretched_length(positions), width))
+        state = fold_long_clip(state)
+    table, positions = state.get(POSITIONS, state.get(TEXT + POSITIONS)), len(tower.positional_embedding)
     if table is not None and len(table) != positions:
         raise UserError(
             f"{str(file)!r} holds {len(table)} text positions, {model!r} has {positions}; they are not interpolated. "
             f"Give weights of {positions} positions, or, for a stretched model, the folder of its training run, whose "
             "open_clip_config.json has the context length."
         )
-    if has_text_prefix(state) and not hasattr(clip, "text"):
-        clip.load_state_dict(plain_text_names(state))
+    if is_prefixed and tower is clip:
+        clip.load_state_dict(without_text_prefix(state))
+    elif long_clip:
+        clip.load_state_dict(state)
     else:
         open_clip.load_checkpoint(clip, str(file), weights_only=True)
-    return None
-
-
-def _load_long_clip(
-    clip: nn.Module, state: dict[str, torch.Tensor], file: Path, model: str, quick_gelu: bool
-) -> dict[str, int]:
-    """Loads weights with Long-CLIP's two tables into a two-tower, which gets their context length.
-
-    Without the prefix `text.` they are from Long-CLIP's code, which trains OpenAI's CLIPs alone. With it (open_clip's
-    CustomTextCLIP, as in the released weights of DeBias-CLIP) the base model can be any.
-    """
-    if not quick_gelu and not has_text_prefix(state):
-        name = f"{model}-quickgelu"
-        name = name if name in open_clip.list_models() else "ViT-B-16-quickgelu or ViT-L-14-quickgelu"
-        raise UserError(
-            f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which {model!r} "
-            f"lacks. Use --model {name}."
-        )
-    positions, width = getattr(clip, "text", clip).positional_embedding.shape
-    expected = [stretched_length(positions), width]
-    shapes = {name: list(state[name].shape) for name in table_names(state) if name in state}
-    if list(shapes.values()) != [expected, expected]:
-        raise UserError(
-            f"{str(file)!r} is a Long-CLIP checkpoint with tables of positions {shapes}; for {model!r} both must be "
-            f"{expected}. longclip-B.pt belongs to ViT-B-16-quickgelu, longclip-L.pt to ViT-L-14-quickgelu."
-        )
-    set_positions(clip, torch.empty(expected))
-    folded = fold_long_clip(state)
-    clip.load_state_dict(folded if hasattr(clip, "text") else plain_text_names(folded))
-    return {"keep": KEEP, "factor": FACTOR}
+    return {"keep": KEEP, "factor": FACTOR} if long_clip else None

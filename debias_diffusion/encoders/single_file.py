@@ -7,8 +7,8 @@ narrowest is read: SDXL's first.
 
 Weights do not hold these settings:
 
-- heads and activation: from the file's metadata, if this package wrote it, or from a config.json or
-  open_clip_config.json of the same sizes beside it; otherwise by these rules:
+- heads and activation: from the file's metadata, if this package wrote it, or from a config.json of the same sizes
+  beside it; otherwise by these rules:
 - heads: one for each 64 of the width, as in every CLIP of OpenAI and LAION;
 - activation: QuickGELU with 12 blocks, as in all models of OpenAI and their descendants (the first encoder of SD 1.5,
   SDXL, SD3 and FLUX; Long-CLIP); GELU with more (LAION's H/14 and bigG/14). LAION's smaller models and some others
@@ -19,44 +19,26 @@ Weights do not hold these settings:
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
-from ..clip.model_files import CONFIG_FILE, check_finite, explain_failure
-from ..clip.weight_files import fold_long_clip, is_long_clip, read_state, save_tensors
+from ..clip.model_files import check_finite
+from ..clip.weight_files import fold_long_clip, is_long_clip, read_state
 from ..errors import UserError
-from ..files import atomic_file, open_regular, read_json_object
+from ..files import atomic_file, read_json_object
 from ..text.tokens import clip_tokenizer
 from .names import OPENAIS_TEXT, State, to_transformers_names
-from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state
+from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state, save_weights
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
 _TRANSFORMERS = "embeddings.token_embedding.weight"
 _OPENAI = "token_embedding.weight"
 VOCABULARY = 49408
 WRITTEN_BY = "debias-diffusion"
-# The beginning of a file that holds no weights -> its description.
-_BEGINNINGS = (
-    (rb"\Z", "empty"),
-    (rb"\s*<", "a web page or XML, not weights: the download went wrong"),
-    (rb"version https://git-lfs", "a pointer of Git LFS, not the weights: run `git lfs pull` where it comes from"),
-    (rb"GGUF", "a GGUF file, whose quantised weights cannot be read"),
-)
-# Part of a weight's name -> a description; the first match counts.
-_CONTENTS = (
-    (r"lora_|\.lokr_|\.hada_|\.dora_scale", "it is a LoRA, which changes an encoder and is none"),
-    (r"^emb_params$|^string_to_param|^clip_[lg]$|^<", "it is a textual inversion embedding"),
-    (r"^control_model\.|^controlnet_|^input_hint_block", "it is a ControlNet"),
-    (r"encoder\.block\.\d+\.layer\.|^shared\.weight$", "it is a T5 text encoder"),
-    (r"diffusion_model\.|(down|double|transformer)_blocks\.|^input_blocks\.", "it is a diffusion model"),
-    (r"(^|\.)decoder\.(up|mid|conv_in|up_blocks|mid_block)", "it is a VAE"),
-    (r"^vision_model\.|^visual\.", "it is an image tower alone"),
-    (r"word_embeddings|embed_tokens|roberta|bert\.", "it is a language model of another kind"),
-)
 
 
 def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
@@ -65,17 +47,16 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
 
     Raises:
-        UserError: the file holds no whole CLIP text encoder; the message names its content, if known.
+        UserError: the file holds no whole CLIP text encoder.
     """
-    tensors = read_tensors(file)
-    # for example sizes that no encoder can have
-    with explain_failure(f"{os.fspath(file)!r} holds no text encoder that can be built"):
-        state, follows_rule = text_part(tensors, file)
-        config, has_activation = _config(state, file)
-        label = f"the text encoder in {os.fspath(file)!r}"
-        state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
-        encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state, label)
-        check_finite(encoder.state_dict().items(), label[0].upper() + label[1:])
+    content = read_state(file)
+    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    state, follows_rule = _text_part(tensors, file)
+    config, has_activation = _config(state, file)
+    label = f"the text encoder in {os.fspath(file)!r}"
+    state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    encoder = make_encoder(config, state, is_bigg(config) and "text_projection.weight" in state, label)
+    check_finite(encoder.state_dict().items(), label[0].upper() + label[1:])
     if not (follows_rule or has_activation):
         warnings.warn(
             f"{os.fspath(file)!r} does not name its activation; with {config.num_hidden_layers} blocks "
@@ -87,32 +68,7 @@ def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
 
 
-def read_tensors(file: Path) -> State:
-    """The tensors in a file of weights. Nothing in it is executed.
-
-    Raises:
-        UserError: it holds no weights, or more than weights; the message names its content, if known.
-    """
-    label = repr(os.fspath(file))
-    with explain_failure(f"The file {label} could not be read; it may be cut short, or no file of weights"):
-        with open_regular(file) as opened:
-            start = opened.read(512)
-        for pattern, description in _BEGINNINGS:
-            if re.match(pattern, start):
-                raise UserError(f"{label} is {description}.")
-        try:
-            content = read_state(file)
-        except RuntimeError as error:
-            if "TorchScript" not in str(error):
-                raise
-            raise UserError(
-                f"{label} is a TorchScript archive, which holds code and is not run. For OpenAI's, name the model "
-                "instead: --model ViT-L-14-quickgelu --pretrained openai."
-            ) from error
-    return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
-
-
-def text_part(tensors: State, file: Path) -> tuple[State, bool]:
+def _text_part(tensors: State, file: Path) -> tuple[State, bool]:
     """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations).
 
     Raises:
@@ -127,38 +83,26 @@ def text_part(tensors: State, file: Path) -> tuple[State, bool]:
             candidates.append((tensor.shape[1], prefix, is_transformers))
     if not candidates:
         raise UserError(
-            f"{os.fspath(file)!r} holds no CLIP text encoder: {_describe_weights(tensors)}. Give a file with "
-            "text_model.embeddings.token_embedding.weight or token_embedding.weight."
+            f"{os.fspath(file)!r} holds no CLIP text encoder, only weights such as {', '.join(list(tensors)[:3])}. "
+            "Give a file with text_model.embeddings.token_embedding.weight or token_embedding.weight."
         )
     _, prefix, is_transformers = min(candidates)
     if any(name.endswith("scaled_fp8") or ".scale_weight" in name for name in tensors if name.startswith(prefix)):
         raise UserError(f"The text encoder in {os.fspath(file)!r} is quantised (scaled fp8). Give it in fp16 or fp32.")
     if is_transformers:
-        return below_prefix(tensors, prefix), True
+        return _below_prefix(tensors, prefix), True
     part = {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
         if name.startswith(tuple(prefix + part for part in OPENAIS_TEXT))
     }
     if is_long_clip(part):
-        tables = [tuple(part[name].shape) for name in ("positional_embedding", "positional_embedding_res")]
-        if tables[0] != tables[1]:
-            raise UserError(f"{os.fspath(file)!r} is a Long-CLIP with two tables of positions of sizes {tables}.")
         return to_transformers_names(fold_long_clip(part)), prefix != "text."
     # OpenAI's files also hold their sizes; Stable Diffusion checkpoints hold LAION's larger models under a prefix.
     return to_transformers_names(part), "input_resolution" in tensors or prefix not in ("", "text.")
 
 
-def _describe_weights(names: Iterable[str]) -> str:
-    """The kind of model that weights of these names belong to; if unknown, some of the names."""
-    names = list(names)
-    for pattern, description in _CONTENTS:
-        if any(re.search(pattern, name) for name in names):
-            return description
-    return f"it holds {len(names)} weights such as {', '.join(names[:3]) or 'none'}"
-
-
-def below_prefix(tensors: State, prefix: str) -> State:
+def _below_prefix(tensors: State, prefix: str) -> State:
     """The encoder's weights below `prefix`, which ends in `text_model.` unless transformers 5 wrote the file."""
     root = prefix.removesuffix("text_model.")
     parts = tuple(prefix + part for part in ("embeddings.", "encoder.", "final_layer_norm."))
@@ -176,28 +120,24 @@ def below_prefix(tensors: State, prefix: str) -> State:
 
 def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
     """(the configuration of the weights' sizes, whether the activation is known)."""
-    tokens, table = (state.get(f"text_model.embeddings.{name}_embedding.weight") for name in ("token", "position"))
-    fc1 = state.get("text_model.encoder.layers.0.mlp.fc1.weight")
-    if table is None or fc1 is None or min(table.ndim, fc1.ndim) < 1:
-        raise UserError(f"{os.fspath(file)!r} holds a text encoder without positions or without blocks.")
-    vocabulary, width = tokens.shape
+    vocabulary, width = state["text_model.embeddings.token_embedding.weight"].shape
     if vocabulary != VOCABULARY:
         raise UserError(
             f"The text encoder in {os.fspath(file)!r} has a vocabulary of {vocabulary}, CLIP has {VOCABULARY}. "
             "Only CLIP's tokenizer comes with this package: give the folder with the encoder's tokenizer."
         )
     blocks = {match[1] for name in state if (match := re.match(r"text_model\.encoder\.layers\.(\d+)\.", name))}
-    settings = sidecar_config(file, width, len(blocks))
+    settings = _settings(file, width, len(blocks))
     projection = state.get("text_projection.weight")
     config = CLIPTextConfig(
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=len(fc1),
+        intermediate_size=len(state["text_model.encoder.layers.0.mlp.fc1.weight"]),
         projection_dim=None if projection is None else len(projection),
         num_hidden_layers=len(blocks),
-        num_attention_heads=settings.get("num_attention_heads") or max(1, width // 64),
-        max_position_embeddings=len(table),
-        hidden_act=settings.get("hidden_act") or usual_activation(len(blocks)),
+        num_attention_heads=int(settings.get("num_attention_heads") or max(1, width // 64)),
+        max_position_embeddings=len(state["text_model.embeddings.position_embedding.weight"]),
+        hidden_act=settings.get("hidden_act") or ("quick_gelu" if len(blocks) == 12 else "gelu"),
         bos_token_id=vocabulary - 2,
         eos_token_id=vocabulary - 1,
     )
@@ -205,28 +145,13 @@ def _config(state: State, file: Path) -> tuple[CLIPTextConfig, bool]:
     return config, "hidden_act" in settings
 
 
-def usual_activation(blocks: int) -> str:
-    """The activation that a text tower of so many blocks most likely has; see above."""
-    return "quick_gelu" if blocks == 12 else "gelu"
-
-
-def sidecar_config(file: Path, width: int, blocks: int) -> dict:
-    """ "hidden_act" and "num_attention_heads" from the file's metadata, else from a configuration beside it."""
-    written, beside = written_metadata(file), read_json_object(file.parent / "config.json")
-    beside = beside.get("text_config", beside)
-    model = read_json_object(file.parent / CONFIG_FILE).get("model_cfg")
-    text = model.get("text_cfg") if isinstance(model, dict) else None
-    settings = []
-    if written.get("written_by") == WRITTEN_BY and written.get("num_attention_heads", "").isdecimal():
-        settings.append((written.get("hidden_act"), int(written["num_attention_heads"])))
-    if isinstance(beside, dict) and (beside.get("hidden_size"), beside.get("num_hidden_layers")) == (width, blocks):
-        settings.append((beside.get("hidden_act"), beside.get("num_attention_heads")))
-    elif isinstance(text, dict) and (text.get("width"), text.get("layers")) == (width, blocks):
-        settings.append(("quick_gelu" if model.get("quick_gelu") else "gelu", text.get("heads")))
-    for act, heads in settings:
-        if act in ("quick_gelu", "gelu") and isinstance(heads, int) and 1 <= heads <= width and width % heads == 0:
-            return {"hidden_act": act, "num_attention_heads": heads}
-    return {}
+def _settings(file: Path, width: int, blocks: int) -> Mapping:
+    """With "hidden_act" and "num_attention_heads": the file's metadata, else the config.json beside it, if it fits."""
+    if (metadata := written_metadata(file)).get("written_by") == WRITTEN_BY:
+        return metadata
+    config = read_json_object(file.parent / "config.json")
+    config = config.get("text_config", config)
+    return config if (config.get("hidden_size"), config.get("num_hidden_layers")) == (width, blocks) else {}
 
 
 def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None = None) -> Path:
@@ -240,10 +165,8 @@ def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None
         "num_attention_heads": str(encoder.config.num_attention_heads),
         **(notes or {}),
     }
-    tensors = {name: tensor.detach().cpu().float() for name, tensor in prefixed_state(encoder).items()}
-    check_finite(tensors.items(), "The encoder to be written")
     with atomic_file(file) as temporary:
-        save_tensors(tensors, temporary, metadata)
+        save_weights(prefixed_state(encoder), temporary, metadata)
     return file
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from ..errors import UserError, near_matches, reason
 from ..files import json_digest, path_digest, read_json_object
 from ..jobs import Job
-from ..text.chunks import Reading
+from ..text.chunks import TRAINED_POSITIONS, Reading
 from ..toyworld.shipped import TWO_TOWERS, shipped
 
 if TYPE_CHECKING:
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from .text_encoders import TextEncoder
 
 ORIGINAL, ORIGINAL_LABEL = "original", "SDXL's own"  # name of the encoder in an SDXL checkpoint, and its label
-CLIP_CONTEXT = 77  # context length of SDXL's own encoders
 READINGS = {
     "overlap": "overlapping chunks",
     "separate": "separate chunks",
-    "cut": f"cut at {CLIP_CONTEXT} tokens",
+    "cut": f"cut at {TRAINED_POSITIONS} tokens",
     "a1111": "as A1111",
     "kohya": "as kohya",
     "comfyui": "as ComfyUI",
@@ -42,7 +41,7 @@ _CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones beg
 _CONFIGS = ("open_clip_config.json", "text_encoder/config.json", "config.json")
 # What says more of a file of weights, where it lies beside it.
 _BESIDE = (
-    *("open_clip_config.json", "config.json", "short_positions.safetensors", "tokenizer", "tokenizer.json"),
+    *("config.json", "short_positions.safetensors", "tokenizer", "tokenizer.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "spiece.model", "tokenizer.model"),
     *("vocab.json", "merges.txt", "vocab.txt"),
 )
@@ -149,7 +148,7 @@ class EncoderSpec:
     def context_length(self) -> int:
         """In tokens, BOS and EOS included: of the configuration; where there is none, of the weights."""
         if self.kind is Kind.ORIGINAL:
-            return CLIP_CONTEXT
+            return TRAINED_POSITIONS
         config = self._config()
         text = config.get("model_cfg", config)
         text = text.get("text_cfg") or text.get("text_config") or text
@@ -161,7 +160,7 @@ class EncoderSpec:
         if self.kind is Kind.OPEN_CLIP and self.place in open_clip_models():
             import open_clip
 
-            known = {"context_length": CLIP_CONTEXT} | open_clip.get_model_config(self.place)["text_cfg"]
+            known = {"context_length": TRAINED_POSITIONS} | open_clip.get_model_config(self.place)["text_cfg"]
             return {} if os.path.exists(self.weights or "") else known
         from ..clip.model_files import explain_failure, find_file
 
@@ -187,17 +186,9 @@ class EncoderSpec:
         with explain_failure(f"The text encoder {self.name!r} could not be loaded"):
             if self.kind in (Kind.CHINESE_CLIP, Kind.ORIGINAL):
                 raise self.refusal()
-            source = self._source()
-            if self.kind is Kind.TRANSFORMERS:
-                return read_text_encoder(source)
-            if os.path.isfile(source):
-                return read_file(Path(source))
-            if self.kind is Kind.HUB:
-                try:
-                    return read_text_encoder(source)
-                except ValueError as error:
-                    problem = "is not a folder or file here, and as a hub id it gives no text encoder"
-                    raise UserError(f"{self.name!r} {problem}: {reason(error)}. Give a folder or file.") from error
+            if self.kind in (Kind.TRANSFORMERS, Kind.HUB, Kind.FILE):
+                source = self._source()
+                return read_file(Path(source)) if os.path.isfile(source) else read_text_encoder(source)
             from ..ablation.heads import fold_text_heads  # open_clip is optional
             from .text_encoders import keeps_projection, to_transformers
 
@@ -205,23 +196,33 @@ class EncoderSpec:
             fold_text_heads(backbone)
             return to_transformers(backbone, keeps_projection(backbone))
 
-    def load_two_tower(self) -> "Backbone":
-        """See the function of this name."""
-        from ..clip.model_files import explain_failure
+    def load_two_tower(self, random_weights: bool = False) -> "Backbone":
+        """See the function of this name.
 
-        with explain_failure(f"The model {self.name!r} could not be loaded"):
+        Args:
+            random_weights: load MODEL:none, too, with weights from torch's current seed.
+        """
+        from ..clip.model_files import explain_failure, quiet_logging
+
+        advice = f"If it is in open_clip's layout, give hf-hub:{self.name}." if self.kind is Kind.HUB else ""
+        with explain_failure(f"The model {self.name!r} could not be loaded", advice), quiet_logging():
             backbone = self._read_two_tower().float().eval()
-            if backbone.random_weights:
+            if backbone.random_weights and not random_weights:
                 raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
             return backbone
 
     def _read_two_tower(self) -> "Backbone":
         from .clip_model import read_chinese_clip, read_clip_model
         from .loading import load_backbone
-        from .two_tower_file import read_two_tower
         from .weight_difference import load_fine_tuned
 
         source = self._source()
+        if os.path.isfile(source):
+            raise UserError(
+                f"The file {os.fspath(source)!r} does not name its model. If it has both towers, put open_clip's name "
+                f"before it, as in ViT-L-14-quickgelu:{os.fspath(source)}; a text encoder alone has no image tower, "
+                "which is needed here."
+            )
         match self.kind:
             case Kind.OPEN_CLIP:
                 return load_backbone(self.place, self.weights)
@@ -233,7 +234,7 @@ class EncoderSpec:
                 return read_chinese_clip(source)
             case Kind.ORIGINAL:
                 raise self.refusal()
-        return read_two_tower(Path(source)) if os.path.isfile(source) else read_clip_model(source)
+        return read_clip_model(source)
 
     def refusal(self) -> UserError:
         """The error for SDXL's own encoder and for a Chinese-CLIP, which is only evaluated."""
@@ -268,7 +269,7 @@ def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPToke
         folder names. The tokenizer's `model_max_length` is the encoder's context length.
 
     Raises:
-        UserError: there is no text encoder; the message names what is there instead, if known.
+        UserError: there is no text encoder that can be read.
     """
     return EncoderSpec.parse(name).load_text_encoder()
 
@@ -277,15 +278,16 @@ def load_two_tower(name: str | os.PathLike) -> "Backbone":
     """Loads a CLIP, SigLIP or Chinese-CLIP with both its towers, as retrieval and classification need it.
 
     Args:
-        name: as for `load_text_encoder`, of a model with both towers; of a file, if open_clip has a model of its sizes;
-            or the folder or hub id of a ChineseCLIPModel ("OFA-Sys/chinese-clip-vit-base-patch16"), which is not
-            trained here. What `ablate` has left has its heads suppressed.
+        name: as for `load_text_encoder`, of a model with both towers, but a file needs its model's name:
+            "ViT-L-14-quickgelu:longclip-L.pt"; or the folder or hub id of a ChineseCLIPModel
+            ("OFA-Sys/chinese-clip-vit-base-patch16"), which is not trained here. What `ablate` has left has its heads
+            suppressed.
 
     Returns:
         The model in eval mode and float32, with no random weights.
 
     Raises:
-        UserError: there is no two-tower, or a text encoder alone; the message names what is there, if known.
+        UserError: there is no two-tower that can be read, or a text encoder alone.
     """
     return EncoderSpec.parse(name).load_two_tower()
 
@@ -316,7 +318,7 @@ def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
 
     def label(spec: EncoderSpec) -> str:
         name = ORIGINAL_LABEL if spec.kind is Kind.ORIGINAL else short[spec.name]
-        if not readings or (spec.reading == "overlap" and spec.context_length > CLIP_CONTEXT):
+        if not readings or (spec.reading == "overlap" and spec.context_length > TRAINED_POSITIONS):
             return name
         return f"{name}, {READINGS[spec.reading]}"
 
@@ -357,10 +359,12 @@ def may_be_hub_id(name: str) -> bool:
 
 def check_model(name: str) -> None:
     """Raises ValueError unless it is a folder, or a hub id of which something is cached or may be downloaded."""
-    from ..clip.model_files import hub_problem
+    from ..clip.model_files import check_hub
 
-    if not os.path.isdir(name) and (problem := hub_problem(name) if may_be_hub_id(name) else "it is not there"):
-        raise ValueError(problem)
+    if not os.path.isdir(name):
+        if not may_be_hub_id(name):
+            raise ValueError("it is not there")
+        check_hub(name)
 
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
@@ -388,12 +392,9 @@ def _find(name: str) -> tuple[Kind, str, str | None]:
             "folder with an encoder, a file of weights, MODEL:WEIGHTS (ViT-B-16-quickgelu:openai), or a hub id "
             "(owner/name; hf-hub:owner/name in open_clip's layout)."
         )
-    import open_clip
-
-    tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "(no tags for this model)"
     raise UserError(
         f"{name!r} is an open_clip model without weights. Give {name}:WEIGHTS, as options --model {name} --pretrained "
-        f"WEIGHTS, with a file or one of: {tags}. To train from random weights, the WEIGHTS are none."
+        "WEIGHTS, with a file, a tag of open_clip (openai) or, to train from random weights, none."
     )
 
 
@@ -403,6 +404,8 @@ def _kind_of(path: Path) -> tuple[Kind, str]:
     Of a run that has not ended the best model so far, if it keeps one. Of an alignment the two-tower with the fitted
     first encoder, or that encoder alone.
     """
+    if path.name == "open_clip_model.safetensors" and (path.parent / "open_clip_config.json").is_file():
+        path = path.parent
     if path.is_file():
         return Kind.FILE, str(path)
     for file, kind in _FILES.items():

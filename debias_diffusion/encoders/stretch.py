@@ -6,14 +6,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 from transformers import CLIPTokenizer
+from transformers.models.clip.modeling_clip import CLIPTextEmbeddings
 
 from ..clip.positions import FACTOR, KEEP, stretch_positions, stretched_length
 from ..errors import UserError
+from ..text.chunks import TRAINED_POSITIONS
 from .text_encoders import TextEncoder
-
-_CLIP_POSITIONS = 77  # of every published CLIP
-_TABLE = "embeddings.position_embedding.weight"  # the end of the name, after any prefix
-_IDS = "embeddings.position_ids"
 
 
 def stretch_text_encoder(
@@ -23,7 +21,7 @@ def stretch_text_encoder(
 
     The new encoder shares the memory of all weights but its table of positions (see `stretch_positions`): it takes 1.3
     MB for bigG in float32, not 2.8 GB. `.to()` on one of the two modules does not change the other (and ends the
-    sharing); a weight changed in place changes in both. Forward hooks are not copied.
+    sharing); a weight changed in place changes in both. Forward hooks are copied.
 
         text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
 
@@ -40,33 +38,26 @@ def stretch_text_encoder(
         factor` positions, 248 by default.
 
     Raises:
-        UserError: the encoder is of another class, already long, quantised, or has added layers or hooks (LoRA,
-            offloading).
+        UserError: the encoder is of another class, already long, quantised or offloaded.
         ValueError: `keep` or `factor` is out of range.
     """
     _check(text_encoder)
-    config = copy.deepcopy(text_encoder.config)
-    config.max_position_embeddings = length = stretched_length(config.max_position_embeddings, keep, factor)
-    with torch.device("meta"):  # no memory for weights that are replaced below
-        stretched = type(text_encoder)(config)
-    _check_layers(text_encoder, stretched)
-    for name, weight in text_encoder.named_parameters():
-        tensor = stretch_positions(weight.detach(), keep, factor) if name.endswith(_TABLE) else weight.detach()
-        _set(stretched, name, nn.Parameter(tensor, requires_grad=weight.requires_grad))
-    for name, buffer in text_encoder.named_buffers():
-        if name.endswith(_IDS):
-            buffer = torch.arange(length, device=buffer.device).expand(1, -1)
-        _set(stretched, name, buffer)
+    weights = {id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in text_encoder.parameters()}
+    stretched = copy.deepcopy(text_encoder, memo=weights)
+    length = stretched_length(text_encoder.config.max_position_embeddings, keep, factor)
+    stretched.config.max_position_embeddings = length
+    embeddings = next(module for module in stretched.modules() if isinstance(module, CLIPTextEmbeddings))
+    table = embeddings.position_embedding.weight
+    embeddings.position_embedding = nn.Embedding.from_pretrained(
+        stretch_positions(table.detach(), keep, factor), freeze=not table.requires_grad
+    )
+    ids = torch.arange(length, device=embeddings.position_ids.device).expand(1, -1)
+    embeddings.register_buffer("position_ids", ids, persistent=False)
     with TemporaryDirectory() as folder:  # copies by copy.deepcopy decode to "red</w>cat</w>" with transformers 5
         tokenizer.save_pretrained(folder)
         tokenizer = type(tokenizer).from_pretrained(folder, local_files_only=True)
     tokenizer.model_max_length = length
-    return stretched.train(text_encoder.training), tokenizer
-
-
-def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    module, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(module), attribute, tensor)
+    return stretched, tokenizer
 
 
 def _check(text_encoder: TextEncoder) -> None:
@@ -74,28 +65,17 @@ def _check(text_encoder: TextEncoder) -> None:
     if not isinstance(text_encoder, TextEncoder):
         raise UserError(f"A {kind} cannot be stretched: give a transformers CLIPTextModel, with or without projection.")
     positions = text_encoder.config.max_position_embeddings
-    if positions > _CLIP_POSITIONS:
+    if positions > TRAINED_POSITIONS:
         raise UserError(
-            f"This text encoder already has {positions} positions; a CLIP has {_CLIP_POSITIONS}. Use it unchanged."
+            f"This text encoder already has {positions} positions; a CLIP has {TRAINED_POSITIONS}. Use it unchanged."
         )
-    if getattr(text_encoder, "is_quantized", False) or any(
-        type(weight) is not nn.Parameter or weight.element_size() < 2 for weight in text_encoder.parameters()
+    weights, modules = list(text_encoder.parameters()), list(text_encoder.modules())
+    if (
+        getattr(text_encoder, "is_quantized", False)
+        or any(type(weight) is not nn.Parameter or weight.element_size() < 2 or weight.is_meta for weight in weights)
+        or any(hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") for module in modules)
     ):
-        raise UserError("This text encoder is quantised. Stretch the original, save it, and load that quantised.")
-    if any(hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook") for module in text_encoder.modules()):
-        raise UserError("This text encoder is offloaded or cast as it runs. Stretch it before you turn that on.")
-    if any(weight.is_meta for weight in text_encoder.parameters()):
-        raise UserError("This text encoder has no weights (they are on the meta device). Load them first.")
-
-
-def _check_layers(text_encoder: TextEncoder, fresh: TextEncoder) -> None:
-    """Raises UserError if the encoder has layers or weights that a fresh one lacks."""
-    layers, fresh_layers = (
-        {name: type(module).__name__ for name, module in m.named_modules()} for m in (text_encoder, fresh)
-    )
-    odd = layers.items() - fresh_layers.items() or text_encoder.state_dict().keys() ^ fresh.state_dict().keys()
-    if odd:
         raise UserError(
-            f"This text encoder has layers that a {type(fresh).__name__} lacks ({min(map(str, odd))}), such as LoRA's. "
-            "Stretch it before they are added."
+            "This text encoder is quantised, offloaded, cast as it runs, or has no weights yet. Stretch it as it is "
+            "loaded in full or half precision, before you turn these on."
         )

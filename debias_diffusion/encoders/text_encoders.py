@@ -1,12 +1,14 @@
 """A text tower as a standard transformers text encoder, in memory, and back."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from ..clip.model_files import check_fit
+from ..clip.model_files import check_finite, check_fit
+from ..clip.weight_files import save_tensors
 from ..errors import UserError
 from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
 
@@ -44,8 +46,6 @@ def text_config(backbone: "Backbone") -> CLIPTextConfig:
             "it cannot replace SDXL's text encoders. Export a CLIP, for example ViT-L-14."
         )
     block = tower.transformer.resblocks[0]
-    if not isinstance(block.ls_1, nn.Identity):
-        raise UserError("This text tower has layer scale, and a transformers CLIPTextModel has none. Export another.")
     projection = text_state(tower).get("text_projection.weight")
     return CLIPTextConfig(
         vocab_size=tower.token_embedding.num_embeddings,
@@ -122,6 +122,13 @@ def prefixed_state(encoder: TextEncoder) -> State:
         for name, tensor in encoder.state_dict().items()
         if not name.endswith("position_ids")
     }
+
+
+def save_weights(state: State, file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Writes weights as float32 safetensors. Raises UserError if they are not finite."""
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
+    check_finite(tensors.items(), "The encoder to be written")
+    save_tensors(tensors, file, metadata)
 
 
 def to_transformers(backbone: "Backbone", projection: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:

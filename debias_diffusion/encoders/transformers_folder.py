@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 import transformers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
-from ..clip.model_files import CONFIG_FILE, check_finite, explain_failure, find_file, load_pretrained
-from ..clip.weight_files import save_tensors
+from ..clip.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
 from ..errors import UserError
 from ..files import read_json
 from ..text.tokens import count_ids, save_tokenizer
 from .modeling_ablated_clip import AblatedCLIPConfig
-from .text_encoders import TextEncoder, prefixed_state, to_transformers
+from .text_encoders import TextEncoder, prefixed_state, save_weights, to_transformers
 
 if TYPE_CHECKING:
     from ..clip.backbone import Backbone
@@ -45,9 +44,7 @@ def write_weights(state: dict, config: PretrainedConfig, architecture: str, fold
     Not by save_pretrained: that of transformers 5 leaves out the prefix `text_model.`, which other loaders need.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().float() for name, tensor in state.items()}
-    check_finite(tensors.items(), "The encoder to be written")
-    save_tensors(tensors, folder / "model.safetensors")
+    save_weights(state, folder / "model.safetensors")
     content = json.loads(config.to_json_string(use_diff=False))
     content |= {"architectures": [architecture], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
@@ -68,20 +65,13 @@ def read_text_encoder(source: str | Path) -> tuple[TextEncoder, CLIPTokenizer]:
         UserError: it holds no text encoder or no tokenizer, or cannot be fetched.
     """
     subfolder = "text_encoder" if find_file(source, "config.json", "text_encoder") else ""
+    encoder = read_encoder(source, subfolder)
     if isinstance(source, str):
-        encoder = read_encoder(source, subfolder)
         return encoder, read_tokenizer(source, encoder.config, subfolder="tokenizer" if subfolder else "")
     inside = source / subfolder
-    if not (inside / "config.json").is_file():
-        raise UserError(
-            f"{os.fspath(source)!r} holds no text encoder: neither text_encoder/config.json nor config.json nor "
-            f"{CONFIG_FILE}, in it or in the last/ of a training run. Give a folder written by "
-            "`debias-diffusion export`, or a file of weights."
-        )
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.
     beside = inside.with_name(inside.name.replace("text_encoder", "tokenizer"))
     tokenizer = find_tokenizer(source, beside, inside.parent / "tokenizer", inside, inside / "tokenizer")
-    encoder = read_encoder(inside)
     return encoder, read_tokenizer(tokenizer, encoder.config)
 
 
@@ -100,27 +90,29 @@ def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:
         UserError: there is none, or its weights lack some of the model's, or are of other sizes.
     """
     label = repr(os.path.join(source, subfolder) if subfolder else os.fspath(source))
-    with explain_failure(f"The text encoder {label} could not be loaded"):
-        content = read_model_config(source, subfolder)
-        kind = content.get("model_type", "clip_text_model")
-        if kind not in _CLIPS:
-            raise UserError(
-                f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
-            )
-        projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
-        config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
-        options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
-        if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
-            options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
-        cls = CLIPTextModelWithProjection if projection else CLIPTextModel
-        return load_pretrained(cls, source, label, subfolder=subfolder, **options)
+    content = read_model_config(source, subfolder)
+    kind = content.get("model_type", "clip_text_model")
+    if kind not in _CLIPS:
+        raise UserError(
+            f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
+        )
+    projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
+    config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
+    options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
+    if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
+        options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
+    cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+    return load_pretrained(cls, source, label, subfolder=subfolder, **options)
 
 
 def read_model_config(source: str | Path, subfolder: str = "") -> dict:
     """The config.json of a folder or a hub repository. Raises UserError if it cannot be read."""
     file = find_file(source, "config.json", subfolder)
     if file is None:
-        raise UserError(f"{os.fspath(source)!r} has no readable {os.path.join(subfolder, 'config.json')}.")
+        raise UserError(
+            f"{os.fspath(source)!r} holds no model: neither config.json nor text_encoder/config.json nor "
+            f"{CONFIG_FILE}, in it or in the last/ of a training run."
+        )
     return read_json(file)
 
 

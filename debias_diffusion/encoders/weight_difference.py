@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from ..clip.backbone import Backbone
-from ..clip.model_files import check_finite, explain_failure
+from ..clip.model_files import check_finite
 from ..clip.weight_files import read_state, save_tensors
+from ..toyworld.shipped import shipped
 from .loading import load_backbone
 
 DIFFERENCE = "difference.safetensors"
@@ -46,13 +47,12 @@ def load_fine_tuned(folder: str | os.PathLike) -> Backbone:
         UserError: the file is damaged, or of another model.
     """
     file = Path(folder) / DIFFERENCE
-    backbone = load_backbone("toy/clip")
+    backbone = load_backbone(shipped("toy/clip"))
     backbone.stretch()
     state = backbone.model.state_dict()  # shares the model's memory
-    with explain_failure(f"The fine-tuned model {str(file)!r} could not be loaded", "Install the package again."):
-        counts = read_state(file)
-        steps = counts.pop(_STEPS)
-        check_finite([(_STEPS, steps)], f"The fine-tuned model {str(file)!r}")
-        for name, step in zip(sorted(state), steps, strict=True):
-            state[name].add_(counts[name] * step)
+    counts = read_state(file)
+    steps = counts.pop(_STEPS)
+    check_finite([(_STEPS, steps)], f"The fine-tuned model {str(file)!r}")
+    for name, step in zip(sorted(state), steps, strict=True):
+        state[name].add_(counts[name] * step)
     return backbone

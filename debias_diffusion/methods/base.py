@@ -167,10 +167,6 @@ class Method(Checked, ABC):
         """Whether `captions` needs the short caption that a record brings; records without one are then bad."""
         return False
 
-    def bind(self, backbone: Backbone) -> "Method":
-        """The method for the prepared base model: one that knows sizes which `captions` or `views` needs."""
-        return self
-
     def rate(self, name: str) -> float:
         """Multiplies the learning rate of a parameter, by its name in the optimizer ("method/..." for `modules`)."""
         return 1.0
@@ -182,12 +178,16 @@ class Method(Checked, ABC):
     def check(self, batch: int, embed_dim: int) -> None:
         """Raises UserError when the method cannot work with a global batch of `batch` and features of `embed_dim`."""
 
-    def prepare(self, backbone: Backbone) -> None:
+    def prepare(self, backbone: Backbone) -> "Method":
         """Changes the base model in place before training: its pooling, its attention, parameters added to a tower.
 
         Whatever changes a tower's output must be in its weights or in `backbone.config`, where digests, caches and
         exports see it; it is saved and exported with the model.
+
+        Returns:
+            The method for this model: one that knows sizes which `captions` or `views` needs.
         """
+        return self
 
     @abstractmethod
     def captions(

@@ -20,7 +20,7 @@ from ..text.sentences import split_sentences
 from ..text.tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Caption, image_features
 from .keep_states import KeepStates
-from .objectives import Features, check_components, dual_caption_objective
+from .objectives import check_components, dual_caption_objective
 from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
 
 
@@ -121,8 +121,9 @@ class DualCaption(KeepStates):
                 raise UserError(f"batch is {batch}, but must be a multiple of component_parts, {self.component_parts}.")
             check_components(self.components, batch // self.component_parts, embed_dim)
 
-    def prepare(self, backbone: Backbone) -> None:
+    def prepare(self, backbone: Backbone) -> "DualCaption":
         backbone.pooling = self.pooling
+        return self
 
     def captions(
         self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str, short: str | None = None
@@ -145,21 +146,21 @@ class DualCaption(KeepStates):
     def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
         return super().collate(samples, tokenizer, find_padding(self.padding).before_sot)
 
-    def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
-        """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""
+    def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
+        """{"image", "long_text", "short_text"}, each [batch, embed_dim], no text without weight; and kept states."""
         image = image_features(backbone, batch)
         texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
-        return {"image": image.to(texts.dtype), **dict(zip(self.text_names, texts, strict=True))}
+        features = {"image": image.to(texts.dtype), **dict(zip(self.text_names, texts, strict=True))}
+        return features | super().encode(backbone, batch, modules)
 
-    def pair_losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
+    def losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`."""
-        views = (features.get(name) for name in ("long_text", "short_text", "short_image"))
-        compared = Features(features["image"], *views)
-        return dual_caption_objective(
-            compared, scale, bias, self.short_weight, self.components, self.label_smoothing, self.component_parts
-        )
+        """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`. And that of kept states."""
+        weights = self.short_weight, self.components, self.label_smoothing, self.component_parts
+        losses, report = dual_caption_objective(features, scale, bias, *weights)
+        state_losses, state_report = super().losses(features, scale, bias)
+        return losses | state_losses, report | state_report
 
     def describe(self) -> str:
         padding = f", {self.padding} padding, w = {self.short_weight:g}" if self.has_short else ""

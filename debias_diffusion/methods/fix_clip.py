@@ -4,7 +4,7 @@ fix-clip    the paper's method (section 3)
 long-clip   the summary as the short caption, both losses weigh the same; each part can be added: the paper's Table 4
 
 Its text tower is an ordinary one. After training, the long table of positions reads every caption, and the regional
-prompts (`models.regional_prompts`) stay in the image tower; the mask vector and the heads of the hierarchy are left
+prompts (`clip.regional_prompts`) stay in the image tower; the mask vector and the heads of the hierarchy are left
 behind. `docs/fix-clip.md` says how each ablation of the paper is run, and where the paper leaves a choice.
 """
 
@@ -24,8 +24,9 @@ from ..clip.text_tower import set_short_positions
 from ..errors import UserError
 from ..limits import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
 from ..text.tokens import CaptionTokenizer
-from .base import Batch, Caption, at_least_float, image_features
+from .base import Batch, Caption, at_least_float
 from .dual_caption import DualCaption
+from .keep_states import KeepStates
 from .objectives import contrastive_loss
 from .sampling import draw_generator
 
@@ -34,36 +35,30 @@ _LAST_WEIGHT = 0.8  # omega of the last group; each group before it has half (se
 _GROUPS = 3  # that are compared where no first group is given: the fourth to the sixth of six
 
 
-@dataclass(frozen=True)
-class MaskedView:
-    """The view of an image that its short caption is compared with (section 3.2).
+def mask_size(ratio: float, patches: int) -> int:
+    """floor(ratio * patches): how many of an image's patches are masked (section 3.2).
 
-    Attributes:
+    Args:
         ratio: alpha, above 0 and below 1.
+
+    Raises:
+        UserError: none or all would be.
     """
+    masked = math.floor(Fraction(str(ratio)) * patches)
+    if not 0 < masked < patches:
+        raise UserError(
+            f"mask_ratio is {ratio:g}, which masks {masked} of the image's {patches} patches; at least one must be "
+            "masked and one left. Give another."
+        )
+    return masked
 
-    ratio: float
 
-    def count(self, patches: int) -> int:
-        """floor(ratio * patches): how many of an image's patches are masked, at least 1 and not all.
-
-        Raises:
-            UserError: none or all would be.
-        """
-        masked = math.floor(Fraction(str(self.ratio)) * patches)
-        if not 0 < masked < patches:
-            raise UserError(
-                f"mask_ratio is {self.ratio:g}, which masks {masked} of the image's {patches} patches; at least one "
-                "must be masked and one left. Give another."
-            )
-        return masked
-
-    def draw(self, patches: int, seed: int, epoch: int, sample_id: str) -> Tensor:
-        """[patches] bool, True where a patch is masked: drawn without replacement, apart from all other draws."""
-        rng = draw_generator(seed, epoch, f"{sample_id}/mask")
-        is_masked = torch.zeros(patches, dtype=torch.bool)
-        is_masked[rng.sample(range(patches), self.count(patches))] = True
-        return is_masked
+def draw_mask(ratio: float, patches: int, seed: int, epoch: int, sample_id: str) -> Tensor:
+    """[patches] bool, True where a patch is masked: drawn without replacement, apart from all other draws."""
+    rng = draw_generator(seed, epoch, f"{sample_id}/mask")
+    is_masked = torch.zeros(patches, dtype=torch.bool)
+    is_masked[rng.sample(range(patches), mask_size(ratio, patches))] = True
+    return is_masked
 
 
 @dataclass(frozen=True)
@@ -102,9 +97,6 @@ class Hierarchy:
         distances = torch.arange(1 - size, 1, device=states.device, dtype=states.dtype)
         weights = (-(distances**2) / 2).exp() / math.sqrt(2 * math.pi)
         return torch.einsum("bgjw,j->bgw", grouped, weights)
-
-    def describe(self) -> str:
-        return f"groups {self.first} to {self.groups} of {self.groups} compared"
 
 
 class GroupHeads(nn.Module):
@@ -150,7 +142,7 @@ class FixClip(DualCaption):
     groups: NonNegativeInt = 0
     first_group: PositiveInt | None = None
     new_rate: PositiveFloat = 1.0
-    # Of the base model; `bind` sets them.
+    # Of the base model; `prepare` sets them.
     patches: int = field(default=0, repr=False, metadata={"is_setting": False})
     short_length: int = field(default=0, repr=False, metadata={"is_setting": False})
 
@@ -160,7 +152,7 @@ class FixClip(DualCaption):
             raise UserError(
                 f"first_group is {self.first_group}, but must be from 1 to --groups, which is {self.groups}."
             )
-        if (self.masked_view or self.hierarchy or self.has_own_positions) and not (self.has_long and self.has_short):
+        if (self.mask_ratio or self.hierarchy or self.has_own_positions) and not (self.has_long and self.has_short):
             raise UserError(
                 f"short_weight is {self.short_weight:g}, but masked images, groups and short positions need both "
                 "captions. Give one between 0 and 1."
@@ -170,10 +162,6 @@ class FixClip(DualCaption):
                 f"padding is {self.padding}, but pads in front of captions that have positions of their own are not "
                 "supported. Give --padding none, or --short-positions shared."
             )
-
-    @property
-    def masked_view(self) -> MaskedView | None:
-        return MaskedView(self.mask_ratio) if self.mask_ratio else None
 
     @property
     def regional_prompts(self) -> PromptSettings | None:
@@ -192,7 +180,7 @@ class FixClip(DualCaption):
     @property
     def _is_plain(self) -> bool:
         """Whether every part is off."""
-        return not (self.masked_view or self.regional_prompts or self.hierarchy or self.has_own_positions)
+        return not (self.mask_ratio or self.prompts or self.groups or self.has_own_positions)
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
         super().check_base(base_model, keep_positions, freeze_image_tower)
@@ -207,22 +195,20 @@ class FixClip(DualCaption):
         _check_towers(base_model)
         tower = base_model.image
         if self.hierarchy:
-            depths = {"image": tower.depth, "text": _depth(base_model)}
-            divisor = math.gcd(*depths.values())
-            possible = ", ".join(str(count) for count in range(1, divisor + 1) if divisor % count == 0)
-            for name, depth in depths.items():
-                if depth % self.groups:
-                    raise UserError(
-                        f"groups is {self.groups}, which does not divide the {depth} blocks of the {name} tower. Give "
-                        f"--groups with one of {possible}, or 0 for none."
-                    )
-        if self.masked_view:
-            self.masked_view.count(tower.patches)
+            divisor = math.gcd(tower.depth, _depth(base_model))
+            if divisor % self.groups:
+                possible = ", ".join(str(count) for count in range(1, divisor + 1) if divisor % count == 0)
+                raise UserError(
+                    f"groups is {self.groups}, which does not divide the {tower.depth} blocks of the image tower and "
+                    f"the {_depth(base_model)} of the text tower. Give --groups with one of {possible}, or 0 for none."
+                )
+        if self.mask_ratio:
+            mask_size(self.mask_ratio, tower.patches)
         if self.prompts > tower.patches:
             raise UserError(
                 f"prompts is {self.prompts}, but an image has {tower.patches} patches. Give at most as many."
             )
-        if freeze_image_tower and (self.masked_view or self.hierarchy or (self.prompts and not existing)):
+        if freeze_image_tower and (self.mask_ratio or self.hierarchy or (self.prompts and not existing)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
                 "the image tower in every step. Leave it out, or give 0 for --mask-ratio, prompts and groups."
@@ -230,7 +216,7 @@ class FixClip(DualCaption):
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
 
-    def prepare(self, backbone: Backbone) -> None:
+    def prepare(self, backbone: Backbone) -> "FixClip":
         """Adds the prompts to the image tower, and keeps the base model's own rows of positions for short captions."""
         super().prepare(backbone)
         if self.regional_prompts and backbone.prompt_settings is None:
@@ -238,8 +224,6 @@ class FixClip(DualCaption):
         if self.has_own_positions and backbone.short_positions is None:
             tower = backbone.text.tower
             set_short_positions(tower, tower.positional_embedding[backbone.unstretched_rows])
-
-    def bind(self, backbone: Backbone) -> "FixClip":
         if self._is_plain:
             return self
         table = backbone.short_positions
@@ -249,7 +233,7 @@ class FixClip(DualCaption):
         """Trained with the model and left behind: "mask" with the mask vector [width], and the heads of both
         towers."""
         modules, visual = super().modules(backbone), backbone.model.visual
-        if self.masked_view and self.masked_patches == "replace":
+        if self.mask_ratio and self.masked_patches == "replace":
             modules["mask"] = nn.ParameterDict({"vector": torch.zeros_like(visual.class_embedding)})
         if self.hierarchy:
             count, text = len(self.hierarchy.numbers), backbone.text.tower.text_projection
@@ -264,7 +248,7 @@ class FixClip(DualCaption):
         """The long caption, then the short one, which "own" positions cut at the base model's context length."""
         captions = super().captions(caption, tokenizer, *draw, **short)
         if self.has_own_positions:
-            end = self.short_length - tokenizer.n_special if self.short_length else None  # None before `bind`
+            end = self.short_length - tokenizer.n_special if self.short_length else None  # None before `prepare`
             captions[-1] = Caption(captions[-1].ids[:end], 0, is_short=True)
         return captions
 
@@ -273,42 +257,40 @@ class FixClip(DualCaption):
     ) -> dict[str, Tensor]:
         """{"is_masked": [patches] bool}, where there is a masked view."""
         views = super().views(image, caption, tokenizer, seed, epoch, sample_id)
-        if self.masked_view:
-            views["is_masked"] = self.masked_view.draw(self.patches, seed, epoch, sample_id)
+        if self.mask_ratio:
+            views["is_masked"] = draw_mask(self.mask_ratio, self.patches, seed, epoch, sample_id)
         return views
 
-    def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
+    def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
         """{"image", "long_text", "short_text"}, no text without weight; "short_image", the masked one, if there is one,
-        each [batch, embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; at least float32."""
-        if not (self.masked_view or self.regional_prompts or self.hierarchy):
-            return super().encode_pairs(backbone, batch, modules)
-        features, states = self._encode_images(backbone, batch, modules)
-        blocks = self.hierarchy.blocks(_depth(backbone)) if self.hierarchy else ()
-        texts, text_states = backbone.text.encode(batch.tokens, blocks)
-        features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
-        if self.hierarchy:
-            long_states = text_states[: len(batch)]
-            features["image_groups"] = modules["image_heads"](self.hierarchy.aggregate(at_least_float(states)))
-            features["text_groups"] = modules["text_heads"](self.hierarchy.aggregate(at_least_float(long_states)))
-        return {name: at_least_float(feature) for name, feature in features.items()}
-
-    def _encode_images(self, backbone: Backbone, batch: Batch, modules) -> tuple[dict[str, Tensor], Any]:
-        """The features of the images' views, and the states of CLS after the blocks of the compared groups."""
+        each [batch, embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; at least float32.
+        And kept states."""
+        if not (self.mask_ratio or self.prompts or self.groups):
+            return super().encode(backbone, batch, modules)
+        hierarchy, states = self.hierarchy, torch.empty(0)
         if batch.cached_features:
-            return {"image": image_features(backbone, batch)}, None
-        images, tower, masked = backbone.as_floats(batch.images), backbone.image, None
-        if self.masked_view:
-            vector = modules["mask"]["vector"] if self.masked_patches == "replace" else None
-            masked = MaskedPatches(batch.views["is_masked"], vector)
-        blocks = self.hierarchy.blocks(tower.depth) if self.hierarchy else ()
-        image, masked_image, states = tower.encode_with_masked(images, blocks, masked)
-        return {"image": image} | ({} if masked_image is None else {"short_image": masked_image}), states
+            features = {"image": batch.images}
+        else:
+            vector = modules["mask"]["vector"] if self.mask_ratio and self.masked_patches == "replace" else None
+            masked = MaskedPatches(batch.views["is_masked"], vector) if self.mask_ratio else None
+            blocks = hierarchy.blocks(backbone.image.depth) if hierarchy else ()
+            encoded = backbone.image.encode_with_masked(backbone.as_floats(batch.images), blocks, masked)
+            image, masked_image, states = encoded
+            features = {"image": image} | ({} if masked_image is None else {"short_image": masked_image})
+        texts, text_states = backbone.text.encode(batch.tokens, hierarchy.blocks(_depth(backbone)) if hierarchy else ())
+        features |= dict(zip(self.text_names, texts.split(len(batch)), strict=True))
+        if hierarchy:
+            for tower, cls_or_eot in (("image", states), ("text", text_states[: len(batch)])):
+                aggregated = hierarchy.aggregate(at_least_float(cls_or_eot))
+                features[f"{tower}_groups"] = modules[f"{tower}_heads"](aggregated)
+        features = {name: at_least_float(feature) for name, feature in features.items()}
+        return features | KeepStates.encode(self, backbone, batch, modules)
 
-    def pair_losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
+    def losses(
+        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """E7 and E8; "group_4" and so on in the report are L_g without their weights."""
-        losses, report = super().pair_losses(features, scale, bias)
+        losses, report = super().losses(features, scale, bias)
         if not self.hierarchy:
             return losses, report
         image, text = (F.normalize(features[f"{tower}_groups"], dim=-1) for tower in ("image", "text"))
@@ -322,13 +304,13 @@ class FixClip(DualCaption):
         parts = [super().describe()]
         if self.has_own_positions:
             parts.append("short captions read with the base model's positions")
-        if self.masked_view:
+        if self.mask_ratio:
             patches = "replaced" if self.masked_patches == "replace" else "left out"
             parts.append(f"short captions compared with images of which {self.mask_ratio:.0%} is {patches}")
         if self.regional_prompts:
             parts.append(f"regional prompts ({_spelled(self.regional_prompts)})")
         if self.hierarchy:
-            parts.append(self.hierarchy.describe())
+            parts.append(f"groups {self.hierarchy.first} to {self.groups} of {self.groups} compared")
         return "; ".join(parts)
 
 
@@ -352,16 +334,12 @@ def _check_towers(base_model: Backbone) -> None:
             "its InfoNCE. Give one, for example ViT-B-16, or another recipe."
         )
     visual = ImageTower(base_model.model.visual).visual
-    unfit = {
-        "attention pooling": visual.attn_pool is not None,
-        f"{visual.pool_type} pooling instead of CLS": visual.pool_type != "tok",
-        "no projection": visual.proj is None,
-        "patch dropout": not isinstance(visual.patch_dropout, nn.Identity),
-    }
-    if parts := [name for name, is_unfit in unfit.items() if is_unfit]:
+    pools_cls = visual.attn_pool is None and visual.pool_type == "tok" and visual.proj is not None
+    if not (pools_cls and isinstance(visual.patch_dropout, nn.Identity)):
         raise UserError(
-            f"The base model's image tower has {' and '.join(parts)}, which Fix-CLIP's parts do not work with. Give a "
-            "CLIP with a plain vision transformer, for example ViT-B-16, or another recipe."
+            "The base model's image tower has another pooling than a projected CLS, or patch dropout, which Fix-CLIP's "
+            "parts do not work with. Give a CLIP with a plain vision transformer, for example ViT-B-16, or another "
+            "recipe."
         )
 
 

@@ -12,7 +12,6 @@ is. The states of EOT and of the pads after it are left free: contrastive traini
 
 import copy
 import random
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -108,7 +107,7 @@ def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> Token
 
 @dataclass(frozen=True)
 class KeepStates(Method):
-    """A method that also keeps states. Its subclasses add captions and other losses.
+    """A method that also keeps states. Its subclasses add captions, and to `encode` and `losses` their own.
 
     Attributes:
         keep_states: Weight of the mean of `state_errors` over the texts that are drawn; 0 draws none.
@@ -142,10 +141,9 @@ class KeepStates(Method):
         return {"state_tokens": rows}
 
     def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        """`encode_pairs` and {"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}, [batch] each."""
-        features = self.encode_pairs(backbone, batch, modules)
+        """{"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}, [batch] each; nothing without weight."""
         if not self.keep_states:
-            return features
+            return {}
         rows = batch.views["state_tokens"]
         is_drawn = rows[:, 0, 0] != _NOTHING
         counts = is_drawn.to(backbone.logit_scale.dtype)
@@ -154,26 +152,15 @@ class KeepStates(Method):
         if texts:
             drawn_errors = state_errors(backbone.text, modules["teacher"], texts, backbone.tokenizer)
             errors = errors.index_put((is_drawn.nonzero().flatten(),), drawn_errors.to(errors))
-        return features | {"state_error": errors, "state_drawn": counts}
-
-    @abstractmethod
-    def encode_pairs(self, backbone: Backbone, batch: Batch, modules: Any) -> dict[str, Tensor]:
-        """The other features, as `encode`."""
+        return {"state_error": errors, "state_drawn": counts}
 
     def losses(
         self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        losses, report = self.pair_losses(features, scale, bias)
         if not self.keep_states:
-            return losses, report
+            return {}, {}
         error = features["state_error"].sum() / features["state_drawn"].sum().clamp(min=1)
-        return losses | {"state_loss": self.keep_states * error}, report | {"state_error": error.detach()}
-
-    @abstractmethod
-    def pair_losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The other losses, as `losses`."""
+        return {"state_loss": self.keep_states * error}, {"state_error": error.detach()}
 
     def describe(self) -> str:
         return f"; hidden states kept with weight {self.keep_states:g}" if self.keep_states else ""

@@ -4,8 +4,7 @@ All of them take features of the GLOBAL batch. A term whose name ends in `_loss`
 in a report is only logged.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +15,6 @@ from ..errors import UserError
 
 # Rows of similarities held at once; in larger batches they are recomputed in the backward pass.
 _BLOCK = 1024
-
-
-@dataclass(frozen=True)
-class Features:
-    """The features of one step, each [global batch, embed_dim], not normalised. None for a caption without weight.
-
-    Attributes:
-        short_image: of the view of the images that short captions are compared with; None: the images themselves.
-    """
-
-    image: Tensor
-    long_text: Tensor | None
-    short_text: Tensor | None
-    short_image: Tensor | None = None
 
 
 def contrastive_loss(
@@ -146,7 +131,7 @@ def _rebuild_parts(features: Tensor, components: int, parts: int) -> Tensor:
 
 
 def dual_caption_objective(
-    features: Features,
+    features: Mapping[str, Tensor],
     scale: Tensor,
     bias: Tensor | None,
     short_weight: float,
@@ -157,9 +142,12 @@ def dual_caption_objective(
     """L = w * L_short + (1 - w) * L_long (DeBias-CLIP, Algorithm 1, lines 14 to 16).
 
     L_long compares the images with their long captions; L_short compares the images rebuilt from their first principal
-    components with the short captions. A caption that is None has no loss.
+    components with the short captions.
 
     Args:
+        features: "image", "long_text" and "short_text", each [global batch, embed_dim], not normalised; a caption that
+            is not among them has no loss. "short_image": the view of the images that short captions are compared with;
+            without it the images themselves.
         scale: exp(logit_scale), a scalar.
         bias: None for symmetric InfoNCE; a scalar for the pairwise sigmoid loss, which has no label smoothing.
         short_weight: w, in [0, 1].
@@ -172,8 +160,8 @@ def dual_caption_objective(
         and the bias.
 
     Example:
-        >>> f = Features(*torch.randn(3, 8, 16))
-        >>> losses, report = dual_caption_objective(f, torch.tensor(10.0), None, 0.1, 4, 0.0)
+        >>> features = {name: torch.randn(8, 16) for name in ("image", "long_text", "short_text")}
+        >>> losses, report = dual_caption_objective(features, torch.tensor(10.0), None, 0.1, 4, 0.0)
         >>> sorted(losses)
         ['long_loss', 'short_loss']
     """
@@ -183,14 +171,14 @@ def dual_caption_objective(
             return contrastive_loss(image, text, scale, label_smoothing)
         return sigmoid_loss(image, text, scale, bias)
 
-    image = F.normalize(features.image, dim=-1)
+    image = F.normalize(features["image"], dim=-1)
     terms = {}
-    if features.short_text is not None:
-        seen = image if features.short_image is None else F.normalize(features.short_image, dim=-1)
-        rebuilt = _rebuild_parts(seen, components, component_parts) if components else seen
-        terms["short"] = (short_weight, loss(rebuilt, F.normalize(features.short_text, dim=-1)))
-    if features.long_text is not None:
-        terms["long"] = (1 - short_weight, loss(image, F.normalize(features.long_text, dim=-1)))
+    if "short_text" in features:
+        view = F.normalize(features["short_image"], dim=-1) if "short_image" in features else image
+        rebuilt = _rebuild_parts(view, components, component_parts) if components else view
+        terms["short"] = (short_weight, loss(rebuilt, F.normalize(features["short_text"], dim=-1)))
+    if "long_text" in features:
+        terms["long"] = (1 - short_weight, loss(image, F.normalize(features["long_text"], dim=-1)))
     losses = {f"{name}_loss": weight * value for name, (weight, value) in terms.items()}
     report = {name: value.detach() for name, (_, value) in terms.items()} | {"logit_scale": scale.detach()}
     return losses, report | ({} if bias is None else {"logit_bias": bias.detach()})

@@ -181,6 +181,7 @@ class Markers:
     pad: int
 
 
+@dataclass(eq=False, repr=False)
 class CaptionTokenizer:
     """Cleans and tokenizes captions for one context length.
 
@@ -191,36 +192,30 @@ class CaptionTokenizer:
         cleaning: what a caption goes through before the tokenizer.
 
     Raises:
-        ValueError: CLIP's EOT is not the highest id (open_clip pools there), or the context length is below 3.
+        ValueError: CLIP's EOT is not the highest id (open_clip pools there).
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        context_length: int,
-        markers: Markers | None = None,
-        cleaning: Callable[[str], str] = clean,
-    ):
-        if markers is None:
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    markers: Markers | None = None
+    cleaning: Callable[[str], str] = clean
+
+    def __post_init__(self):
+        tokenizer = self.tokenizer
+        if self.markers is None:
             if tokenizer.eos_token_id != len(tokenizer) - 1:
                 raise ValueError(
                     f"EOT must be the highest id, {len(tokenizer) - 1}, because open_clip pools there; "
                     f"this tokenizer's {tokenizer.eos_token!r} is {tokenizer.eos_token_id}"
                 )
-            markers = Markers(tokenizer.bos_token_id, tokenizer.eos_token_id, PAD)
-        if context_length < 3:
-            raise ValueError(f"a context length of {context_length} leaves no room for text between SOT and EOT")
-        self.tokenizer = tokenizer
-        self.context_length = context_length
-        self.markers = markers
-        self.cleaning = cleaning
-        self.n_special = 1 if markers.sot is None else 2  # tokens of a row that are neither text nor PAD
+            self.markers = Markers(tokenizer.bos_token_id, tokenizer.eos_token_id, PAD)
+        self.n_special = 1 if self.markers.sot is None else 2  # tokens of a row that are neither text nor PAD
 
     def with_context_length(self, context_length: int) -> "CaptionTokenizer":
         """A copy of the tokenizer for another context length."""
         tokenizer = copy.copy(self.tokenizer)
         tokenizer.model_max_length = context_length
-        return CaptionTokenizer(tokenizer, context_length, self.markers, self.cleaning)
+        return replace(self, tokenizer=tokenizer, context_length=context_length)
 
     def _uncut_ids(self, captions: list[str]) -> list[list[int]]:
         cleaned = [self.cleaning(caption) for caption in captions]
@@ -257,10 +252,9 @@ class CaptionTokenizer:
         for ids, pads in zip(text_ids, n_pre, strict=True):
             if not 0 <= pads <= self.n_post(ids):
                 raise ValueError(f"n_pre must be in [0, {self.n_post(ids)}] for {len(ids)} text tokens, got {pads}")
-        sot, eot, pad = self.markers.sot, self.markers.eot, self.markers.pad
-        shared = [sot] if sot is not None and not pads_before_sot else []
-        start = [sot] if sot is not None and pads_before_sot else []
-        rows = [[*start, *ids, eot] for ids in text_ids]
+        pad, sot = self.markers.pad, [] if self.markers.sot is None else [self.markers.sot]
+        shared, start = ([], sot) if pads_before_sot else (sot, [])
+        rows = [[*start, *ids, self.markers.eot] for ids in text_ids]
         return TokenBatch(
             prefix_ids=torch.tensor(shared + [pad] * max(n_pre, default=0), dtype=torch.long),
             n_prefix=torch.tensor(n_pre, dtype=torch.long) + len(shared),

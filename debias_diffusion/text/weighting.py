@@ -112,12 +112,10 @@ def take_out(prompt: str, reading: Reading, negative: bool = False) -> tuple[str
 
 def unread_syntax(prompt: str) -> str:
     """What a prompt holds of other programs' syntax that is read as text, and what to do, in words; "" for nothing."""
-    found = [(match[0], advice) for pattern, advice in _UNREAD if (match := re.search(pattern, prompt))]
-    # Some people write all in capitals.
-    told = [
-        f"{text[:40]!r} is read as text: {advice}" for text, advice in found if text != "AND" or not prompt.isupper()
-    ]
-    return "; ".join(told)
+    matches = [(match[0], advice) for pattern, advice in _UNREAD if (match := re.search(pattern, prompt))]
+    if prompt.isupper():  # Some people write all in capitals.
+        matches = [(text, advice) for text, advice in matches if text != "AND"]
+    return "; ".join(f"{text[:40]!r} is read as text: {advice}" for text, advice in matches)
 
 
 def has_weights(prompt: str) -> bool:
@@ -191,12 +189,6 @@ def _signed(signs: str) -> float:
     return math.prod([STEP if signs[0] == "+" else 0.9] * len(signs))
 
 
-def _merged(runs: list[list]) -> list[Run]:
-    """With neighbours of one weight as one run."""
-    groups = itertools.groupby(runs, key=lambda run: run[1])
-    return [("".join(text for text, _ in group), weight) for weight, group in groups]
-
-
 def _parse_a1111(prompt: str, breaks: bool) -> list[Part]:
     """As A1111's interface and Forge do; `breaks=False`: as kohya's scripts do.
 
@@ -225,12 +217,13 @@ def _parse_a1111(prompt: str, breaks: bool) -> list[Part]:
     for bracket, starts in opened.items():
         for start in starts:
             _multiply(runs, start, STEP if bracket == "(" else 1 / STEP)
-    merged, parts = _merged(runs), [[]]
-    for run in merged:
-        if breaks and run == ("BREAK", -1.0):
+    parts: list[list[Run]] = [[]]
+    for weight, group in itertools.groupby(runs, key=lambda run: run[1]):  # neighbours of one weight are one run
+        text = "".join(text for text, _ in group)
+        if breaks and (text, weight) == ("BREAK", -1.0):
             parts.append([])
         else:
-            parts[-1].append(run)
+            parts[-1].append((text, weight))
     return [Part(part) for part in parts]
 
 
@@ -239,10 +232,10 @@ def _multiply(runs: list[list], start: int, factor: float) -> None:
         run[1] *= factor
 
 
-def _parse_comfyui(prompt: str, weight: float = 1.0) -> list[Run]:
+def _parse_comfyui(prompt: str) -> list[Run]:
     """As ComfyUI does: `(words)` times 1.1, and `(words:1.3)` is 1.3, whatever encloses it."""
     hidden = prompt.replace("\\)", "\0\1").replace("\\(", "\0\2")
-    return [(text.replace("\0\1", ")").replace("\0\2", "("), weight) for text, weight in _nested(hidden, weight)]
+    return [(text.replace("\0\1", ")").replace("\0\2", "("), weight) for text, weight in _nested(hidden, 1.0)]
 
 
 def _nested(text: str, weight: float, depth: int = 0) -> Iterator[Run]:

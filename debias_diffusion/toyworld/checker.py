@@ -38,9 +38,10 @@ def read_image(image: Image.Image) -> Reading:
     # (t - c)^2 = t^2 - 2 t c + c^2, because a product of matrices is fast.
     squares = (templates**2).sum(1) - 2 * cells @ templates.T + (cells**2).sum(1, keepdims=True)
     distances = np.sqrt(np.maximum(squares, 0) / cells.shape[1])
+    nearest = [labels[index] for index in distances.argmin(1)]
     objects = {
-        place: _thing(labels[row.argmin()], place) if row.min() <= _FARTHEST else UNCLEAR
-        for place, row in zip(PLACES, distances, strict=True)
+        place: UNCLEAR if distance > _FARTHEST else label and Thing(*label, place)
+        for place, distance, label in zip(PLACES, distances.min(1), nearest, strict=True)
     }
     return Reading(background, objects)
 
@@ -67,13 +68,8 @@ class Comparison:
         return tuple(place for place in self.filled if place not in self.correct)
 
 
-def compare(image: Image.Image, scene: Scene) -> Comparison:
-    """Compares an image of any size with the scene that it should show."""
-    return compare_reading(read_image(image), scene)
-
-
-def compare_reading(reading: Reading, scene: Scene) -> Comparison:
-    """`compare`, of an image that has been read."""
+def compare(reading: Reading, scene: Scene) -> Comparison:
+    """Compares what an image shows with the scene that it should show."""
     seen = reading.objects
     correct = {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
     sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
@@ -96,7 +92,7 @@ def judge(reading: Reading, scene: Scene) -> dict[str, Verdict]:
 
     The size of an object does not count. The last entry, "background", is of the background.
     """
-    comparison, things = compare_reading(reading, scene), {thing.place: thing for thing in scene.things}
+    comparison, things = compare(reading, scene), {thing.place: thing for thing in scene.things}
     verdicts = {}
     for place in sorted(PLACES, key=lambda place: [*things, *PLACES].index(place)):
         there, right = reading.objects[place], comparison.correct.get(place)
@@ -151,7 +147,3 @@ def _templates(background: str) -> tuple[list[tuple[str, str, str] | None], np.n
 
 def _pixels(scene: Scene, blur: float) -> np.ndarray:
     return np.asarray(render(scene, SIZE).filter(ImageFilter.GaussianBlur(blur)), np.float32)
-
-
-def _thing(label: tuple[str, str, str] | None, place: str) -> Thing | None:
-    return label and Thing(*label, place)

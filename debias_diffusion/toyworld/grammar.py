@@ -7,9 +7,10 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from ..text.sentences import join_sentences
-from .references import Claim, Facts, Reference, resolve
+from .claims import Claim, Facts, Reference, resolve
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
 STYLES = ("plain", "referring")
@@ -56,12 +57,12 @@ _BACKGROUNDS = (
 _EMPTY = ("The {} of the picture is empty.", "There is nothing at all in the {}.", "No object stands in the {}.")
 _COLOUR_COUNTS = ("{number} of the objects {verb} {colour}.", "Of all the objects, {number} {verb} {colour}.")
 _ACROSS = {
-    -1: ("{a} is further to the left than {b}.", "{a} stands to the left of {b}."),
-    1: ("{a} is further to the right than {b}.", "{a} stands to the right of {b}."),
+    False: ("{a} is further to the left than {b}.", "{a} stands to the left of {b}."),
+    True: ("{a} is further to the right than {b}.", "{a} stands to the right of {b}."),
 }
 _DOWN = {
-    -1: ("{a} is higher up than {b}.", "{a} stands above {b}."),
-    1: ("{a} is lower down than {b}.", "{a} stands below {b}."),
+    False: ("{a} is higher up than {b}.", "{a} stands above {b}."),
+    True: ("{a} is lower down than {b}.", "{a} stands below {b}."),
 }
 _LARGER = ("{a} is larger than {b}.", "Of the two, {a} is larger than {b}.")
 
@@ -148,27 +149,19 @@ def _compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[Thing
     """The summary, the blocks in any order, and each of `later` somewhere behind the block about its object."""
     rng.shuffle(blocks)
     for thing, sentence in later:
-        first = next(i for i, block in enumerate(blocks) if _places(block[0], thing))
+        claims = [block[0].claim for block in blocks]
+        first = next(i for i, claim in enumerate(claims) if claim and claim.about.place == thing.place)
         blocks.insert(rng.randint(first + 1, len(blocks)), [sentence])
     return Caption((_summary(scene, rng), *(sentence for block in blocks for sentence in block)))
-
-
-def _places(sentence: Sentence, thing: Thing) -> bool:
-    return sentence.claim is not None and sentence.claim.about.place == thing.place
 
 
 def _summary(scene: Scene, rng: random.Random) -> Sentence:
     """Kinds and counts only, in alphabetical order, which says nothing about places."""
     counts = Counter(thing.kind for thing in scene.things)
-    parts = [f"{_NUMBERS[counts[kind]]} {_plural(kind, counts[kind])}" for kind in sorted(counts)]
+    plurals = {kind: f"{kind}es" if kind.endswith("s") else f"{kind}s" for kind in counts}
+    parts = [f"{_NUMBERS[n]} {kind if n == 1 else plurals[kind]}" for kind, n in sorted(counts.items())]
     listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return Sentence(rng.choice(_SUMMARIES).format(listed))
-
-
-def _plural(kind: str, count: int) -> str:
-    if count == 1:
-        return kind
-    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
 
 
 def _thing(thing: Thing, rng: random.Random) -> Sentence:
@@ -182,12 +175,8 @@ def _background(scene: Scene, rng: random.Random) -> Sentence:
 
 def _further(scene: Scene, rng: random.Random) -> list[Sentence]:
     """True sentences about relations, empty places and how often a colour occurs; at least eight."""
-    sentences = []
-    for index, a in enumerate(scene.things):
-        for b in scene.things[index + 1 :]:
-            sentences.append(_relation(scene, *rng.sample((a, b), 2), rng))
-    taken = {thing.place for thing in scene.things}
-    empty = [place for place in PLACES if place not in taken]
+    sentences = [_relation(scene, *rng.sample(pair, 2), rng) for pair in combinations(scene.things, 2)]
+    empty = [place for place in PLACES if all(thing.place != place for thing in scene.things)]
     sentences += [Sentence(rng.choice(_EMPTY).format(place)) for place in rng.sample(empty, min(3, len(empty)))]
     counts = Counter(thing.colour for thing in scene.things)
     for colour, count in counts.items():
@@ -200,13 +189,9 @@ def _further(scene: Scene, rng: random.Random) -> list[Sentence]:
 def _relation(scene: Scene, a: Thing, b: Thing, rng: random.Random) -> Sentence:
     """One true relation between two objects: across, down, or in size."""
     (ax, ay), (bx, by) = PLACES[a.place], PLACES[b.place]
-    wordings = []
-    if ax != bx:
-        wordings.append(_ACROSS[1 if ax > bx else -1])
-    if ay != by:
-        wordings.append(_DOWN[1 if ay > by else -1])
-    if (a.size, b.size) == ("large", "small"):
-        wordings.append(_LARGER)
+    is_larger = (a.size, b.size) == ("large", "small")
+    relations = (ax != bx, _ACROSS[ax > bx]), (ay != by, _DOWN[ay > by]), (is_larger, _LARGER)
+    wordings = [wording for is_true, wording in relations if is_true]
     names, places = zip(*(_name(scene, thing) for thing in (a, b)), strict=True)
     text = rng.choice(rng.choice(wordings)).format(a=names[0], b=names[1])
     return Sentence(text[0].upper() + text[1:], tuple(place for place in places if place))
@@ -225,18 +210,13 @@ def _describe(
     """(for each object the sentences that stand together, [(object, sentence that follows at some distance)])"""
     if style not in STYLES:
         raise ValueError(f"unknown style {style!r}; it must be one of {', '.join(STYLES)}")
-    return ([[_thing(thing, rng)] for thing in things], []) if style == "plain" else _by_reference(scene, things, rng)
-
-
-def _by_reference(
-    scene: Scene, things: Sequence[Thing], rng: random.Random
-) -> tuple[list[list[Sentence]], list[tuple[Thing, Sentence]]]:
-    """As `_describe`, half of the objects or more in several sentences."""
-    things = rng.sample(things, len(things))
-    alone = rng.randint(0, len(things) // 2)
+    alone = len(things)
+    if style == "referring":
+        things = rng.sample(things, len(things))
+        alone = rng.randint(0, len(things) // 2)
     blocks, later = [[_thing(thing, rng)] for thing in things[:alone]], []
     for number, thing in enumerate(things[alone:], alone):
-        name = _name_of(scene, thing)
+        name = _reference_to(scene, thing)
         orders = (_ORDERS[0], _BY_SIZE) if name and name.size else [order for order in _ORDERS if name or not order[-1]]
         at_once, by_pronoun, by_name = rng.choice(orders)
         text = rng.choice(_PLACED).format(name=" ".join(getattr(thing, a) for a in at_once), place=thing.place)
@@ -258,14 +238,14 @@ def _adding(
     alike = [other for other in compared if getattr(other, attributes[0]) == getattr(thing, attributes[0])]
     if len(attributes) == 1 and alike and rng.random() < 0.5:
         other, (attribute,) = rng.choice(alike), attributes
-        other_reference = _name_of(scene, other) or Reference(other.place, other.kind)
+        other_reference = _reference_to(scene, other) or Reference(other.place, other.kind)
         text = rng.choice(_SAME[attribute]).format(name=name, other=f"the {_spoken(other_reference)}")
         return Sentence(text, claim=Claim(reference, same=attribute, other=other_reference))
     text = rng.choice(_BY_NAME[attributes]).format(name=name, **vars(thing))
     return Sentence(text, claim=_claim(thing, attributes, reference))
 
 
-def _name_of(scene: Scene, thing: Thing) -> Reference | None:
+def _reference_to(scene: Scene, thing: Thing) -> Reference | None:
     """The shortest name that only this object of the scene has: its kind, or its size and kind."""
     alike = [other for other in scene.things if other.kind == thing.kind]
     if len(alike) == 1:

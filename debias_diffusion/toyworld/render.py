@@ -38,15 +38,10 @@ def _render_thing(draw: ImageDraw.ImageDraw, thing: Thing, third: float, backgro
         draw.rectangle((x - arm, y - radius, x + arm, y + radius), fill=colour)
     elif thing.kind == "triangle":
         draw.polygon([(x, y - radius), (x + radius, y + 0.8 * radius), (x - radius, y + 0.8 * radius)], fill=colour)
-    elif thing.kind == "star":
-        points = [
-            (x + r * math.sin(i * math.pi / 5), y - r * math.cos(i * math.pi / 5))
-            for i in range(10)
-            for r in ((radius if i % 2 == 0 else 0.42 * radius),)
-        ]
+    else:  # star
+        corners = ((i * math.pi / 5, 0.42 * radius if i % 2 else radius) for i in range(10))
+        points = [(x + r * math.sin(angle), y - r * math.cos(angle)) for angle, r in corners]
         draw.polygon(points, fill=colour)
-    else:
-        raise ValueError(f"unknown kind {thing.kind!r}")
 
 
 def _box(x: float, y: float, radius: float) -> tuple[float, float, float, float]:

@@ -5,6 +5,7 @@ scenes are drawn apart.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 KINDS = ("circle", "square", "triangle", "star", "cross", "ring")
@@ -38,7 +39,6 @@ KINDS_TOGETHER = (2, 3)  # few kinds a scene, so that many scenes have the same 
 # Consecutive scenes with the same objects in other places. Without them the objects alone identify a scene, and a CLIP
 # learns to ignore places.
 ARRANGEMENTS = 4
-_COMBINED = ("kind", "colour", "size")
 SPLITS = ("train", "validation", "development", "test")
 
 
@@ -88,53 +88,33 @@ def generator(split: str, index: int, purpose: str) -> random.Random:
     return random.Random(f"toyworld/{split}/{index}/{purpose}")
 
 
+def rearranged(scene: Scene, rng: random.Random) -> Scene:
+    """The same objects in other places."""
+    places = sorted(rng.sample(list(PLACES), len(scene.things)), key=list(PLACES).index)
+    things = rng.sample(scene.things, len(scene.things))
+    return Scene(scene.background, tuple(replace(thing, place=p) for thing, p in zip(things, places, strict=True)))
+
+
+def arrangement(
+    objects: tuple[int, int],
+    number: int,
+    rng: random.Random,
+    change: Callable[[Scene, random.Random], Scene] = rearranged,
+) -> Scene:
+    """Arrangement number `number` of a scene with `objects` (fewest, most); each is a `change` of the one before."""
+    shown, arrangements, tried = draw_scene(rng, *objects), [], 0
+    while len(arrangements) <= number:
+        # Some scenes have fewer changes of another kind.
+        shown, tried = (change if tried < 10 * ARRANGEMENTS else rearranged)(shown, rng), tried + 1
+        if shown not in arrangements:
+            arrangements.append(shown)
+    return arrangements[number]
+
+
 def scene(split: str, index: int) -> Scene:
     """Scene number `index` of a split, the same on every machine.
 
     Scenes 0 to 3 hold the same objects before the same background in different places, and so do 4 to 7, and so on.
     """
     family, number = divmod(index, ARRANGEMENTS)
-    return _arrangement(OBJECTS, number, generator(split, family, "family"))
-
-
-def base_scene(index: int) -> Scene:
-    """Scene number `index` of those that base models are trained on: families as in `scene`, of one to six objects.
-
-    A third of the scenes have a single object: from these, places are learned within a few hundred steps; from scenes
-    of several objects they were not learned in thousands. A third have two: from these, what belongs together is
-    learned. Half of the families of several objects exchange colours, kinds and sizes between the places instead of
-    moving the objects.
-    """
-    family, number = divmod(index, ARRANGEMENTS)
-    rng = generator("train", family, "base family")
-    objects = rng.choice(((1, 1), (2, 2), (2, OBJECTS[1])))
-    return _arrangement(objects, number, rng, exchanged=rng.random() < 0.5)
-
-
-def _arrangement(objects: tuple[int, int], number: int, rng: random.Random, exchanged: bool = False) -> Scene:
-    """Arrangement number `number` of a scene, no two of them equal."""
-    arrangement, arrangements, tried = draw_scene(rng, *objects), [], 0
-    while len(arrangements) <= number:
-        # Not every scene has as many exchanges: one object has none.
-        change = _exchanged if exchanged and len(arrangement.things) > 1 and tried < 10 * ARRANGEMENTS else _rearranged
-        arrangement, tried = change(arrangement, rng), tried + 1
-        if arrangement not in arrangements:
-            arrangements.append(arrangement)
-    return arrangements[number]
-
-
-def _exchanged(scene: Scene, rng: random.Random) -> Scene:
-    """The same kinds, colours and sizes in the same places, but one of the three otherwise distributed.
-
-    Of the three only one, because whoever can tell colours apart need not know the kinds.
-    """
-    name = rng.choice(_COMBINED)
-    drawn = rng.sample([getattr(thing, name) for thing in scene.things], len(scene.things))
-    things = tuple(replace(thing, **{name: value}) for thing, value in zip(scene.things, drawn, strict=True))
-    return Scene(scene.background, things)
-
-
-def _rearranged(scene: Scene, rng: random.Random) -> Scene:
-    places = sorted(rng.sample(list(PLACES), len(scene.things)), key=list(PLACES).index)
-    things = rng.sample(scene.things, len(scene.things))
-    return Scene(scene.background, tuple(replace(thing, place=p) for thing, p in zip(things, places, strict=True)))
+    return arrangement(OBJECTS, number, generator(split, family, "family"))

@@ -1,6 +1,7 @@
 """Checks of the data, before and during training, and the report of bad records."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,8 @@ from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
 from ..data.dataset import NO_SHORT_CAPTION, without_short_caption
 from ..data.images import ImageSource, is_there
 from ..data.records import Record
-from ..data.shards import verify_shards
-from ..data.sources import is_shards, open_data
+from ..data.shards import is_shards, verify_shards
+from ..data.sources import open_data
 from ..data.workers import load_batches
 from ..errors import UserError
 from ..text.tokens import CaptionTokenizer
@@ -26,13 +27,14 @@ _ADD_SHORT = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class _CheckedRecords(Dataset):
     """(measure of the caption, BadRecord or None) of every record."""
 
-    def __init__(
-        self, records: Sequence[Record], images: ImageSource, tokenizer: CaptionTokenizer, reads_short: bool = False
-    ):
-        self.records, self.images, self.tokenizer, self.reads_short = records, images, tokenizer, reads_short
+    records: Sequence[Record]
+    images: ImageSource
+    tokenizer: CaptionTokenizer
+    reads_short: bool = False
 
     def __len__(self) -> int:
         return len(self.records)
@@ -80,15 +82,11 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
     """
     sample = records[:: max(1, len(records) // _LOOKED_UP)]
     missing = [record.image for record in sample if not is_there(images, record.image)]
-    if len(missing) == len(sample):
-        raise UserError(
-            f"The image folder {str(images.root)!r} holds none of the images, for example {missing[0]!r}. Give the "
-            "folder that the data file's image paths start from."
-        )
-    if too_many(len(missing), len(sample), max_bad):
+    if len(missing) == len(sample) or too_many(len(missing), len(sample), max_bad):
         raise UserError(
             f"Of {len(sample)} images looked up in {str(images.root)!r}, {len(missing)} are missing, for example "
-            f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. `train --check-data` names them all."
+            f"{missing[0]!r}; --max-bad allows a share of {max_bad:g}. Give the folder that the data file's image "
+            "paths start from; `train --check-data` names all that are missing."
         )
     return len(missing)
 

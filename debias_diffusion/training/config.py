@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..data.records import SHAREGPT4V_HELD_OUT
 from ..encoders.spec import EncoderSpec, Kind
 from ..errors import UserError
 from ..limits import (
@@ -15,7 +16,6 @@ from ..limits import (
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Precision,
     Rule,
@@ -120,6 +120,20 @@ class RunConfig(Checked):
         settings = asdict(self) | {"betas": list(self.betas)}
         return {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT}
 
+    def held_out_count(self, records: int) -> int:
+        """How many pairs are held out; for `auto` never more than a tenth of the data."""
+        return min(SHAREGPT4V_HELD_OUT, records // 10) if self.validation == "auto" else self.validation
+
+    def batch_size(self, records: int) -> int:
+        """Pairs of a step; for `auto` as many of so few as any usual number of processes can share, but at least 4."""
+        if self.batch != "auto":
+            return self.batch
+        return self.LARGEST_BATCH if records >= self.LARGEST_BATCH else 1 << max(records, 4).bit_length() - 1
+
+    def warmup_steps(self, steps: int) -> int:
+        """Steps of warm-up; for `auto` never more than a tenth of all."""
+        return min(self.LONGEST_WARMUP, steps // 10) if self.warmup == "auto" else self.warmup
+
 
 @dataclass(kw_only=True)
 class TrainConfig(RunConfig):
@@ -197,24 +211,25 @@ class TrainConfig(RunConfig):
     pretrained: str | None = None
     recipe: str = "debias-clip"
     import_file: str | None = None
+    # Of the recipe: its method holds them to their ranges, and None is its own.
     sampling: str | None = None
     padding: str | None = None
-    short_weight: Share | None = None
-    components: NonNegativeInt | None = None
-    component_parts: PositiveInt | None = None
-    label_smoothing: BelowOne | None = None
+    short_weight: float | None = None
+    components: int | None = None
+    component_parts: int | None = None
+    label_smoothing: float | None = None
     pooling: Literal["eot", "average"] | None = None
-    keep_states: NonNegativeFloat | None = None
+    keep_states: float | None = None
     method: dict[str, Any] | None = None
-    mask_ratio: BelowOne | None = None
+    mask_ratio: float | None = None
     masked_patches: Literal["replace", "discard"] | None = None
     short_positions: Literal["own", "shared"] | None = None
-    prompts: NonNegativeInt | None = None
+    prompts: int | None = None
     prompt_mask: Literal["bands", "none"] | None = None
     prompt_layers: Literal["own", "shared"] | None = None
-    groups: NonNegativeInt | None = None
-    first_group: PositiveInt | None = None
-    new_rate: PositiveFloat | None = None
+    groups: int | None = None
+    first_group: int | None = None
+    new_rate: float | None = None
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
     keep_best: NonNegativeInt = 0
@@ -240,9 +255,7 @@ class TrainConfig(RunConfig):
         if base.kind is Kind.CHINESE_CLIP:
             raise base.refusal()
         if base.kind is Kind.ABLATION:
-            from ..ablation.saved import read_ablation  # with torch, as the methods
-
-            raise ablated(self.model, read_ablation(base.place)[0])
+            raise ablated(self.model)
         if base.kind is not Kind.OPEN_CLIP:
             raise UserError(
                 f"{self.model!r} is not in open_clip's layout, so it cannot be trained. Give an open_clip name or "
@@ -259,11 +272,11 @@ class TrainConfig(RunConfig):
         return find_method(self.recipe, method_settings(vars(self)))
 
 
-def ablated(model: str, base: str) -> UserError:
-    """The error for a model with suppressed heads, made from `base`."""
+def ablated(model: str) -> UserError:
+    """The error for a model with suppressed heads."""
     return UserError(
         f"{model!r} has suppressed attention heads, and training would move weights that were judged without them. "
-        f"Train {base}, then search again with `debias-diffusion ablate`."
+        "Train the model that it was made from, then search again with `debias-diffusion ablate`."
     )
 
 

@@ -5,7 +5,6 @@ and times of change); where only that is new, as after a copy, by a digest of it
 """
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -36,52 +35,31 @@ _AFTER_ALL = b"\xff" * 16  # sorts behind every key, so that a search always end
 _open = lru_cache(maxsize=128)(safe_open)  # features of as many items at once
 
 
-class FrozenEncoder(ABC):
+@dataclass(frozen=True)
+class FrozenEncoder:
     """A model that is not trained and makes a row of numbers of each image, such as an image tower.
 
     Attributes:
-        accelerator: on whose device it is.
+        read_pixels: an opened image to the tensor that `encode` takes a batch of.
+        encode: [batch, ...] pixels on the accelerator's device to [batch, dim].
         key: everything but the image itself that the features depend on, as JSON values.
     """
 
     accelerator: Accelerator
+    read_pixels: Callable[[Image.Image], torch.Tensor]
+    encode: Callable[[torch.Tensor], torch.Tensor]
     key: dict
 
-    @abstractmethod
-    def read_pixels(self, image: Image.Image) -> torch.Tensor:
-        """An opened image as the tensor that `encode` takes a batch of."""
 
-    @abstractmethod
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[batch, ...] pixels, on any device, to [batch, dim]. Raises UserError for features that are not finite."""
-
-
-@dataclass(frozen=True)
-class FrozenTower(FrozenEncoder):
+def frozen_tower(backbone: Backbone, accelerator: Accelerator, precision: str) -> FrozenEncoder:
     """An image tower that is not trained: on the accelerator's device, in `eval()` mode."""
 
-    backbone: Backbone
-    accelerator: Accelerator
-    precision: str
+    def encode(pixels: torch.Tensor) -> torch.Tensor:
+        with autocast(precision, accelerator.device):
+            return backbone.encode_image(pixels)
 
-    @property
-    def key(self) -> dict:
-        return {"image tower": self.backbone.image_digest(), "precision": self.precision}
-
-    def read_pixels(self, image: Image.Image) -> torch.Tensor:
-        return self.backbone.read_pixels(image)
-
-    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        with autocast(self.precision, self.accelerator.device):
-            features = self.backbone.encode_image(pixels.to(self.accelerator.device))
-        return check_features(features, "image tower", self.precision)
-
-
-def check_features(features: torch.Tensor, model: str, precision: str) -> torch.Tensor:
-    """The features. Raises UserError unless all are finite."""
-    if not features.isfinite().all():
-        raise UserError(f"The {model}'s features are not finite in {precision}. Choose another --precision.")
-    return features
+    key = {"image tower": backbone.image_digest(), "precision": precision}
+    return FrozenEncoder(accelerator, backbone.read_pixels, encode, key)
 
 
 class CachedImages:
@@ -124,27 +102,32 @@ class CachedImages:
 
     def read_batch(self, read_pixels: Callable, records: Sequence[Record]) -> list[tuple | BadRecord]:
         """Stamp and digest of each image, and its pixels or, where those of the digest are there, its features."""
-        return [read_or_bad(record, partial(self._read_image, read_pixels)) for record in records]
 
-    def _read_image(self, read_pixels: Callable, name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor]:
-        # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
-        stamp, image = self.images.stamp(name), self.images.open(name)
-        digest = pixels_digest(image)
-        row = self.find([digest])[0]
-        return (stamp, digest, read_pixels(image), None) if row < 0 else (stamp, digest, None, self[row])
+        def read(name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor | None]:
+            # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
+            stamp, image = self.images.stamp(name), self.images.open(name)
+            digest = pixels_digest(image)
+            row = self.find([digest])[0]
+            return (stamp, digest, read_pixels(image), None) if row < 0 else (stamp, digest, None, self[row])
+
+        return [read_or_bad(record, read) for record in records]
 
     @torch.inference_mode()
     def fill(self, encoder: FrozenEncoder, loader: DataLoader, stop: Callable[[], bool]) -> list[BadRecord]:
         """Writes items of the loader's images, until `stop` says so. Returns the images that could not be read."""
-        bad, rows, disable = [], [], not encoder.accelerator.is_main_process
+        bad, rows, device = [], [], encoder.accelerator.device
+        disable = not encoder.accelerator.is_main_process
         bar = tqdm(total=len(loader.dataset), desc="image features", unit=" images", disable=disable)
         with bar, load_batches(loader) as batches:
             for batch in batches:
                 bad += [image for image in batch if isinstance(image, BadRecord)]
                 good = [image for image in batch if not isinstance(image, BadRecord)]
                 unknown = [pixels for _, _, pixels, _ in good if pixels is not None]
-                encoded = iter(encoder.encode(torch.stack(unknown)).cpu() if unknown else ())
-                rows += [(*keys, next(encoded) if known is None else known) for *keys, _, known in good]
+                encoded = encoder.encode(torch.stack(unknown).to(device)).cpu() if unknown else torch.empty(0)
+                if not encoded.isfinite().all():
+                    raise UserError("The features of an image are not finite. Choose another --precision.")
+                features = iter(encoded)
+                rows += [(*keys, next(features) if known is None else known) for *keys, _, known in good]
                 bar.update(len(batch))
                 if len(rows) >= ITEM:
                     self._write(rows)

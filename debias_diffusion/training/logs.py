@@ -67,10 +67,6 @@ def tracked(accelerator: Accelerator, config: RunConfig, settings: dict) -> Iter
     Raises:
         UserError: one of them cannot be started.
     """
-    names = config.trackers
-    if not names:
-        yield
-        return
     path = Path(config.output).resolve()
     wandb = {
         "name": path.name,
@@ -82,7 +78,7 @@ def tracked(accelerator: Accelerator, config: RunConfig, settings: dict) -> Iter
     try:
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
     except Exception as error:  # libraries raise anything for a missing login or network
-        raise UserError(f"The trackers {', '.join(names)} could not be started: {reason(error)}.") from error
+        raise UserError(f"The trackers {', '.join(config.trackers)} could not be started: {reason(error)}.") from error
     try:
         yield
     finally:

@@ -1,29 +1,34 @@
 """The training run: set up, print the plan, make the steps, save the model."""
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ..clip.backbone import Backbone
 from ..data.bad_records import report_bad
-from ..data.dataset import CaptionDataset, Collate
+from ..data.dataset import CaptionDataset, collate
 from ..data.records import Record
 from ..data.retrieval import encode_images, encode_texts, recall_at_k
 from ..data.seen import read_seen
 from ..devices import autocast
+from ..encoders.loading import load_tokenizer
+from ..errors import UserError
 from ..files import explain_full_disk, sha256
-from ..methods import Batch
+from ..methods import Batch, Method
+from ..text.tokens import CaptionTokenizer
 from .check import check_data, look_for_short_captions
 from .checkpoints import BEST, LAST, TrainState, save_model
-from .config import CHOOSING, TrainConfig
-from .feature_cache import FrozenTower, cached_images
+from .config import CHOOSING, TrainConfig, ablated
+from .feature_cache import frozen_tower
 from .logs import make_accelerator
-from .optimizer import Optimizer
+from .optimizer import MAX_LOGIT_SCALE, Optimizer
 from .plan import PROBE, print_plan
 from .run import Run
-from .setup import load_base_model, load_base_tokenizer, prepare_backbone
 from .step import backward
 from .stop import StopRequest
 
@@ -68,8 +73,7 @@ class _Training(Run):
         self.inputs["base model"] = random if base_model.random_weights else base_model.digest()
         if config.import_file:
             self.inputs["import file"] = sha256(config.import_file)
-        self.backbone = prepare_backbone(base_model, config)
-        self.method = self.method.bind(self.backbone)
+        self.backbone, self.method = prepare_backbone(base_model, config)
         sizes = config.batch, self.backbone.config["model_cfg"]["embed_dim"]
         if config.components is None and (fitted := self.method.fit(*sizes)) is not self.method:
             self.method, self.settings["components"] = fitted, fitted.components
@@ -80,42 +84,22 @@ class _Training(Run):
         self.backbone.to(accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
-        self.collate = Collate(self.backbone.tokenizer, self.method, config.freeze_image_tower)
-
-    def run(self) -> Path | None:
-        request = StopRequest(self.accelerator)
-        with request.listening(), self.opened():
-            if self.config.freeze_image_tower:
-                self._compute_image_features(request)
-                if request.asked():
-                    self.say("Stopped while image features were computed. The same command continues from there.")
-                    return None
-            self.dataset = CaptionDataset(
-                self.records,
-                self.images,
-                _unchanged if self.config.freeze_image_tower else self.backbone.read_pixels,
-                self.backbone.tokenizer,
-                self.method,
-                self.config.seed,
-                self.batches.stand_ins if self.config.max_bad else None,
-            )
-            state = self.make_steps(request)
-            return state and self._finish(state)
-
-    def _compute_image_features(self, request: StopRequest) -> None:
-        """Computes the features that the cache lacks; from then on images are features, and the image tower rests."""
-        config, visual = self.config, self.backbone.model.visual.eval()
-        self.images, bad = cached_images(
-            FrozenTower(self.backbone, self.accelerator, self.precision),
-            self.all_records,
-            self.images,
-            config.feature_cache or self.folder.parent / "image-features",
-            batch=min(64, config.batch),
-            workers=config.workers,
-            stop=lambda: request.here,
+        self.collate = partial(
+            collate, tokenizer=self.backbone.tokenizer, recipe=self.method, cached_features=config.freeze_image_tower
         )
-        self.report_unreadable(bad, len(self.all_records))
-        visual.to("cpu")
+
+    def prepare(self, request: StopRequest) -> None:
+        """With a frozen image tower, whose features are then the images, and which rests from then on."""
+        config, preprocess = self.config, self.backbone.read_pixels
+        if config.freeze_image_tower:
+            visual, preprocess = self.backbone.model.visual.eval(), nn.Identity()
+            tower = frozen_tower(self.backbone, self.accelerator, self.precision)
+            folder = config.feature_cache or self.folder.parent / "image-features"
+            self.cache_features(tower, self.all_records, folder, min(64, config.batch), request)
+            visual.to("cpu")
+        stand_ins = self.batches.stand_ins if config.max_bad else None
+        parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
+        self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts)
 
     def backward(self, batch: Batch) -> dict[str, float]:
         settings = self.accelerator, self.precision, self.config.chunk, self.optimizer.scaler, self.modules
@@ -151,7 +135,7 @@ class _Training(Run):
                 *(self.backbone, records, self.images, batch_size, device),
                 progress=False,
                 read=self.dataset.preprocess,
-                encode=_unchanged if frozen else None,
+                encode=nn.Identity() if frozen else None,
             )
             captions = [records[index].caption for index in good]
             text = encode_texts(self.backbone, captions, batch_size, device, progress=False)
@@ -165,7 +149,7 @@ class _Training(Run):
         self.say(f"step {state.step}: R@1 on {len(image)} {name}: {t2i:.1f} text to image, {i2t:.1f} image to text")
         return line
 
-    def _finish(self, state: TrainState) -> Path:
+    def finish(self, state: TrainState) -> Path:
         folder = self.folder
         if self.main:
             save_model(self.job, LAST, self.backbone, {"step": state.step}, self.seen())
@@ -179,9 +163,69 @@ class _Training(Run):
             )
         if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
             self.say(f"Next: debias-diffusion export --model {folder} --output {folder / 'export'}")
-        self.accelerator.wait_for_everyone()
         return folder / LAST
 
 
-def _unchanged(features: torch.Tensor) -> torch.Tensor:
-    return features
+def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
+    """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
+    base = config.base_model()
+    return load_tokenizer(base.place, base.weights, config.keep_positions, config.stretch)
+
+
+def load_base_model(config: TrainConfig) -> Backbone:
+    """The base model unchanged; random weights come from the seed.
+
+    Raises:
+        UserError: the model cannot be used, has suppressed heads, or no weights are named.
+    """
+    base = config.base_model()
+    torch.manual_seed(config.seed)
+    backbone = base.load_two_tower(random_weights=True)
+    if backbone.image_attention or backbone.text_attention:
+        raise ablated(config.model)
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
+        raise UserError(
+            f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
+        )
+    return backbone
+
+
+def prepare_backbone(backbone: Backbone, config: TrainConfig) -> tuple[Backbone, Method]:
+    """The base model with its context length stretched, changed as the method wants it, its scale set, in place; and
+    the method for it.
+
+    Raises:
+        UserError: the method or an option cannot be used with this model.
+    """
+    method = config.make_method()
+    method.check_base(backbone, config.keep_positions, config.freeze_image_tower)
+    if "keep" not in backbone.config.get("debias_diffusion", {}):
+        try:
+            backbone.stretch(config.keep_positions, config.stretch)
+        except ValueError as error:
+            raise UserError(f"{config.model!r} cannot be stretched: {error}.") from error
+    torch.manual_seed(config.seed)
+    method = method.prepare(backbone)
+    _set_scale(backbone, config)
+    if config.freeze_image_tower:
+        backbone.model.visual.requires_grad_(False)
+    if config.checkpoint_activations:
+        backbone.checkpoint_activations()
+    if config.compile:
+        backbone.compile()
+    return backbone, method
+
+
+def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
+    is_sigmoid = backbone.loss == "sigmoid"
+    if is_sigmoid and config.label_smoothing is not None:
+        raise UserError(
+            f"label_smoothing is {config.label_smoothing}, but the sigmoid loss of {config.model!r} has no labels to "
+            "smooth. Leave it out."
+        )
+    scale = config.initial_scale
+    if scale == "auto":
+        scale = None if is_sigmoid else 100.0
+    if scale is not None:
+        with torch.no_grad():
+            backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))

@@ -47,7 +47,7 @@ class AdamW:
         rate: multiplies the learning rate of a parameter, by its name.
 
     Attributes:
-        scaler: scales the loss before its gradient is computed; None unless the precision is "fp16".
+        scaler: scales the loss before its gradient is computed; does nothing unless the precision is "fp16".
     """
 
     def __init__(
@@ -62,18 +62,14 @@ class AdamW:
         trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
         groups = parameter_groups(trained, weight_decay, rate)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
-        device = trained[0][1].device.type
-        self.scaler = torch.amp.GradScaler(device) if precision == "fp16" else None
+        self.scaler = torch.amp.GradScaler(trained[0][1].device.type, enabled=precision == "fp16")
 
     def step(self, learning_rate: float) -> None:
         """Applies the parameters' gradients and clears them."""
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate * group["rate"]
-        if self.scaler:
-            self.scaler.step(self.adamw)
-            self.scaler.update()
-        else:
-            self.adamw.step()
+        self.scaler.step(self.adamw)
+        self.scaler.update()
         self.clear()
 
     def clear(self) -> None:
@@ -82,7 +78,7 @@ class AdamW:
 
     def state_dict(self) -> dict:
         """AdamW's averages and step counts, and the scaler's state."""
-        return {"adamw": self.adamw.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
+        return {"adamw": self.adamw.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores what `state_dict` returned, for the same parameters and precision.
@@ -91,8 +87,7 @@ class AdamW:
             ValueError: it is that of other parameters.
         """
         self.adamw.load_state_dict(state["adamw"])
-        if self.scaler:
-            self.scaler.load_state_dict(state["scaler"])
+        self.scaler.load_state_dict(state["scaler"])
 
 
 class Optimizer(AdamW):

@@ -3,8 +3,8 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
+from ..data.records import Record
 from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
 from ..data.workers import load_batches
@@ -26,9 +27,9 @@ from .batches import GlobalBatches
 from .check import continue_hint, look_for_images
 from .checkpoints import TrainState, load_checkpoint, save_checkpoint
 from .config import RunConfig
+from .feature_cache import FrozenEncoder, cached_images
 from .logs import LOG, NOT_FINITE, add_line, cut_log, tracked
 from .optimizer import AdamW, learning_rate
-from .setup import batch_size, held_out_count, split, warmup_steps
 from .stop import StopRequest
 
 FEW_STEPS, ENOUGH_STEPS = 100, 300  # a run of fewer is told how to make enough
@@ -40,8 +41,8 @@ _PLACES = ("data", "images", "model", "pretrained", "base", "encoder", "encoder_
 class Run(ABC):
     """The state of one run in its folder.
 
-    A subclass sets, before `make_steps`, the attributes that this class leaves open, and writes `backward` and
-    `print_plan`; `measure` is optional.
+    A subclass sets, in `__init__` and `prepare`, the attributes that this class leaves open, and writes `prepare`,
+    `backward`, `measure`, `print_plan` and `finish`.
 
     Attributes:
         given: the settings as they were given; `config` has numbers in the place of `auto`.
@@ -49,7 +50,7 @@ class Run(ABC):
         precision: "fp32", "bf16" or "fp16".
         all_records: the usable records of the data; `held_out` is measured on, `choosing` chooses
             the best model (empty without `keep_best`), and `records` is trained on.
-        images: where their images come from.
+        images: where their images come from, or with `cache_features` their features.
         missing: how many of the images that were looked up are missing.
         batches: the samples of each step.
         folder: the output.
@@ -78,20 +79,29 @@ class Run(ABC):
         self.given, self.accelerator, self.folder = config, accelerator, Path(config.output)
         self.main = accelerator.is_main_process
         self.captions, self.images = open_data(config.data, config.images)
-        self.all_records = self.captions.records
-        validation = held_out_count(config, len(self.all_records))
-        batch = batch_size(config, len(self.all_records) - validation - config.keep_best)
+        records = self.all_records = self.captions.records
+        validation = config.held_out_count(len(records))
+        first = validation + config.keep_best
+        batch = config.batch_size(len(records) - first)
         if batch % accelerator.num_processes:
             raise UserError(f"batch is {batch}, but must be a multiple of the {accelerator.num_processes} processes.")
-        not_trained, self.records = split(self.captions, batch, validation + config.keep_best)
-        self.held_out, self.choosing = not_trained[:validation], not_trained[validation:]
+        if len(records) - first < batch:
+            raise UserError(
+                f"{len(records)} usable pairs less {first} held out leave {max(0, len(records) - first)} to train on, "
+                f"fewer than a batch of {batch}. Lower --validation, --keep-best or --batch, or give more pairs."
+            )
+        self.held_out, self.choosing, self.records = records[:validation], records[validation:first], records[first:]
         self.missing = look_for_images(self.records, self.images, config.max_bad)
         self.inputs = {"data": data_digest(config.data, self.captions)}
         self.batches = GlobalBatches(len(self.records), batch, config.epochs, config.seed, config.max_steps)
         self.precision = pick_precision(config.precision, accelerator.device)
-        warmup = warmup_steps(config, self.batches.total_steps)
+        warmup = config.warmup_steps(self.batches.total_steps)
         self.config = replace(config, validation=validation, batch=batch, warmup=warmup, precision=self.precision)
         self.settings = self.config.settings()
+
+    @abstractmethod
+    def prepare(self, request: StopRequest) -> None:
+        """Sets `dataset`. Features that are computed before the first step are computed here."""
 
     @abstractmethod
     def backward(self, batch) -> dict[str, float]:
@@ -103,38 +113,59 @@ class Run(ABC):
         """
 
     @abstractmethod
+    def measure(self, state: TrainState) -> None:
+        """Measures the model between two steps; called on every process."""
+
+    @abstractmethod
     def print_plan(self, start: int) -> None:
         """Prints what the steps from `start` on will do and need."""
 
-    def measure(self, state: TrainState) -> None:  # noqa: B027 - optional
-        """Measures the model between two steps; called on every process."""
+    @abstractmethod
+    def finish(self, state: TrainState) -> Path:
+        """Writes the models after the last step, and says what comes next. Returns where they are."""
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """The output folder as this run's, which reports the data's bad records there.
+    def run(self) -> Path | None:
+        """Makes the steps that are left, and what follows. None if the run was asked to stop before the last.
 
         Raises:
             UserError: the folder belongs to a run with other settings, or too many records are bad.
         """
-        process = self.accelerator.process_index
-        with Job.open(
-            self.folder, self.command, self.settings, self.inputs, may_change=_PLACES, process=process
-        ) as self.job:
-            bad, count = self.captions.bad, len(self.captions.records) + len(self.captions.bad)
-            if self.main and not self.job.names():
-                report_bad(bad, self.folder)
-            check_share(bad, count, self.config.max_bad, continue_hint(self.config, bad))
-            yield
-
-    def report_unreadable(self, bad: Sequence[BadRecord], count: int) -> None:
-        """Reports images, of `count`, that could not be read before training began.
-
-        Raises:
-            UserError: they are too many.
-        """
+        request, job = StopRequest(self.accelerator), nullcontext(Job.read(self.folder))  # of processes that only read
         if self.main:
+            job = Job.open(self.folder, self.command, self.settings, self.inputs, may_change=_PLACES)
+        with request.listening(), job as self.job:
+            bad = self.captions.bad
+            self.check_bad(bad, len(self.all_records) + len(bad), is_reported=bool(self.job.names()))
+            self.prepare(request)
+            if request.asked():
+                self.say("Stopped before the next step. The same command continues from there.")
+                return None
+            state = self.make_steps(request)
+            result = state and self.finish(state)
+            self.accelerator.wait_for_everyone()
+            return result
+
+    def check_bad(self, bad: Sequence[BadRecord], count: int, is_reported: bool = False) -> None:
+        """Reports the bad ones of `count` records. Raises UserError if they are too many."""
+        if self.main and not is_reported:
             report_bad(bad, self.folder)
         check_share(bad, count, self.config.max_bad, continue_hint(self.config, bad))
+
+    def cache_features(
+        self, encoder: FrozenEncoder, records: Sequence[Record], folder: str | Path, batch: int, request: StopRequest
+    ) -> list[BadRecord]:
+        """Computes the features of images that the cache lacks; from then on `images` are features.
+
+        Returns:
+            The records with unreadable images.
+
+        Raises:
+            UserError: they are too many, or a feature is not finite.
+        """
+        options = {"batch": batch, "workers": self.config.workers, "stop": lambda: request.here}
+        self.images, bad = cached_images(encoder, records, self.images, folder, **options)
+        self.check_bad(bad, len(records))
+        return bad
 
     def make_steps(self, request: StopRequest) -> TrainState | None:
         """Makes the steps that are left. None if the run was asked to stop before the last."""
@@ -149,23 +180,46 @@ class Run(ABC):
                     print(f"  {few}")
             for log in (LOG, NOT_FINITE):
                 cut_log(self.folder / log, state.step)
-        bar = tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main)
-        with tracked(accelerator, config, self.settings), bar:
+        rank, world = accelerator.process_index, accelerator.num_processes
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=self.batches.iterate(state.step, rank, world),
+            collate_fn=self.collate,
+            num_workers=config.workers,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+        with tracked(accelerator, config, self.settings):
             if state.step == 0:
                 self.measure(state)
-            share = accelerator.process_index, accelerator.num_processes
-            loader = DataLoader(
-                self.dataset,
-                batch_sampler=self.batches.iterate(state.step, *share),
-                collate_fn=self.collate,
-                num_workers=config.workers,
-                pin_memory=accelerator.device.type == "cuda",
-            )
-            with load_batches(loader) as batches:
-                started = time.perf_counter()
+            with (
+                load_batches(loader) as batches,
+                tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main) as bar,
+            ):
+                started = time.perf_counter()  # to wait for the batch
                 for batch in batches:
-                    self._step(batch, state, bar, started)
+                    # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
+                    torch.manual_seed((config.seed << 32) + state.step * world + rank)
+                    rate = learning_rate(state.step, total, config.learning_rate, config.warmup)
+                    report = self.backward(batch)
+                    # Gradients overflow now and then in fp16; the scaler skips such a step.
+                    checked = ("loss",) if self.optimizer.scaler.is_enabled() else ("loss", "gradient_norm")
+                    is_finite = all(math.isfinite(report.get(name, 0.0)) for name in checked)
+                    state.step += 1
+                    if is_finite:
+                        self.optimizer.step(rate)
+                        state.not_finite = 0
+                    else:
+                        self._skip(batch, state, report)
+                    self._count_replaced(batch, state)
+                    bar.update()
+                    speed = config.batch / (time.perf_counter() - started)
+                    bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
                     last = state.step == total
+                    if self.main and is_finite and (state.step % config.log_every == 0 or last):
+                        numbers = {name: value for name, value in report.items() if math.isfinite(value)}
+                        epoch = round(state.step * config.batch / self.batches.records, 4)
+                        line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
+                        self.log(line | {"samples_per_second": round(speed, 2)})
                     if state.step % config.eval_every == 0 or last:
                         self.measure(state)
                     stop = request.asked() and not last
@@ -178,33 +232,6 @@ class Run(ABC):
                         return None
                     started = time.perf_counter()
         return state
-
-    def _step(self, batch, state: TrainState, bar: tqdm, started: float) -> None:
-        """One step; `started` is when this process began to wait for the batch."""
-        config, accelerator = self.config, self.accelerator
-        # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
-        torch.manual_seed((config.seed << 32) + state.step * accelerator.num_processes + accelerator.process_index)
-        rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, config.warmup)
-        scaler = self.optimizer.scaler
-        report = self.backward(batch)
-        # Gradients overflow now and then in fp16; the scaler skips such a step.
-        checked = ("loss",) if scaler else ("loss", "gradient_norm")
-        finite = all(math.isfinite(report.get(name, 0.0)) for name in checked)
-        state.step += 1
-        if finite:
-            self.optimizer.step(rate)
-            state.not_finite = 0
-        else:
-            self._skip(batch, state, report)
-        self._count_replaced(batch, state)
-        bar.update()
-        speed = config.batch / (time.perf_counter() - started)
-        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
-        if self.main and finite and (state.step % config.log_every == 0 or state.step == self.batches.total_steps):
-            epoch = round(state.step * config.batch / self.batches.records, 4)
-            numbers = {name: value for name, value in report.items() if math.isfinite(value)}  # fp16 may overflow
-            line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
-            self.log(line | {"samples_per_second": round(speed, 2)})
 
     def _skip(self, batch, state: TrainState, report: dict[str, float]) -> None:
         """Logs the samples of a step that is not finite. Raises UserError after too many such steps in a row."""
@@ -227,14 +254,12 @@ class Run(ABC):
 
     def _count_replaced(self, batch, state: TrainState) -> None:
         """Logs the bad records of the batch. Raises UserError when they become too many."""
-        count = len(batch.bad)
-        if count:
+        if batch.bad:
             add_bad(batch.bad, self.folder)
             first = batch.bad[0]
             tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder / BAD_RECORDS})")
-        if self.accelerator.num_processes > 1:
-            device = self.accelerator.device
-            count = int(self.accelerator.reduce(torch.tensor(count, device=device), reduction="sum").item())
+        count = torch.tensor(len(batch.bad), device=self.accelerator.device)
+        count = int(self.accelerator.reduce(count, reduction="sum"))
         state.replaced += count
         if count:
             # The share of a few samples says nothing about the rest.

@@ -1,6 +1,6 @@
 """One exact step over the global batch, however many processes share it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from accelerate import Accelerator
@@ -54,7 +54,7 @@ def backward(
     Args:
         batch: the samples of this process, on any device; a chunk is moved when its turn comes.
         chunk: at least 1; None holds all.
-        scaler: for "fp16": the gradients are left scaled by it.
+        scaler: for "fp16": the gradients are left scaled by it. None scales nothing.
         modules: the method's own, on the device.
 
     Returns:
@@ -63,7 +63,7 @@ def backward(
     """
     chunks = batch.chunks(chunk or len(batch))
     at_once = len(chunks) == 1
-    seed = torch.initial_seed()
+    seed, scaler = torch.initial_seed(), scaler or torch.amp.GradScaler(enabled=False)
 
     shapes: dict[str, torch.Size] = {}
 
@@ -84,7 +84,7 @@ def backward(
     report = {"loss": total.detach(), **report}
     if not total.isfinite():
         return _numbers(report)
-    (scaler.scale(total) if scaler else total).backward()
+    scaler.scale(total).backward()
     # Every process holds the whole gradient of scale and bias; summed below, it must count once.
     for parameter in (backbone.logit_scale, backbone.logit_bias):
         if parameter is not None and parameter.grad is not None:
@@ -93,10 +93,8 @@ def backward(
     for number, gradient in enumerate(gathered.grad[start : start + len(local)].split(len(chunks[0]))):
         part = encoded[number] if at_once else encode_chunk(number)
         part.backward(gradient.to(part.dtype))
-    gradients = [parameter.grad for parameter in parameters(backbone, modules) if parameter.grad is not None]
-    sum_over_processes(gradients, accelerator)
-    report["gradient_norm"] = torch.nn.utils.get_total_norm(gradients) / (scaler.get_scale() if scaler else 1)
-    return _numbers(report)
+    norm = sum_over_processes(parameters(backbone, modules), accelerator)
+    return _numbers(report | {"gradient_norm": norm / scaler.get_scale()})
 
 
 def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -104,12 +102,11 @@ def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
 
 
-def sum_over_processes(gradients: list[torch.Tensor], accelerator: Accelerator) -> None:
-    """In place; a few large messages instead of hundreds of small ones."""
-    if accelerator.num_processes == 1:
-        return
+def sum_over_processes(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> torch.Tensor:
+    """Sums gradients in place, in a few large messages instead of hundreds of small ones. Returns their total norm."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     bucket: list[torch.Tensor] = []
-    for position, gradient in enumerate(gradients):
+    for position, gradient in enumerate(gradients if accelerator.num_processes > 1 else ()):
         bucket.append(gradient)
         if sum(part.numel() for part in bucket) < _BUCKET and position < len(gradients) - 1:
             continue
@@ -117,3 +114,4 @@ def sum_over_processes(gradients: list[torch.Tensor], accelerator: Accelerator) 
         for part, total in zip(bucket, summed.split([part.numel() for part in bucket]), strict=True):
             part.copy_(total.view_as(part))
         bucket = []
+    return torch.nn.utils.get_total_norm(gradients)

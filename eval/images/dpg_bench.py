@@ -6,8 +6,8 @@ only if all propositions it depends on hold too: a truck that is missing is not 
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -16,26 +16,27 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
-from debias_diffusion.clip.model_files import check_folder, explain_failure
+from debias_diffusion.clip.model_files import explain_failure, load_pretrained
 from debias_diffusion.data.bad_records import print_left_out
-from debias_diffusion.data.images import OPENED_AS, UnreadableImage, open_image
+from debias_diffusion.data.images import OPENED_AS
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.encoders.spec import check_model
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.renderer import ImageTask
 from debias_diffusion.processes import Processes
-from debias_diffusion.text.tokens import clip_tokenizer
 
 from ..options import AllConfig, DpgBenchConfig
 from ..report import Table, cell, compared_tables, draw_bars
-from ..session import ResultCache, Session
-from .dpg_questions import DpgBench, band, read_dpg_bench, token_position
+from ..session import Session
+from .dpg_questions import DpgBench, read_dpg_bench
 from .dpg_scores import compare_outcomes, outcomes, score
+from .networks import load_image
 from .rendered import image_task, render_all, rendering_settings
 
 NAME = "dpg_bench"
 GRID = 2  # images on a side of a published file
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 NOTES = (
     "The published numbers are of mPLUG-large. Another model gives another scale: compare only runs of the same VQA "
     "model.",
@@ -49,7 +50,7 @@ NOTES = (
 def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
     """DPG-Bench on existing images, or on images generated with each encoder; writes a report and prints tables.
 
-    A killed run generates only missing images and asks only about images without answers. Started by `accelerate
+    A killed run generates only missing images and asks only about prompts without answers. Started by `accelerate
     launch` it generates in several processes, one on each GPU; the main one asks.
 
     Returns:
@@ -61,17 +62,13 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
         UserError: the data or a model cannot be used, an image is missing or broken, or the images in the output
             folder have other settings.
     """
-    started, processes, kept = time.monotonic(), Processes.connect(config.device), ResultCache(config.output)
-    vqa = place_digest(config.vqa)
-    kind, per_prompt = f"answers-{bytes_digest([vqa.encode()])[:12]}", config.images_per_prompt
+    started, processes, per_prompt = time.monotonic(), Processes.connect(config.device), config.images_per_prompt
 
     def read() -> tuple[DpgBench, list[ImageTask]]:
         """The benchmark, and the images to generate."""
         bench = read_dpg_bench(config.data)
         print_left_out(bench.bad)
-        if config.images is not None:
-            find_images(config.images, bench.prompts, per_prompt)
-        elif not kept.has_notes(kind):
+        if config.images is None:
             VqaModel(config.vqa, torch.device("cpu"))  # what cannot be loaded should fail before hours of generating
         return bench, [
             image_task(config, f"{item}/{number}", prompt, number)
@@ -89,47 +86,36 @@ def evaluate_dpg_bench(config: DpgBenchConfig) -> dict:
             folders = {Path(os.path.realpath(config.images)).name: Path(config.images)}
     if not processes.is_main:
         return {}
+    session, vqa = Session(NAME, config, bench, processes.device), place_digest(config.vqa)
     model = cache(lambda: VqaModel(config.vqa, processes.device))
 
-    def answers(files: Sequence[Path], index: int, questions: Sequence[str]) -> list[str]:
-        """From an earlier run, or else by the VQA model, which is loaded for the first of these."""
+    def ask(files: Sequence[Path], questions: Sequence[str]) -> dict:
+        starts = range(0, len(questions), config.batch_size)
+        parts = [questions[start : start + config.batch_size] for start in starts]
+        images = load_images(files, per_prompt)
+        return {"answers": [[text for part in parts for text in model()(image, part)] for image in images]}
 
-        def ask() -> dict:
-            image, texts = load_prompt_image(files, index, per_prompt), []
-            for start in range(0, len(questions), config.batch_size):
-                texts += model()(image, questions[start : start + config.batch_size])
-            return {"answers": texts}
-
-        image = [OPENED_AS, sha256(_file(files, index))]
-        depends = {"vqa": vqa, "image": image, "index": index, "count": per_prompt}
-        return kept.noted(kind, depends | {"questions": questions}, ask)["answers"]
-
-    tokenizer = clip_tokenizer(77)
-    bands = {
-        (item, proposition.number): band(token_position(proposition.words, bench.prompts[item], tokenizer))
-        for item, propositions in bench.propositions.items()
-        for proposition in propositions
-    }
-    results, encoders, groups = {}, {}, {}
+    results, encoders = {}, {}
     for label, folder in folders.items():
-        files, yes = find_images(str(folder), bench.prompts, per_prompt), {}
+        files, yes, lines = find_images(str(folder), bench.prompts, per_prompt), {}, []
         for item, propositions in tqdm(bench.propositions.items(), desc=f"ask, {label}"):
+            file_digests = [*map(sha256, files[item])]
             questions = [proposition.question for proposition in propositions]
-            for index in range(per_prompt):
-                for proposition, text in zip(propositions, answers(files[item], index, questions), strict=True):
-                    yes[item, index, proposition.number] = text == "yes"
-        results[label], groups = outcomes(bench.propositions, yes, per_prompt, bands)
+            depends = {"vqa": vqa, "images": [OPENED_AS, *file_digests], "count": per_prompt}
+            compute = partial(ask, files[item], questions)
+            answers = session.cache.result("answers", depends | {"questions": questions}, compute)["answers"]
+            yes[item] = [[text == "yes" for text in of_image] for of_image in answers]
+            lines.append(f"{item}\0{' '.join(file_digests)}\n".encode())
+        results[label] = outcomes(bench.propositions, yes)
         reading = rendered[label].reading if rendered else {}
-        encoders[label] = score(results[label], groups, per_prompt) | reading
-        encoders[label]["images_digest"] = _digest_by_prompt(files)
-    session = Session(NAME, config, bench, processes.device)
+        encoders[label] = score(results[label], per_prompt) | reading | {"images_digest": bytes_digest(sorted(lines))}
     of_images = {label: numbers["images_digest"] for label, numbers in encoders.items()}
     session.digests |= {"vqa": vqa, "encoders": of_images} | digests
     return session.report(
         tables,
         figures,
         encoders,
-        compare_outcomes(results, groups),
+        compare_outcomes(results),
         [*NOTES, f"Answers are by {Path(config.vqa).name}."],
         seconds=time.monotonic() - started,
         drawing=rendering_settings(config) if rendered else None,
@@ -146,26 +132,20 @@ def find_images(folder: str, items: Iterable[str], images_per_prompt: int) -> di
 
     Raises:
         UserError: a prompt has no images, or another number of them.
+        OSError: the folder cannot be read.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise UserError(f"The folder of images {folder!r} is not there.")
-    singles: dict[str, Path] = {}
-    for path in sorted(root.iterdir()):
-        if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") and not path.name.startswith("."):
-            singles.setdefault(path.stem, path)
-    by_item, faults = {}, []
+    root, by_item, faults = Path(folder), {}, []
+    paths = sorted(path for path in root.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+    singles = {path.stem: path for path in reversed(paths)}  # the first of a name
     for item in items:
         if (root / item).is_dir():
-            files = sorted(path for path in (root / item).iterdir() if not path.name.startswith("."))
-            if len(files) != images_per_prompt:
-                faults.append(f"the folder {item} holds {len(files)} files")
+            by_item[item] = sorted(path for path in (root / item).iterdir() if not path.name.startswith("."))
+            if len(by_item[item]) != images_per_prompt:
+                faults.append(f"the folder {item} holds {len(by_item[item])} files")
         elif item in singles and images_per_prompt in (1, GRID**2):
-            files = [singles[item]]
+            by_item[item] = [singles[item]]
         else:
             faults.append(f"there is neither a folder {item} nor a file {item}.png")
-            continue
-        by_item[item] = files
     if faults:
         raise UserError(
             f"{folder!r} does not hold the images of {len(faults)} prompts: {faults[0]}. Each prompt needs "
@@ -175,35 +155,20 @@ def find_images(folder: str, items: Iterable[str], images_per_prompt: int) -> di
     return by_item
 
 
-def load_prompt_image(files: Sequence[Path], index: int, images_per_prompt: int) -> Image.Image:
-    """One image as RGB: a file, or a quarter of a grid, in the published script's order, row by row.
+def load_images(files: Sequence[Path], count: int) -> list[Image.Image]:
+    """The images of a prompt, as RGB: the files, or the quarters of a grid, in the published script's order, by rows.
 
     Raises:
-        UserError: the file cannot be read, or a grid's sides are odd.
+        UserError: a file cannot be read, or a grid's sides are odd.
     """
-    path = _file(files, index)
-    try:
-        image = open_image(path)
-        if len(files) == images_per_prompt:
-            return image
-        if image.width % GRID or image.height % GRID:
-            raise UnreadableImage(f"{image.width} x {image.height} pixels are no grid of {GRID} x {GRID} images")
-    except UnreadableImage as error:
-        raise UserError(
-            f"The image {str(path)!r} cannot be used: {reason(error)}. Generate it again; the answers so far are kept."
-        ) from error
-    width, height = image.width // GRID, image.height // GRID
-    row, column = divmod(index, GRID)
-    return image.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
-
-
-def _file(files: Sequence[Path], index: int) -> Path:
-    return files[0] if len(files) == 1 else files[index]
-
-
-def _digest_by_prompt(files: Mapping[str, list[Path]]) -> str:
-    lines = (f"{item}\0{' '.join(map(sha256, of_prompt))}\n" for item, of_prompt in sorted(files.items()))
-    return bytes_digest(line.encode() for line in lines)
+    images = [load_image(path) for path in files]
+    if len(files) == count:
+        return images
+    width, height = (side // GRID for side in images[0].size)
+    if images[0].size != (width * GRID, height * GRID):
+        raise UserError(f"{str(files[0])!r} is no grid of {GRID} x {GRID} images, because a side is odd.")
+    places = [(column * width, row * height) for row in range(GRID) for column in range(GRID)]
+    return [images[0].crop((left, top, left + width, top + height)) for left, top in places]
 
 
 # ---- answers
@@ -223,19 +188,13 @@ class VqaModel:
         )
         with explain_failure(f"The VQA model {model!r} could not be loaded", advice):
             check_model(model)
-            check_folder(model, repr(model))
             self.processor = AutoProcessor.from_pretrained(model)
             # Files other than safetensors are read with weights_only=True.
-            loaded, info = AutoModelForVisualQuestionAnswering.from_pretrained(
-                model, dtype=torch.float32, output_loading_info=True
-            )
-            if info["missing_keys"]:
-                missing = sorted(info["missing_keys"])
-                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            loaded = load_pretrained(AutoModelForVisualQuestionAnswering, model, repr(model), dtype=torch.float32)
             kind = loaded.config.model_type
             if kind not in ("vilt", "blip"):
                 raise ValueError(f"it is a {kind}, which is asked in another way")
-        self.model, self.device = loaded.to(device).eval(), device
+        self.model, self.device = loaded.to(device), device
 
     def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[str]:
         """The answer to each question, in lower case, without a full stop, independent of the others."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, open_regular, read_file, sha256
-from debias_diffusion.text.tokens import clean
+from debias_diffusion.text.tokens import clean, clip_tokenizer
 
 COLUMNS = (
     *("item_id", "text", "keywords", "proposition_id", "dependency"),
@@ -37,7 +37,7 @@ class Proposition:
         parents: the numbers of the propositions it depends on.
         category, detail: as published, such as attribute and color.
         question: for the VQA model.
-        words: that name it; see `proposition_words`.
+        position: the name of the band of its position in the prompt.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Proposition:
     category: str
     detail: str
     question: str
-    words: tuple[str, ...]
+    position: str
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,10 @@ def read_dpg_bench(data: str) -> DpgBench:
     Bad rows, and rows that depend on them, are skipped and reported in `bad`.
 
     Raises:
-        UserError: a file is missing or has other columns, or no row can be used.
+        UserError: the CSV has other columns, or no row can be used.
+        OSError: a file cannot be read.
     """
     file, folder = Path(data, "dpg_bench.csv"), Path(data, "prompts")
-    for path, is_there in ((file, file.is_file()), (folder, folder.is_dir())):
-        if not is_there:
-            raise UserError(f"{str(path)!r} is not there. Give the folder dpg_bench of ELLA's repository.")
     prompts, bad, digests = {}, [], [sha256(file)]
     for path in sorted(folder.glob("*.txt")):
         try:
@@ -112,7 +110,7 @@ def _read_rows(file: Path) -> list[dict[str, str]]:
                     f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}."
                 )
             return list(reader)
-    except (OSError, csv.Error, UnicodeDecodeError) as error:
+    except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{str(file)!r} is no CSV file in UTF-8 ({reason(error)}). Download it again.") from error
 
 
@@ -127,14 +125,14 @@ def parse_rows(
     for row in rows:
         keywords.setdefault(row["item_id"].strip(), []).append(row["keywords"])
     by_item: dict[str, dict[int, tuple[int, Proposition]]] = {}
-    bad = []
+    bad, tokenizer = [], clip_tokenizer(77)
     for place, row in enumerate(rows, 1):
         item = row["item_id"].strip()
         of_row = len(set(keywords[item])) > 1 or len(keywords[item]) == 1  # not the whole prompt's
         try:
-            proposition = _parse(row, row["keywords"] if of_row else "")
             if item not in prompts:
                 raise ValueError(f"there is no prompts/{item}.txt")
+            proposition = _parse(row, row["keywords"] if of_row else "", prompts[item], tokenizer)
             if proposition.number in by_item.get(item, ()):
                 raise ValueError(f"prompt {item} has a proposition {proposition.number} already")
         except ValueError as error:
@@ -146,7 +144,7 @@ def parse_rows(
     return {item: [proposition for _, proposition in rows.values()] for item, rows in by_item.items() if rows}, bad
 
 
-def _parse(row: Mapping[str, str], keywords: str) -> Proposition:
+def _parse(row: Mapping[str, str], keywords: str, prompt: str, tokenizer: PreTrainedTokenizerBase) -> Proposition:
     try:
         number = int(row["proposition_id"])
         parents = tuple(int(part) for part in row["dependency"].split(",") if int(part) != 0)
@@ -156,9 +154,9 @@ def _parse(row: Mapping[str, str], keywords: str) -> Proposition:
     question = row["question_natural_language"].strip()
     if not question or number < 1:
         raise ValueError("there is no question" if number >= 1 else f"proposition_id {number} is below 1")
-    words = proposition_words(keywords, row["tuple"])
+    position = token_position(proposition_words(keywords, row["tuple"]), prompt, tokenizer)
     category, detail = row["category_broad"].strip(), row["category_detailed"].strip()
-    return Proposition(number, parents, category, detail, question, words)
+    return Proposition(number, parents, category, detail, question, band(position))
 
 
 def _drop_ungrounded(numbered: dict[int, tuple[int, Proposition]]) -> list[BadRecord]:

@@ -10,7 +10,7 @@ from ..intervals import mean_interval, paired_difference
 from ..session import compare_encoders
 from .dpg_questions import BAND_NAMES, Proposition
 
-Key = tuple[str, int, int]  # prompt's id, image from 0, proposition's number
+GROUPINGS = ("by_category", "by_detail", "by_position")
 
 
 def holds(propositions: Iterable[Proposition], yes: Mapping[int, bool]) -> dict[int, bool]:
@@ -36,38 +36,41 @@ class Outcomes:
     Attributes:
         prompt: the index of its prompt.
         holds, yes: 100 if it holds, or was answered yes, else 0: a mean is in percent.
+        groups: by_category, by_detail and by_position, the name of its group.
     """
 
     prompt: np.ndarray
     holds: np.ndarray
     yes: np.ndarray
+    groups: dict[str, np.ndarray]
 
-    def __getitem__(self, chosen: np.ndarray) -> "Outcomes":
-        return Outcomes(self.prompt[chosen], self.holds[chosen], self.yes[chosen])
+    def members(self, grouping: str) -> dict[str, "Outcomes"]:
+        """The entries of each group, by its name, in order."""
+        names = self.groups[grouping]
+        order = BAND_NAMES if grouping == "by_position" else sorted(set(names.tolist()))
+        masks = {name: names == name for name in order if name in names}
+        return {name: Outcomes(self.prompt[m], self.holds[m], self.yes[m], {}) for name, m in masks.items()}
 
 
 def outcomes(
-    propositions: Mapping[str, Sequence[Proposition]],
-    yes: Mapping[Key, bool],
-    images_per_prompt: int,
-    bands: Mapping[tuple[str, int], str],
-) -> tuple[Outcomes, dict[str, list[str]]]:
-    """The outcome of every proposition on every image, and the name of each one's group, by how they are grouped.
+    propositions: Mapping[str, Sequence[Proposition]], yes: Mapping[str, Sequence[Sequence[bool]]]
+) -> Outcomes:
+    """The outcome of every proposition on every image.
 
-    `propositions` are by the prompt's id, `bands` by (prompt's id, proposition's number).
+    Args:
+        propositions: of each prompt.
+        yes: of each prompt the answers, [images][propositions].
     """
-    rows, groups = [], {"by_category": [], "by_detail": [], "by_position": []}
+    rows = []
     for place, (item, of_prompt) in enumerate(propositions.items()):
-        for image in range(images_per_prompt):
-            answered = {proposition.number: yes[item, image, proposition.number] for proposition in of_prompt}
-            holding = holds(of_prompt, answered)
-            for proposition in of_prompt:
-                rows.append((place, 100.0 * holding[proposition.number], 100.0 * answered[proposition.number]))
-                groups["by_category"].append(proposition.category)
-                groups["by_detail"].append(f"{proposition.category} - {proposition.detail}")
-                groups["by_position"].append(bands[item, proposition.number])
-    prompt, holding, answered = map(np.array, zip(*rows, strict=True))
-    return Outcomes(prompt.astype(int), holding, answered), groups
+        for answers in yes[item]:
+            holding = holds(of_prompt, {p.number: answer for p, answer in zip(of_prompt, answers, strict=True)})
+            for proposition, answer in zip(of_prompt, answers, strict=True):
+                detail = f"{proposition.category} - {proposition.detail}"
+                numbers = place, 100.0 * holding[proposition.number], 100.0 * answer
+                rows.append((*numbers, proposition.category, detail, proposition.position))
+    prompt, holding, answered, *groups = map(np.array, zip(*rows, strict=True))
+    return Outcomes(prompt, holding, answered, dict(zip(GROUPINGS, groups, strict=True)))
 
 
 def prompt_scores(result: Outcomes) -> np.ndarray:
@@ -76,7 +79,7 @@ def prompt_scores(result: Outcomes) -> np.ndarray:
     return np.bincount(result.prompt, result.holds) / np.bincount(result.prompt)
 
 
-def score(result: Outcomes, groups: Mapping[str, Sequence[str]], images_per_prompt: int) -> dict:
+def score(result: Outcomes, images_per_prompt: int) -> dict:
     """The scores of `outcomes`, all in percent, 0 to 100, with 95% intervals over prompts.
 
     Returns:
@@ -87,37 +90,29 @@ def score(result: Outcomes, groups: Mapping[str, Sequence[str]], images_per_prom
     """
     scores = prompt_scores(result)
     numbers = {"score_percent": float(scores.mean()), "interval_percent": mean_interval(scores)}
-    for group, names in groups.items():
-        numbers[group] = {}
-        for name, chosen in _members(group, names).items():
-            members = result[chosen]
-            numbers[group][name] = {
-                "propositions": int(chosen.sum()) // images_per_prompt,
+    for grouping in GROUPINGS:
+        numbers[grouping] = {
+            name: {
+                "propositions": len(members.prompt) // images_per_prompt,
                 "holds_percent": float(members.holds.mean()),
                 "interval_percent": mean_interval(members.holds, members.prompt),
                 "yes_percent": float(members.yes.mean()),
             }
+            for name, members in result.members(grouping).items()
+        }
     return numbers
 
 
-def _members(group: str, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """{name: mask of the entries in it}, in order."""
-    names = np.array(names)
-    order = BAND_NAMES if group == "by_position" else sorted(set(names.tolist()))
-    return {name: names == name for name in order if (names == name).any()}
-
-
-def compare_outcomes(results: Mapping[str, Outcomes], groups: Mapping[str, Sequence[str]]) -> list[dict]:
+def compare_outcomes(results: Mapping[str, Outcomes]) -> list[dict]:
     """Every two encoders compared by score and by position, in points, paired by prompt; see `compare_encoders`."""
-    bands = {f"holds, {name}": chosen for name, chosen in _members("by_position", groups["by_position"]).items()}
 
     def difference(a: Outcomes, b: Outcomes, name: str) -> dict:
-        if name not in bands:
+        if name == "score":
             return paired_difference(prompt_scores(a), prompt_scores(b))
         return paired_difference(a.holds, b.holds, a.prompt)
 
     values = {
-        label: {"score": result, **{name: result[chosen] for name, chosen in bands.items()}}
+        label: {"score": result} | {f"holds, {name}": band for name, band in result.members("by_position").items()}
         for label, result in results.items()
     }
     return compare_encoders(values, difference)

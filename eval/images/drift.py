@@ -196,8 +196,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
     captions = [pairs.captions[number] for number in with_text]
     groups = np.unique([pairs.image_of[number] for number in with_text], return_inverse=True)[1]
 
-    def evaluate(encoder: tuple[str, StatesReader]) -> dict:
-        label, reader = encoder
+    def evaluate(label: str, reader: StatesReader) -> dict:
         width, base_width = (part.encoder.config.hidden_size for part in (reader, base))
         if width != base_width:
             raise UserError(
@@ -208,7 +207,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
         compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 
-    results = session.by_encoder(evaluate, lambda spec, label, device: (label, StatesReader.load(spec, device)))
+    results = session.by_encoder(evaluate, StatesReader.load)
     session.digests["base"] = base.digest
     encoders = {}
     for label, result in results.items():

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
 
@@ -31,13 +31,12 @@ from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
 from .mentions import ALL, READERS, Mention, ceilings, read_caption, refers_back
-from .networks import ImageLike, load_image
-from .objects import BY_KIND, BY_SENTENCE, KIND_TITLES, compare_images, compare_objects, objects_numbers
+from .networks import FID_FEATURES, ImageLike, load_image
+from .objects import BY_KIND, BY_SENTENCE, compare_images, compare_objects, objects_numbers
 from .objects import SCORES as OBJECTS
 from .rendered import Rendered, image_task, render_all, rendering_settings
-from .scores import ImageNumbers, ImageScores, References, compare_scores, score_titles
+from .scores import NETWORKS, ImageNumbers, ImageScores, References, compare_scores, network_name
 
-NETWORKS = ("inception_weights", "dino", "dinov2", "own_features", "clip_score")
 NAME = "generation"
 EXAMPLES = 6  # prompts
 OF_SENTENCE = "clip_score_"  # begins the names of scores of one sentence each, before its number
@@ -96,7 +95,8 @@ class _Generation:
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
-        good, unreadable = _with_readable_reference(records, images)
+        bad = _unreadable(records, images)
+        unreadable, good = list(bad.values()), [index for index in range(len(records)) if index not in bad]
         print_left_out(unreadable)
         needs_fid = config.inception_weights is not None or config.own_features is not None
         if len(good) < (2 if needs_fid else 1):
@@ -113,18 +113,42 @@ class _Generation:
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
-        self.networks, session = load_networks(self.config, self.processes.device), self.session
-        captions = [toy_scene(record)[1] for record in self.records] if self.is_toy else []
+        networks, session = load_networks(self.config, self.processes.device), self.session
+        scenes, captions = (
+            zip(*(toy_scene(record.image) for record in self.records), strict=True) if self.is_toy else ((), ())
+        )
         readings = self.readings(captions)
         mentions = [caption.first_mentions() for caption in captions]
         kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
+        # Of the captions, and of what shows that the files of the reference images have changed.
+        references_digest = bytes_digest(
+            self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
+            for record in self.records
+        )
+
+        @cache
+        def references() -> References:
+            images = [partial(_reference, record, self.pairs.images) for record in self.records]
+            return networks.of_references(images, self.captions)
+
+        def score_images(files: Sequence[Path]) -> dict:
+            return asdict(networks(files, references()))
+
+        def read_images(files: Sequence[Path]) -> dict:
+            return {"images": [*map(asdict, compare_images(files, scenes))]}
+
         scores, objects, encoders = {}, {}, {}
         for label, images in rendered.items():
             digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
-            scores[label] = self._score(images.files, digest)
+            depends = {"images": digest, "references": references_digest}
+            result = session.cache.result(
+                "scores", depends | {"networks": networks.digests}, partial(score_images, images.files)
+            )
+            scores[label] = ImageNumbers(**result)
             numbers = dict(scores[label].numbers)
             if self.is_toy:
-                objects[label] = self._objects(images.files, digest)
+                result = session.cache.result("objects", depends, partial(read_images, images.files))
+                objects[label] = [Comparison(**image) for image in result["images"]]
                 numbers |= objects_numbers(objects[label], mentions, kinds)
             encoders[label] = {"scores": numbers, **images.reading, "images_digest": digest}
         compared = []
@@ -133,15 +157,14 @@ class _Generation:
             if self.is_toy:
                 differences |= compare_objects(objects[a], objects[b], mentions, kinds)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
-        notes = list(self.networks.notes)
-        for label, numbers in encoders.items():
-            if numbers["cut_at"] is not None:
-                notes.append(
-                    f"{label} read the first {numbers['cut_at']} tokens of a prompt: "
-                    f"{numbers['prompts_cut']} of {len(self.records)} were cut."
-                )
-        notes += [note for label in rendered for note in scores[label].notes]
-        session.digests |= self.networks.digests | digests
+        notes = [
+            f"{label} read the first {numbers['cut_at']} tokens of a prompt: {numbers['prompts_cut']} of "
+            f"{len(self.records)} were cut."
+            for label, numbers in encoders.items()
+            if numbers["cut_at"] is not None
+        ]
+        notes = networks.notes + notes + [note for label in rendered for note in scores[label].notes]
+        session.digests |= networks.digests | digests
         return session.report(
             tables,
             figures,
@@ -152,7 +175,7 @@ class _Generation:
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),
-            resize=self.networks.resize,
+            resize=networks.resize,
             ceilings=ceilings(readings),
         )
 
@@ -173,35 +196,6 @@ class _Generation:
 
         return [read_caption(prefixed(caption), count_tokens) for caption in captions]
 
-    @cached_property
-    def _references(self) -> References:
-        images = [partial(_reference, record, self.pairs.images) for record in self.records]
-        return self.networks.of_references(images, self.captions)
-
-    @cached_property
-    def _depends(self) -> str:
-        """Digest of the captions, and of what shows that the files of the reference images have changed."""
-        return bytes_digest(
-            self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
-            for record in self.records
-        )
-
-    def _score(self, files: Sequence[Path], digest: str) -> ImageNumbers:
-        """The scores of one encoder's images."""
-        depends = {"images": digest, "originals": self._depends, **self.networks.depends}
-        result = self.session.cache.result("scores", depends, lambda: asdict(self.networks(files, self._references)))
-        return ImageNumbers(**result)
-
-    def _objects(self, files: Sequence[Path], digest: str) -> list[Comparison]:
-        """What one encoder's images show of the toy world's scenes."""
-        scenes = [toy_scene(record)[0] for record in self.records]
-        result = self.session.cache.result(
-            "objects",
-            {"images": digest, "originals": self._depends},
-            lambda: {"images": [*map(asdict, compare_images(files, scenes))]},
-        )
-        return [Comparison(**image) for image in result["images"]]
-
     def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
         step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
         shown = range(0, len(self.records), step)[:EXAMPLES]
@@ -212,16 +206,10 @@ class _Generation:
         )
 
 
-def _with_readable_reference(records: Sequence[Record], images: ImageSource) -> tuple[list[int], list[BadRecord]]:
-    """The positions of the records whose image can be decoded, and the bad records."""
-    good, bad = [], []
-    for index, record in enumerate(tqdm(records, desc="check reference images")):
-        image = read_or_bad(record, images.open)
-        if isinstance(image, BadRecord):
-            bad.append(image)
-        else:
-            good.append(index)
-    return good, bad
+def _unreadable(records: Sequence[Record], images: ImageSource) -> dict[int, BadRecord]:
+    """The bad records, by position: those whose image cannot be decoded."""
+    checked = (read_or_bad(record, images.open) for record in tqdm(records, desc="check reference images"))
+    return {index: image for index, image in enumerate(checked) if isinstance(image, BadRecord)}
 
 
 def _reference(record: Record, images: ImageSource) -> Image.Image:
@@ -237,11 +225,19 @@ def _reference(record: Record, images: ImageSource) -> Image.Image:
 
 def titles(report: dict) -> dict[str, str]:
     """Titles of the scores. They name the network, which decides what a number can be compared with."""
-    known = score_titles(report["settings"])
+    features, dino, dinov2, clip = (
+        network_name(report["settings"].get(option)) for option in ("own_features", "dino", "dinov2", "clip_score")
+    )
+    distances = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
+    known = {f"{score}_2048": title for score, title in distances.items()}
+    known |= {f"{score}_own": f"{title} ({features})" for score, title in distances.items()}
+    known |= {f"fid_{count}": f"FID ({count})" for count in FID_FEATURES}
+    known |= {"dino_score": f"DINO score ({dino})", "dinov2_score": f"DINOv2 score ({dinov2})"}
+    known["clip_score"] = f"CLIPScore ({clip})"
     for score in _single(report):
         if score.startswith(OF_SENTENCE):
             known[score] = f"{known['clip_score']}, sentence {score.removeprefix(OF_SENTENCE)}"
-    return known | OBJECTS | KIND_TITLES
+    return known | {score: title for score, (title, *_) in OBJECTS.items()}
 
 
 def tables(report: dict) -> list[Table]:
@@ -307,16 +303,16 @@ def figures(report: dict) -> dict[str, Figure]:
     names, labels = titles(report), list(scores)
     single = [name for name in _single(report) if not name.startswith(OF_SENTENCE)]
     series = _series(scores, names)
-    rows, row_height, columns = -(-len(single) // _COLUMNS), 0.9 + 0.28 * len(labels), 2 * _COLUMNS
+    rows, row_height = -(-len(single) // _COLUMNS), 0.9 + 0.28 * len(labels)
     heights = [row_height] * rows + [3.0] * bool(series)
     figure = Figure(figsize=(12, sum(heights)), layout="constrained", dpi=150)
-    grid = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    grid = figure.add_gridspec(len(heights), _COLUMNS, height_ratios=heights)
     for place, name in enumerate(single):
         row, column = divmod(place, _COLUMNS)
-        axes = figure.add_subplot(grid[row, 2 * column : 2 * column + 2])
+        axes = figure.add_subplot(grid[row, column])
         _draw_score(axes, {label: numbers.get(name) for label, numbers in scores.items()}, is_first=not column)
         axes.set_title(names[name], fontsize="medium")
-    width = columns // max(len(series), 1)
+    width = _COLUMNS // max(len(series), 1)
     for place, (title, lines) in enumerate(series.items()):
         axes = figure.add_subplot(grid[rows, place * width : (place + 1) * width])
         _draw_by_sentence(axes, lines)
@@ -340,20 +336,16 @@ def _draw_score(axes: Axes, numbers: Mapping[str, dict | None], is_first: bool) 
 
 def _series(scores: Mapping[str, dict], names: Mapping[str, str]) -> dict[str, dict[str, dict[int, dict]]]:
     """{title: {label: {sentence: number}}} of the scores by sentence."""
-    objects = {label: {line["sentence"]: line for line in of.get(BY_SENTENCE, ())} for label, of in scores.items()}
-    precision = {
-        label: {sentence: line["precision"] for sentence, line in lines.items() if line["precision"]}
-        for label, lines in objects.items()
-    }
-    clip = {
-        label: {int(name.removeprefix(OF_SENTENCE)): of[name] for name in of if name.startswith(OF_SENTENCE)}
-        for label, of in scores.items()
-    }
-    series = {
-        "objects right, %, by the sentence that first mentions them": objects,
-        "precision of objects, %, in the places of each sentence": precision,
-        f"{names['clip_score']}, by sentence": clip,
-    }
+    titles = ("objects right, %, by the sentence that first mentions them",)
+    titles += ("precision of objects, %, in the places of each sentence", f"{names['clip_score']}, by sentence")
+    series = {title: {} for title in titles}
+    for label, numbers in scores.items():
+        lines = {line["sentence"]: line for line in numbers.get(BY_SENTENCE, ())}
+        precision = {sentence: line["precision"] for sentence, line in lines.items() if line["precision"]}
+        sentences = [name for name in numbers if name.startswith(OF_SENTENCE)]
+        clip = {int(name.removeprefix(OF_SENTENCE)): numbers[name] for name in sentences}
+        for title, by_sentence in zip(titles, (lines, precision, clip), strict=True):
+            series[title][label] = by_sentence
     return {title: lines for title, lines in series.items() if any(lines.values())}
 
 

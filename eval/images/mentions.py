@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
+from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Reading, Tokens, split_text
 from debias_diffusion.text.tokens import clean
+from debias_diffusion.toyworld.claims import resolve
 from debias_diffusion.toyworld.grammar import Caption
-from debias_diffusion.toyworld.references import resolve_apart
 
 ALONE, WITHIN, ACROSS = MENTION_KINDS = "told alone", "by reference within a chunk", "by reference across a cut"
 ALL = "all objects"
@@ -30,9 +30,9 @@ def read_caption(caption: Caption, count_tokens: Callable[[str], int]) -> dict[s
     """How a caption mentions the object in each place that it fills; for `count_tokens` see `sentences_by_chunk`."""
     chunks = sentences_by_chunk(caption, count_tokens)
     parts = {
-        "truncated": [truncated(caption, count_tokens)],
+        "truncated": sentences_by_chunk(caption, count_tokens, "cut")[:1],
         "in_chunks": chunks,
-        "in_overlapping_chunks": sentences_by_chunk(caption, count_tokens, overlap=True),
+        "in_overlapping_chunks": sentences_by_chunk(caption, count_tokens, "overlap"),
         "whole": [range(len(caption.sentences))],
     }
     known = {reader: knowable(caption, sentences) for reader, sentences in parts.items()}
@@ -63,32 +63,23 @@ def refers_back(caption: Caption) -> bool:
     return any(len(sentences) > 1 for sentences in sentences_needed(caption).values())
 
 
-def sentences_by_chunk(caption: Caption, count_tokens: Callable[[str], int], overlap: bool = False) -> list[list[int]]:
+def sentences_by_chunk(
+    caption: Caption, count_tokens: Callable[[str], int], reading: Reading = "separate"
+) -> list[list[int]]:
     """The numbers of the sentences that stand whole in each chunk of 77 tokens, cut as the pipelines cut a prompt.
 
     Args:
         caption: of sentences of less than half a chunk, as the toy world's are: other places than their ends, such as
             commas, are not looked at.
         count_tokens: of a cleaned sentence, without BOS and EOS. Sentences are tokenized alike alone and in a text.
-        overlap: whether chunks overlap; what is read again stands in both.
+        reading: how a long prompt is read; what overlapping chunks read again stands in both.
     """
-    lengths = _lengths(caption, count_tokens)
+    lengths = [count_tokens(clean(sentence.text)) for sentence in caption.sentences]
     cuts = [cut for n in lengths for cut in [Cut.TOKEN] * (n - 1) + [Cut.SENTENCE]]
     number_of = [number for number, n in enumerate(lengths) for _ in range(n)]
-    tokens, slots = Tokens(number_of, cuts, []), TRAINED_POSITIONS - 2
-    chunks = [chunk.read for chunk in split_text(tokens, slots, "overlap" if overlap else "separate")]
-    numbers = [[number_of[at] for at in chunk] for chunk in chunks]
+    chunks = split_text(Tokens(number_of, cuts, []), TRAINED_POSITIONS - 2, reading)
+    numbers = [[number_of[at] for at in chunk.read] for chunk in chunks]
     return [[number for number in dict.fromkeys(chunk) if chunk.count(number) == lengths[number]] for chunk in numbers]
-
-
-def truncated(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]:
-    """The numbers of the sentences that stand whole in the first 77 tokens."""
-    left, sentences = TRAINED_POSITIONS - 2, []
-    for number, length in enumerate(_lengths(caption, count_tokens)):
-        left -= length
-        if left >= 0:
-            sentences.append(number)
-    return sentences
 
 
 def mention_kinds(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str, str]:
@@ -104,12 +95,11 @@ def mention_kinds(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str
 
 def knowable(caption: Caption, chunks: Sequence[Sequence[int]]) -> set[str]:
     """The places whose object's kind and colour can be known from chunks that are read apart."""
-    facts = resolve_apart({number: caption.sentences[number].claim for number in chunk} for chunk in chunks)
-    return {place for place, facts_there in facts.items() if {"kind", "colour"} <= set(facts_there)}
-
-
-def _lengths(caption: Caption, count_tokens: Callable[[str], int]) -> list[int]:
-    return [count_tokens(clean(sentence.text)) for sentence in caption.sentences]
+    attributes: dict[str, set[str]] = {}
+    for chunk in chunks:
+        for place, facts in resolve({number: caption.sentences[number].claim for number in chunk}).items():
+            attributes.setdefault(place, set()).update(facts)
+    return {place for place, known in attributes.items() if {"kind", "colour"} <= known}
 
 
 def sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:

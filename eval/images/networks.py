@@ -15,11 +15,12 @@ from tqdm import tqdm
 from transformers import AutoModel
 
 from debias_diffusion.clip.model_files import check_finite, check_folder, explain_failure, quiet_logging
-from debias_diffusion.clip.weight_files import read_state
+from debias_diffusion.clip.weight_files import model_digest, read_state
 from debias_diffusion.data.images import UnreadableImage, open_image
 from debias_diffusion.data.retrieval import encode_texts
 from debias_diffusion.encoders.spec import check_model, load_two_tower
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import path_digest
 from debias_diffusion.toyworld.shipped import shipped
 
 # Of generated and reference images alike.
@@ -44,8 +45,8 @@ def load_image(image: ImageLike) -> Image.Image:
         return open_image(image)
     except UnreadableImage as error:
         raise UserError(
-            f"The image {os.fspath(image)!r} cannot be read: {error}. Delete it and start the same command again, "
-            "which generates it again."
+            f"The image {os.fspath(image)!r} cannot be used: {error}. Delete it, and start the command that generated "
+            "it again."
         ) from error
 
 
@@ -85,6 +86,7 @@ class InceptionFeatures:
     """
 
     size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
+    resize = RESIZE.format(size=size)
 
     def __init__(self, weights: str | os.PathLike, device: torch.device):
         cached = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
@@ -103,6 +105,10 @@ class InceptionFeatures:
             extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
         self.extractor, self.device = extractor.to(device), device
 
+    def digest(self) -> str:
+        """Of the file."""
+        return path_digest(self.file)
+
     @torch.inference_mode()
     def __call__(self, images: Sequence[ImageLike], batch_size: int) -> dict[int, Tensor]:
         """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
@@ -111,9 +117,6 @@ class InceptionFeatures:
             for batch in _batches(images, self.size, batch_size, "Inception features")
         ]
         return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
-
-
-_EXAMPLES = {"dino": "facebook/dino-vits16", "dinov2": "facebook/dinov2-small"}
 
 
 class ClsFeatures:
@@ -127,7 +130,6 @@ class ClsFeatures:
 
     Attributes:
         size: side of the images that the model reads, in pixels.
-        width: length of a feature vector.
 
     Raises:
         UserError: the model cannot be loaded.
@@ -135,8 +137,8 @@ class ClsFeatures:
 
     def __init__(self, model: str | os.PathLike, device: torch.device, option: str = "dino"):
         advice = (
-            f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id such "
-            f"as {_EXAMPLES.get(option, _EXAMPLES['dino'])} once the hub's cache holds it, or null to skip its score."
+            f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id "
+            f"(facebook/dino-vits16, facebook/dinov2-small) once the hub's cache holds it, or null to skip its score."
         )
         with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_logging():
             place = shipped(model)
@@ -154,10 +156,14 @@ class ClsFeatures:
                 loaded.pooler = None  # random if its weights are missing, and the digest must not depend on it
             check_finite(loaded.state_dict().items(), repr(os.fspath(model)))
             self.model = loaded.to(device).eval()
-            self.size, self.width = self.model.config.image_size, self.model.config.hidden_size
+            self.size = self.model.config.image_size
             if self.model.config.model_type == "dinov2":
                 self.size = min(self.size, DINOV2_SIZE)
-        self.device = device
+        self.resize, self.device = RESIZE.format(size=self.size), device
+
+    def digest(self) -> str:
+        """See `model_digest`."""
+        return model_digest(self.model, self.model.config)
 
     @torch.inference_mode()
     def __call__(self, images: Sequence[ImageLike], batch_size: int) -> Tensor:
@@ -182,6 +188,7 @@ class TwoTowerFeatures:
 
     def __init__(self, name: str, device: torch.device):
         self.backbone, self.device = load_two_tower(name).to(device), device
+        self.digest = self.backbone.digest
         self.resize = f"the model's own: {', '.join(map(str, self.backbone.read_pixels.transforms[:-2]))}"
 
     @torch.inference_mode()

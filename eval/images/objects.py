@@ -1,15 +1,15 @@
 """Scores only the toy world has: what an image shows of its scene, and what it shows that nobody asked for.
 
-Every score is a ratio of two counts, each summed over all images: `RATIOS` names them. So a score of many images is
+Every score is a ratio of two counts, each summed over all images: `SCORES` names them. So a score of many images is
 not the mean of the images' scores, and an image that shows nothing needs no precision of its own. Intervals resample
 images, not objects, because the objects of an image succeed or fail together.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from debias_diffusion.toyworld.checker import Comparison, compare
+from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.scenes import PLACES, Scene
 
 from ..intervals import drawn_ratios, ends, paired_ratio_difference
@@ -26,38 +26,26 @@ Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]
 
 BY_SENTENCE = "objects_right_by_sentence"  # name of the list of scores by sentence
 BY_KIND = "objects_right_by_telling"  # and of the one by the kind of mention
-# By kind of mention: the name of the score of its objects right, where two encoders are compared.
-KIND_SCORES = {
-    ALONE: "objects_right_alone",
-    WITHIN: "objects_right_within_chunk",
-    ACROSS: "objects_right_across_cut",
-}
-
-# By name: the counts above and below the line, see `count`. A count named twice is added twice.
-RATIOS = {
-    "objects_right": (("right",), ("objects",)),
-    "objects_precision": (("right",), ("filled",)),
-    "objects_f1": (("right", "right"), ("objects", "filled")),
-    "objects_right_with_size": (("right_with_size",), ("objects",)),
-    "empty_filled": (("invented",), ("empty",)),
-    "background_right": (("background",), ("images",)),
-}
-# By name, for tables; in percent.
+# By kind of mention: what is added to the names of scores and counts of these objects.
+KIND_NAMES = {ALONE: "alone", WITHIN: "within_chunk", ACROSS: "across_cut"}
+# By name: the title, and the counts above and below the line, see `_sums`. A count named twice is added twice.
 SCORES = {
-    "objects_right": "objects right, %",
-    "objects_right_late": f"first mentioned in sentence {LATE + 1} or later, %",
-    "objects_precision": "precision of objects, %",
-    "objects_f1": "F1 of objects, %",
-    "objects_right_with_size": "objects right, size too, %",
-    "empty_filled": "empty places filled, %",
-    "background_right": "background right, %",
+    "objects_right": ("objects right, %", ["right"], ["objects"]),
+    "objects_right_late": (f"first mentioned in sentence {LATE + 1} or later, %", ["right_late"], ["objects_late"]),
+    "objects_precision": ("precision of objects, %", ["right"], ["filled"]),
+    "objects_f1": ("F1 of objects, %", ["right", "right"], ["objects", "filled"]),
+    "objects_right_with_size": ("objects right, size too, %", ["right_with_size"], ["objects"]),
+    "empty_filled": ("empty places filled, %", ["invented"], ["empty"]),
+    "background_right": ("background right, %", ["background"], ["images"]),
+} | {
+    f"objects_right_{name}": (f"objects right, {kind}, %", [f"right_{name}"], [f"objects_{name}"])
+    for kind, name in KIND_NAMES.items()
 }
-KIND_TITLES = {score: f"objects right, {kind}, %" for kind, score in KIND_SCORES.items()}
 
 
 def compare_images(images: Sequence[ImageLike], scenes: Sequence[Scene]) -> list[Comparison]:
-    """`checker.compare` of each image and its scene."""
-    return [compare(load_image(image), scene) for image, scene in zip(images, scenes, strict=True)]
+    """What each image shows of its scene."""
+    return [compare(read_image(load_image(image)), scene) for image, scene in zip(images, scenes, strict=True)]
 
 
 def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) -> Counts:
@@ -90,18 +78,13 @@ def count(comparisons: Sequence[Comparison], places: Iterable[Collection[str]]) 
 
 def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
     """The counts of each image above and below the line of a score, [images] each; their sums make the score."""
-    above, below = (sum(counts[name] for name in names) for names in RATIOS[score])
+    above, below = (sum(counts[name] for name in names) for names in SCORES[score][1:])
     return above, below
 
 
-def first_mentioned(mentions: Mentions, first: int, last: float = np.inf) -> list[list[str]]:
-    """Of each image, the places whose object sentences `first` to `last`, from 0, mention first."""
-    return [[place for place, number in of_image.items() if first <= number <= last] for of_image in mentions]
-
-
-def _of_kind(kinds: Sequence[Mapping[str, str]], kind: str) -> list[list[str]]:
-    """Of each image, the places whose object the prompt mentions like this."""
-    return [[place for place in of_image if of_image[place] == kind] for of_image in kinds]
+def _places(mentions: Sequence[Mapping], counts: Callable[[int | str], bool]) -> list[list[str]]:
+    """Of each image, the places whose mention, a sentence or a kind, `counts`."""
+    return [[place for place, mention in of_image.items() if counts(mention)] for of_image in mentions]
 
 
 def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None) -> dict:
@@ -113,14 +96,14 @@ def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds
         "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
         filled); with `kinds` "objects_right_by_telling", the same for each kind of mention: "told", the kind.
     """
-    numbers = {score: _number(*sums) for score, sums in _sums(comparisons, mentions).items()}
-    numbers = {score: numbers[score] for score in SCORES if numbers[score]}
+    sums = _sums(comparisons, mentions)
+    numbers = {score: number for score in sums if (number := _number(*sums[score]))}
     numbers[BY_SENTENCE] = [
-        {"sentence": sentence + 1} | _of_places(comparisons, first_mentioned(mentions, sentence, sentence))
+        {"sentence": sentence + 1} | _of_places(comparisons, _places(mentions, sentence.__eq__))
         for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()})
     ]
     if kinds:
-        places = {kind: _of_kind(kinds, kind) for kind in KIND_SCORES}
+        places = {kind: _places(kinds, kind.__eq__) for kind in KIND_NAMES}
         numbers[BY_KIND] = [
             {"told": kind} | _of_places(comparisons, places[kind]) for kind in places if any(places[kind])
         ]
@@ -139,18 +122,16 @@ def compare_objects(
 ) -> dict[str, dict[str, float]]:
     """The paired comparison of two encoders by score, in points; what belongs to an image stays together.
 
-    Returns:
-        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES` and,
-        with `kinds`, of `KIND_SCORES`; without scores that a or b lacks.
+    Args:
+        a, b: of the same images, with the same objects.
 
-    Raises:
-        ValueError: a and b are not of the same objects.
+    Returns:
+        {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES`
+        without those that a or b lacks; of kinds of mention only with `kinds`.
     """
-    if [seen.correct.keys() for seen in a] != [seen.correct.keys() for seen in b]:
-        raise ValueError("a and b must be of the same images, with the same objects")
     sums_a, sums_b = (_sums(comparisons, mentions, kinds) for comparisons in (a, b))
     compared = {}
-    for score in [score for score in (*SCORES, *KIND_SCORES.values()) if score in sums_a]:
+    for score in sums_a:
         if sums_a[score][1].any() and sums_b[score][1].any():
             line = paired_ratio_difference(sums_a[score], sums_b[score])
             points = {name: value and 100 * value for name, value in line.items()}  # None of a single image
@@ -161,14 +142,13 @@ def compare_objects(
 def _sums(
     comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By score, of `SCORES` and, with `kinds`, of `KIND_SCORES`, the counts of each image above and below the line."""
-    every = count(comparisons, [PLACES] * len(comparisons))
-    parts = {"objects_right_late": first_mentioned(mentions, LATE)}
+    """The counts of each image above and below the line, by score; of kinds of mention only with `kinds`."""
+    counts, parts = count(comparisons, [PLACES] * len(comparisons)), {"late": _places(mentions, LATE.__le__)}
     if kinds:
-        parts |= {score: _of_kind(kinds, kind) for kind, score in KIND_SCORES.items()}
-    return {score: ratio(every, score) for score in RATIOS} | {
-        score: ratio(count(comparisons, places), "objects_right") for score, places in parts.items()
-    }
+        parts |= {name: _places(kinds, kind.__eq__) for kind, name in KIND_NAMES.items()}
+    for part, places in parts.items():
+        counts |= {f"{name}_{part}": values for name, values in count(comparisons, places).items()}
+    return {score: ratio(counts, score) for score, (_, above, _) in SCORES.items() if counts.keys() >= {*above}}
 
 
 def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:

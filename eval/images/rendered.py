@@ -5,22 +5,20 @@ one uninterrupted run, bit for bit.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.renderer import (
     ImagePrompt,
     ImageTask,
     Rendered,
     Renderer,
     Sampling,
-    check_scheduler,
     explain_memory,
     render_into,
 )
@@ -35,27 +33,33 @@ _SETTINGS = (
 )
 
 
-def rendering_settings(config: Any) -> dict:
-    """How an evaluation renders: the fields of its `Drawing`, with "auto" resolved for the checkpoint.
+def make_renderer(config: Any, device: torch.device) -> Renderer:
+    """The renderer of an evaluation's images, without its models.
 
     Raises:
         UserError: there is no such SDXL checkpoint, or it cannot render images of this size.
     """
-    settings = {name: getattr(config, name) for name in _SETTINGS}
-    if settings["scheduler"] is not None:
-        check_scheduler(settings["scheduler"])
-    checkpoint = Checkpoint.parse(config.base)
-    checkpoint.check_kind()
-    height, width = checkpoint.size
-    checkpoint.check_size(settings["height"] or height, settings["width"] or width)
     is_toy = config.base != shipped(config.base)  # as many of its small images as fill two cores
-    auto = asdict(checkpoint.defaults) | {"images_at_once": 20 if is_toy else 1}
-    return settings | {name: auto[name] for name, value in settings.items() if value == "auto"}
+    batch = (20 if is_toy else 1) if config.images_at_once == "auto" else config.images_at_once
+    renderer = Renderer(config.base, Sampling.of(vars(config)), device, encoder_2=config.encoder_2, batch=batch)
+    renderer.checkpoint.check_kind()
+    return renderer
+
+
+def rendering_settings(config: Any) -> dict:
+    """How an evaluation renders: the fields of its `Drawing`, with "auto" and null resolved for the checkpoint.
+
+    Raises:
+        UserError: as `make_renderer`.
+    """
+    renderer = make_renderer(config, torch.device("cpu"))
+    resolved = {name: getattr(renderer.sampling, name) for name in ("steps", "guidance_scale")}
+    return {name: getattr(config, name) for name in _SETTINGS} | resolved | {"images_at_once": renderer.batch}
 
 
 def image_task(config: Any, name: str, prompt: str, number: int) -> ImageTask:
     """The image of a prompt, whose noise has the seed of the settings plus `number`."""
-    return ImageTask(name, ImagePrompt(config.prefix + prompt, config.seed + number))
+    return ImageTask(name, ImagePrompt(config.prefix + prompt, config.seed + number), name)
 
 
 def folder_names(labels: Sequence[str]) -> dict[str, str]:
@@ -86,15 +90,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
             images of other settings, or memory does not suffice.
         FailedError: some images have values that are not finite.
     """
-    settings = rendering_settings(config)
-    renderer = Renderer(
-        config.base,
-        Sampling.of(settings),
-        processes.device,
-        encoder_2=config.encoder_2,
-        batch=settings["images_at_once"],
-    )
-    encoders = config.labelled
+    renderer, encoders = make_renderer(config, processes.device), config.labelled
     folders = {label: Path(config.output, FOLDER, name) for label, name in folder_names(list(encoders)).items()}
 
     def check() -> dict[str, tuple[dict, dict]]:
@@ -103,7 +99,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         for label, encoder in encoders.items():
             jobs[label] = settings, inputs = renderer.settings(encoder), renderer.inputs(encoder)
             if folders[label].exists():
-                with Job.open(folders[label], _COMMAND, settings, inputs, process=1):  # writes nothing
+                with Job.open(folders[label], _COMMAND, settings, inputs):
                     pass
             if encoder.kind is not Kind.ORIGINAL:
                 renderer.checkpoint.check_fits("text_encoder", encoder.load_text_encoder()[0], encoder.name)
@@ -112,25 +108,9 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
     jobs, rendered = processes.from_main(check), {}
     with explain_memory(processes.device, "Lower --images-at-once."):
         for label, encoder in encoders.items():
-            with _open(processes, folders[label], *jobs[label]) as job:
+            with processes.open_job(folders[label], _COMMAND, *jobs[label]) as job:
                 rendered[label] = render_into(job, renderer, encoder, tasks, processes=processes)
     inputs = {label: digests for label, (_, digests) in jobs.items()}
     base = next(iter(inputs.values()))["base"]
     of_encoders = {label: digests["encoder"] or base for label, digests in inputs.items()}
     return rendered, {"base": base, "encoder_2": renderer.digest(config.encoder_2), "encoders": of_encoders}
-
-
-@contextmanager
-def _open(processes: Processes, folder: Path, settings: dict, inputs: dict) -> Iterator[Job]:
-    """A job of several processes: the main one holds the lock, and each has a file of lines."""
-    with ExitStack() as stack:
-        jobs = []
-
-        def open_job() -> None:
-            who = {"shared": not processes.is_main, "process": processes.index}
-            jobs.append(stack.enter_context(Job.open(folder, _COMMAND, settings, inputs, **who)))
-
-        processes.from_main(open_job)
-        if not processes.is_main:
-            open_job()
-        yield jobs[0]

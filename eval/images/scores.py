@@ -23,6 +23,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -34,13 +35,10 @@ from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, p
 from torchmetrics.image.fid import FrechetInceptionDistance
 from tqdm import tqdm
 
-from debias_diffusion.clip.weight_files import model_digest
-from debias_diffusion.errors import UserError
-from debias_diffusion.files import path_digest
 from debias_diffusion.text.sentences import split_sentences
 
 from ..intervals import mean_interval, paired_difference
-from .networks import FID_FEATURES, RESIZE, ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
+from .networks import ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
 
 HALVES = 200
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # torch-fidelity's
@@ -48,41 +46,32 @@ NEIGHBOURS = 3  # of precision and recall, torch-fidelity's
 _FEWEST = 2 * (NEIGHBOURS + 1)  # images, for halves with as many neighbours
 _ENOUGH_FOR_FID = 2048
 _NORMAL = 1.959964  # standard errors of a 95% interval
+# By option.
+NETWORKS = {
+    "inception_weights": InceptionFeatures,
+    **{option: partial(ClsFeatures, option=option) for option in ("dino", "dinov2", "own_features")},
+    "clip_score": TwoTowerFeatures,
+}
 
 
 # ---- scores of features
 
 
 def fid(generated: Tensor, references: Tensor) -> float:
-    """The Fréchet distance of two sets of features, [N, D] and [M, D]; the order of the rows does not matter.
+    """torchmetrics' Fréchet distance of two sets of features, [N, D] and [M, D], at least two on each side.
 
-    Raises:
-        UserError: fewer than two images on a side, which have no covariance.
+    The order of the rows does not matter.
     """
-    if min(len(generated), len(references)) < 2:
-        raise UserError(
-            f"FID needs at least 2 images on each side, got {len(generated)} generated and {len(references)} "
-            "reference images. Raise the limit, or set inception_weights and own_features to null to skip FID."
-        )
-    metric = FrechetInceptionDistance(feature=_Identity(generated.shape[1]))
+    network = nn.Identity()  # what torchmetrics reads are features already
+    network.num_features = generated.shape[1]
+    metric = FrechetInceptionDistance(feature=network)
     metric.update(references.double(), real=True)
     metric.update(generated.double(), real=False)
     return max(metric.compute().item(), 0.0)  # rounding may give identical sets a value below 0
 
 
-class _Identity(nn.Module):
-    """Returns its input, where torchmetrics expects a feature network."""
-
-    def __init__(self, num_features: int):
-        super().__init__()
-        self.num_features = num_features
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features
-
-
 def fast_fid(generated: Tensor, references: Tensor) -> float:
-    """The same number as `fid`, without matrices of D x D if there are fewer images than features.
+    """The same number as `fid`, but for rounding, without matrices of D x D if there are fewer images than features.
 
     With centred features X [N, D] and Y [M, D] the trace of the root of the covariances' product is the sum of the
     singular values of X Y^T / sqrt((N - 1) (M - 1)), exactly for any rank; if N > D, the triangle R of X = Q R
@@ -172,11 +161,7 @@ def _interval(value: float, error: float, score: str) -> dict[str, float]:
     """The value and its interval, which ends where the score does."""
     least = -math.inf if score.startswith("kid") else 0.0
     most = 1.0 if score.startswith(("precision", "recall")) else math.inf
-    return {
-        "value": value,
-        "low": max(value - _NORMAL * error, least),
-        "high": min(value + _NORMAL * error, most),
-    }
+    return {"value": value, "low": max(value - _NORMAL * error, least), "high": min(value + _NORMAL * error, most)}
 
 
 @dataclass
@@ -208,12 +193,7 @@ def compare_scores(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, floa
     Returns:
         {score: {"difference", a - b, "low", "high" (95% interval), "p" in [0, 1], two-sided}}; the last three are None
         if there are too few images. For means over images see `intervals.paired_difference`, for distances this module.
-
-    Raises:
-        ValueError: the numbers of images differ, or the scores.
     """
-    if a.count != b.count or list(a.numbers) != list(b.numbers):
-        raise ValueError("both must be of the same captions and scores")
     compared = {}
     for score in a.numbers:
         if score in a.by_image:
@@ -229,35 +209,16 @@ def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> di
     if not a.halves[score]:
         return {"difference": difference, "low": None, "high": None, "p": None}
     error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.count)
-    reach = _NORMAL * error
     p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
-    return {"difference": difference, "low": difference - reach, "high": difference + reach, "p": p}
+    low, high = difference - _NORMAL * error, difference + _NORMAL * error
+    return {"difference": difference, "low": low, "high": high, "p": p}
 
 
 # ---- networks and scores together
 
 
-def score_titles(networks: Mapping[str, str | None]) -> dict[str, str]:
-    """Titles of the scores, for tables. They name the network, which decides what a number can be compared with.
-
-    Args:
-        networks: by the names of their settings; there may be other settings.
-    """
-    features, dino, dinov2, clip = (
-        _short(networks.get(name)) for name in ("own_features", "dino", "dinov2", "clip_score")
-    )
-    plain = {"fid": "FID", "kid": "KID", "precision": "precision", "recall": "recall"}
-    return {
-        **{f"{score}_2048": title for score, title in plain.items()},
-        **{f"{score}_own": f"{title} ({features})" for score, title in plain.items()},
-        **{f"fid_{count}": f"FID ({count})" for count in FID_FEATURES},
-        "dino_score": f"DINO score ({dino})",
-        "dinov2_score": f"DINOv2 score ({dinov2})",
-        "clip_score": f"CLIPScore ({clip})",
-    }
-
-
-def _short(name: str | None) -> str | None:
+def network_name(name: str | None) -> str | None:
+    """The name of a network in tables: of a path, its last part."""
     return Path(name).name if name and (os.path.isabs(name) or os.path.exists(name)) else name
 
 
@@ -267,30 +228,25 @@ class References:
 
     Attributes:
         features: of the reference images, by kind, [N, D].
-        texts: features of all different captions and sentences, [T, D].
-        rows: by score with texts, each caption's row of `texts`; None if it has no such sentence.
+        texts: by score with texts, the features [D] of each caption's text; None if it has no such sentence.
         notes: how many texts were cut.
-        count: of the reference images, N.
     """
 
     features: dict[str, Tensor]
-    texts: Tensor
-    rows: dict[str, list[int | None]]
+    texts: dict[str, list[Tensor | None]]
     notes: list[str]
-    count: int
 
 
 class ImageScores:
     """The networks that settings name, loaded and checked, and their scores of images.
 
     Args:
-        networks: by their names in `GenerationConfig`; None skips a network's scores.
+        networks: names of the networks, by option, see `NETWORKS`; None skips a network's scores.
         batch_size: images, or texts, in a batch.
         device: where the networks run.
 
     Attributes:
-        digests: of the networks' weights; None for a network that is not given.
-        depends: everything about the networks that affects a score, for the cache.
+        digests: of the networks, everything about them that affects a score; None for one that is not given.
         resize: how images are resized for each network, generated and reference images alike.
         notes: on the scores; notes on one encoder's images are in its `ImageNumbers`.
 
@@ -299,54 +255,43 @@ class ImageScores:
     """
 
     def __init__(self, networks: Mapping[str, str | None], batch_size: int, device: torch.device):
-        self.batch_size = batch_size
-        inception, clip = (networks.get(name) for name in ("inception_weights", "clip_score"))
-        self.inception = inception and InceptionFeatures(inception, device)
-        named = {option: networks.get(option) for option in ("own_features", "dino", "dinov2")}
-        self.networks = {option: ClsFeatures(name, device, option) for option, name in named.items() if name}
-        self.clip = clip and TwoTowerFeatures(clip, device)
-        self.digests = {
-            "inception_weights": self.inception and path_digest(self.inception.file),
-            **dict.fromkeys(named),
-            **{option: model_digest(of.model, of.model.config) for option, of in self.networks.items()},
-            "clip_score": self.clip and self.clip.backbone.digest(),
-        }
-        self.depends = {"networks": self.digests}
-        self.resize = {option: RESIZE.format(size=network.size) for option, network in self.networks.items()}
-        skipped = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
-        skipped = {
-            name: score for name, score in skipped.items() if any(self.digests.values()) and not self.digests[name]
-        }
-        self.notes = [f"{score} was skipped, because {name} is null." for name, score in skipped.items()]
-        if self.inception:
-            self.resize["inception_weights"] = RESIZE.format(size=self.inception.size)
+        loaded = {option: load(networks[option], device) for option, load in NETWORKS.items() if networks.get(option)}
+        self.digests = dict.fromkeys(NETWORKS) | {option: network.digest() for option, network in loaded.items()}
+        self.resize = {option: network.resize for option, network in loaded.items()}
+        self.inception, self.clip = loaded.pop("inception_weights", None), loaded.pop("clip_score", None)
+        self.networks, self.batch_size = loaded, batch_size
+        optional = {"inception_weights": "FID with Inception", "dino": "The DINO score", "clip_score": "CLIPScore"}
+        self.notes = [
+            f"{score} was skipped, because {name} is null."
+            for name, score in optional.items()
+            if any(self.digests.values()) and not self.digests[name]
+        ]
         if "own_features" in self.networks:
             self.notes.append("FID, KID, precision and recall of own_features compare with nothing published.")
         if "dinov2" in self.networks:
             size = self.networks["dinov2"].size
             self.notes.append(f"DINOv2 read {size} x {size} pixels, with its position table resized to them.")
         if self.clip:
-            self.resize["clip_score"] = self.clip.resize
-            self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {_short(clip)}, as in torchmetrics.")
+            name = network_name(networks["clip_score"])
+            self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {name}, as in torchmetrics.")
 
     def of_references(self, images: Sequence[ImageLike], captions: Sequence[str]) -> References:
         """The features of reference images and of their captions, in the same order; once for all encoders."""
         features = self._features(images)
         if not self.clip:
-            return References(features, torch.empty(0), {}, [], len(images))
+            return References(features, {}, [])
         sentences = [split_sentences(caption) for caption in captions]
         columns = {"clip_score": captions}
         columns |= {f"clip_score_{number}": column for number, column in enumerate(zip_longest(*sentences), 1)}
-        different = dict.fromkeys(text for text in chain(*columns.values()) if text is not None)
-        row_of = {text: row for row, text in enumerate(different)}
-        rows = {score: [row_of.get(text) for text in column] for score, column in columns.items()}
+        different = list(dict.fromkeys(text for text in chain(*columns.values()) if text is not None))
+        encoded = dict(zip(different, self.clip.of_texts(different, self.batch_size), strict=True))
         notes, tokenizer = [], self.clip.backbone.tokenizer
         for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
             if over := sum(tokenizer.count(text) > tokenizer.context_length for text in group):
                 length = f"CLIPScore's context length of {tokenizer.context_length} tokens"
                 notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
-        texts = self.clip.of_texts(list(different), self.batch_size)
-        return References(features, texts, rows, notes, len(images))
+        texts = {score: [encoded.get(text) for text in column] for score, column in columns.items()}
+        return References(features, texts, notes)
 
     def _features(self, images: Sequence[ImageLike]) -> dict[str, Tensor]:
         features = {}
@@ -355,14 +300,7 @@ class ImageScores:
         return features | {option: network(images, self.batch_size) for option, network in self.networks.items()}
 
     def __call__(self, generated: Sequence[ImageLike], references: References) -> ImageNumbers:
-        """All scores of images, each with its reference image and caption, in the same order.
-
-        Raises:
-            UserError: there are too few images for FID.
-            ValueError: the numbers of images and reference images differ.
-        """
-        if len(generated) != references.count:
-            raise ValueError(f"{len(generated)} images and {references.count} reference images")
+        """All scores of images, at least two for FID, each with its reference image and caption, in the same order."""
         features, result = self._features(generated), ImageNumbers({}, {}, {}, len(generated))
         for kind, names in _DISTANCES.items():
             if kind in features:
@@ -373,11 +311,11 @@ class ImageScores:
             if option in features:
                 _add_mean(result, f"{option}_score", cosines(features[option], references.features[option]))
         images = self.clip.of_images(generated, self.batch_size) if self.clip else None
-        for score, rows in references.rows.items():
-            present = [index for index, row in enumerate(rows) if row is not None]
-            values = clip_scores(images[present], references.texts[[rows[index] for index in present]])
+        for score, texts in references.texts.items():
+            present = [index for index, text in enumerate(texts) if text is not None]
+            values = clip_scores(images[present], torch.stack([texts[index] for index in present]))
             by_index = dict(zip(present, values, strict=True))
-            _add_mean(result, score, [by_index.get(index) for index in range(len(rows))])
+            _add_mean(result, score, [by_index.get(index) for index in range(len(texts))])
         result.notes += references.notes
         return result
 
@@ -401,9 +339,8 @@ def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:
     present = [value for value in values if value is not None]
     result.by_image[score] = values
-    result.numbers[score] = {"value": float(np.mean(present))} | dict(
-        zip(("low", "high"), mean_interval(present), strict=True)
-    )
+    low, high = mean_interval(present)
+    result.numbers[score] = {"value": float(np.mean(present)), "low": low, "high": high}
     if len(present) < len(values) or score.startswith("clip_score_"):
         result.numbers[score]["pictures"] = len(present)
 

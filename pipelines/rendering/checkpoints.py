@@ -22,8 +22,8 @@ from debias_diffusion.clip.model_files import (
     check_finite,
     check_fit,
     check_folder,
+    check_hub,
     explain_failure,
-    hub_problem,
     quiet_logging,
 )
 from debias_diffusion.encoders.hub import place_digest
@@ -46,7 +46,6 @@ _TOKENIZERS: dict[Slot, str] = {"text_encoder": "tokenizer", "text_encoder_2": "
 _DENOISER = ("unet", "vae")
 _FIRST_POSITIONS = r"(conditioner\.embedders\.0|cond_stage_model)\.transformer\..*position_embedding\.weight"
 
-_CLIP_OF_WIDTH = {512: "ViT-B-32 or ViT-B-16", 768: "ViT-L-14", 1024: "ViT-H-14", 1280: "ViT-bigG-14"}
 # diffusers renamed it, and ignores an unknown name with a mere warning
 _DTYPE_ARGUMENT = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 
@@ -95,19 +94,12 @@ class Checkpoint:
         failure = f"The SDXL checkpoint {name!r}"
         with explain_failure(f"{failure} cannot be read", "Give a whole .safetensors file, or an SDXL folder."):
             folder, file = _split(name)
-            if file is None and Path(name).is_file():
-                raise UserError(
-                    f"{failure} is a file that is not read. Give a folder in diffusers' layout, or a single-file "
-                    "checkpoint in .safetensors."
-                )
-            missing = f" {str(file)!r} is no file."
             if file is None or file.is_file():
                 configs = shipped(folder or _inferred_hub_id(file))
-                missing = "" if configs == name else f" {configs!r} is no folder."
                 if Path(configs).is_dir() or may_be_hub_id(configs):
                     return cls(name, configs, file)
             raise UserError(
-                f"{failure} is not there.{missing} Give an SDXL folder in diffusers' layout, a hub id, or a "
+                f"{failure} is not there, or not read. Give an SDXL folder in diffusers' layout, a hub id, or a "
                 ".safetensors file."
             )
 
@@ -127,15 +119,13 @@ class Checkpoint:
     @cached_property
     def _index(self) -> dict:
         """Its model_index.json, which names its class in diffusers."""
-        why, advice = "it has no readable model_index.json", "Give an SDXL folder."
-        if not Path(self.configs).is_dir():
-            why = "it is no folder here"
+        failure = f"The SDXL checkpoint {self.name!r} cannot be read: {self.configs!r} has no readable model_index.json"
+        advice = "Give an SDXL folder."
         if self.file:
-            why = f"it needs the configuration and tokenizers of {self.configs!r}, which cannot be loaded"
-            advice = f"Name a folder that has them, with or without weights: {f'FOLDER:{self.file}'!r}."
-        with explain_failure(f"The SDXL checkpoint {self.name!r} cannot be read: {why}", advice):
-            if not Path(self.configs).is_dir() and (problem := hub_problem(self.configs)):
-                raise ValueError(problem)
+            advice = f"Name a folder with its configuration and tokenizers: {f'FOLDER:{self.file}'!r}."
+        with explain_failure(failure, advice):
+            if not Path(self.configs).is_dir():
+                check_hub(self.configs)
             index = DiffusionPipeline.load_config(self.configs)
             return {**index, "_class_name": str(index["_class_name"])}  # an error for a list, or without a class
 
@@ -192,7 +182,7 @@ class Checkpoint:
         """Turns errors of reading a file of the configurations into a UserError."""
         return explain_failure(f"The SDXL checkpoint {self.name!r} has no readable {file}", "Give a whole SDXL folder.")
 
-    @property
+    @cached_property
     def size(self) -> tuple[int, int]:
         """(height, width) in pixels that the checkpoint renders by default."""
         with self.explain("sample_size in unet/config.json and block_out_channels in vae/config.json"):
@@ -211,9 +201,8 @@ class Checkpoint:
         named, ordinal = f"The encoder {name!r} has", "first" if is_first else "second"
         reads = f"the UNet of {self.name!r} reads"
         if (width := encoder.config.hidden_size) != wanted:
-            known = f": {_CLIP_OF_WIDTH[wanted]}" if wanted in _CLIP_OF_WIDTH else ""
             raise UserError(
-                f"{named} width {width}; {reads} {wanted} of its {ordinal} encoder. Give one of width {wanted}{known}."
+                f"{named} width {width}; {reads} {wanted} of its {ordinal} encoder. Give one of width {wanted}."
             )
         given = encoder.config.projection_dim if isinstance(encoder, CLIPTextModelWithProjection) else None
         wanted = None if is_first else second["projection_dim"]
@@ -221,7 +210,7 @@ class Checkpoint:
             has, needed = (f"a projection to {size}" if size else "no projection" for size in (given, wanted))
             raise UserError(
                 f"{named} {has}; {reads} {needed} of its {ordinal} encoder. Write it with `debias-diffusion export`, "
-                f"with{'' if wanted else 'out'} --projection{', or give ViT-bigG-14' if wanted == 1280 else ''}."
+                f"with{'' if wanted else 'out'} --projection."
             )
 
 

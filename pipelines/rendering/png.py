@@ -12,8 +12,6 @@ from debias_diffusion.files import atomic_file, open_regular
 
 SETTINGS_KEY = "settings"  # of the PNG's text chunk, for this program
 PARAMETERS_KEY = "parameters"  # for viewers that read the chunk of A1111's interface
-# What Pillow raises for a PNG that is damaged, or none.
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 # diffusers' schedulers by the names that A1111's interface gives to samplers
 SAMPLERS = {
@@ -38,17 +36,14 @@ def sampler(scheduler: str) -> str:
     return SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler"))
 
 
-def settings_text(settings: dict, scheduler: str) -> dict[str, str]:
+def settings_text(settings: dict) -> dict[str, str]:
     """The text chunks with an image's settings, for this program and in the format of A1111's interface.
 
     That is the prompt; a line "Negative prompt: ..." if there is one; and a last line "Steps: 30, Sampler: Euler, ...".
-
-    Args:
-        scheduler: the name of diffusers' class.
     """
     fields = {
         "Steps": settings["steps"],
-        "Sampler": sampler(scheduler),
+        "Sampler": settings["scheduler"],
         "CFG scale": settings["guidance_scale"],
         "Seed": settings["seed"],
         "Size": f"{settings['width']}x{settings['height']}",
@@ -82,7 +77,7 @@ def read_settings(path: Path) -> dict | None:
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             settings = json.loads(image.info[SETTINGS_KEY])
-    except (*UNREADABLE, KeyError, RecursionError):
+    except (OSError, SyntaxError, ValueError, KeyError, RecursionError, Image.DecompressionBombError):
         return None
     return settings if isinstance(settings, dict) else None
 

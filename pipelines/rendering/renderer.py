@@ -20,41 +20,33 @@ import diffusers
 import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from diffusers import DiffusionPipeline, SchedulerMixin
+from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
-from debias_diffusion.errors import FailedError, UserError, near_matches, reason
+from debias_diffusion.errors import FailedError, UserError, reason
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
 from debias_diffusion.processes import Processes
-from debias_diffusion.text.chunks import PROGRAMS
+from debias_diffusion.text.chunks import PROGRAMS, Breaks, Emphasis
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.text.weighting import BREAK
 
 from ..long_prompt import LongPromptOptions, PromptLayout
 from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, load_text_encoders
+from .options import ImageOptions, Scheduler
 from .png import first_difference, sampler, settings_text, write_png
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
-# Of one UNet evaluation per step, by class, with changes to the checkpoint's configuration: DDIM would clip latents as
-# if they were pixels.
-SCHEDULERS: dict[str, dict] = {
-    "EulerDiscreteScheduler": {},
-    "EulerAncestralDiscreteScheduler": {},
-    "DPMSolverMultistepScheduler": {},
-    "DDIMScheduler": {"clip_sample": False},
-    "UniPCMultistepScheduler": {},
-}
 
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What one image is rendered from. `Renderer` cleans the texts; all other functions read them as they are.
+    """What one image is rendered from. `render_into` cleans the texts; all other functions read them as they are.
 
     Attributes:
         prompt: what to render.
@@ -89,44 +81,30 @@ def cleaned(text: str, options: LongPromptOptions) -> str:
     return " ".join([*pieces, clean(text[start:])])
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How images are rendered.
+@dataclass(kw_only=True)
+class Sampling(ImageOptions):
+    """How images are rendered: the options that all callers share, and those of some.
 
     Attributes:
-        steps: denoising steps; here and below, None is the checkpoint's own, which `Renderer` fills in.
-        guidance_scale: up to 1 there is no guidance.
-        height, width: in pixels.
         layer: of SDXL's text encoders, see `reading_layer`.
-        scheduler: one of SCHEDULERS; None keeps the checkpoint's.
-        long_prompt: how prompts are read; the encoder says in which reading.
+        scheduler: None keeps the checkpoint's.
+        emphasis, breaks, zero_empty_negative: see `LongPromptOptions`.
     """
 
-    steps: int | None = 30
-    guidance_scale: float | None = 7.0
-    height: int | None = None
-    width: int | None = None
     layer: Layer = "penultimate"
-    scheduler: str | None = None
-    long_prompt: LongPromptOptions = LongPromptOptions()  # noqa: RUF009 - frozen
+    scheduler: Scheduler | None = None
+    emphasis: Emphasis | None = None
+    breaks: Breaks = "concatenate"
+    zero_empty_negative: bool | None = None
 
     @classmethod
     def of(cls, settings: Mapping) -> "Sampling":
-        """From all settings of a command, by the names of these fields and of those of `LongPromptOptions`."""
-        own, long_prompt = (
-            {field.name: settings[field.name] for field in fields(kind) if field.name in settings}
-            for kind in (cls, LongPromptOptions)
-        )
-        return cls(**own, long_prompt=LongPromptOptions(**long_prompt))
+        """From all settings of a command, by the names of these fields."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
 
 
 USUAL = {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
 del USUAL["reading"]
-
-
-def without_usual(settings: dict) -> dict:
-    """An image's settings without those that are as USUAL."""
-    return {name: value for name, value in settings.items() if name not in USUAL or value != USUAL[name]}
 
 
 @dataclass(frozen=True)
@@ -136,35 +114,17 @@ class ImageTask:
     Attributes:
         name: of its file, without .png; may begin with a folder's name.
         prompt: what it is rendered from, as a person wrote it.
-        where: the prompt's place in words: "line 3".
+        where: the prompt's place in words, such as "line 3".
     """
 
     name: str
     prompt: ImagePrompt
-    where: str = ""
+    where: str
 
     @property
     def file(self) -> str:
         """Its name in the job."""
         return f"{self.name}.png"
-
-    @property
-    def place(self) -> str:
-        """Where the prompt comes from, else the name."""
-        return self.where or self.name
-
-
-def check_scheduler(name: str) -> None:
-    """Raises UserError unless `name` is one of SCHEDULERS."""
-    if name not in SCHEDULERS:
-        hint = near_matches(name, tuple(SCHEDULERS))
-        raise UserError(f"Unknown scheduler {name!r}.{hint} Choose from: {', '.join(SCHEDULERS)}.")
-
-
-def make_scheduler(pipe: DiffusionPipeline, name: str | None) -> SchedulerMixin:
-    """A new scheduler with the configuration of the pipeline's, of a class in SCHEDULERS or, if None, of the same."""
-    cls = getattr(diffusers, name) if name else type(pipe.scheduler)
-    return cls.from_config(pipe.scheduler.config, **SCHEDULERS.get(name, {}))
 
 
 @contextmanager
@@ -175,6 +135,11 @@ def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
         layer: "penultimate", which SDXL was trained with, or "last": the last layer after the final norm, which
             Long-CLIP's code feeds to SDXL.
     """
+
+    def last_for_penultimate(encoder: torch.nn.Module, inputs, output):
+        output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
+        return output
+
     encoders = (pipe.text_encoder, pipe.text_encoder_2) if layer == "last" else ()
     hooks = [encoder.register_forward_hook(last_for_penultimate) for encoder in encoders]
     try:
@@ -182,12 +147,6 @@ def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def last_for_penultimate(encoder: torch.nn.Module, inputs, output):
-    """A forward hook that puts the last layer, after the final norm, where pipelines read the penultimate one."""
-    output.hidden_states = (*output.hidden_states[:-2], output.last_hidden_state, output.hidden_states[-1])
-    return output
 
 
 def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -204,13 +163,20 @@ def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeli
 
 def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
     """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
-    texts = {"prompt": prompt.prompt, "negative_prompt": prompt.negative_prompt}
-    if prompt.prompt_2 is not None:
-        texts["prompt_2"] = prompt.prompt_2
     try:
-        return pipe.prompt_layout(**texts, do_classifier_free_guidance=sampling.guidance_scale > 1)
+        return pipe.prompt_layout(**_texts([prompt]), do_classifier_free_guidance=sampling.guidance_scale > 1)
     except ValueError as error:
         raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
+
+
+def _texts(prompts: Sequence[ImagePrompt]) -> dict[str, list[str]]:
+    """The arguments of a pipeline for a batch, in which all prompts have a negative prompt, or none has."""
+    texts = {"prompt": [prompt.prompt for prompt in prompts]}
+    if prompts[0].negative_prompt is not None:
+        texts["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
+    if any(prompt.prompt_2 is not None for prompt in prompts):
+        texts["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
+    return texts
 
 
 def plan_batches(
@@ -239,18 +205,11 @@ def plan_batches(
 @torch.no_grad()
 def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Embeddings:
     """Embeddings of one batch, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance."""
-    arguments = {"prompt": [prompt.prompt for prompt in prompts]}
-    if prompts[0].negative_prompt is not None:
-        arguments["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
-    if any(prompt.prompt_2 is not None for prompt in prompts):
-        arguments["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
-    arguments |= {
-        "device": None,
-        "num_images_per_prompt": 1,
-        "do_classifier_free_guidance": sampling.guidance_scale > 1,
-    }
+    guidance = sampling.guidance_scale > 1
     with reading_layer(pipe, sampling.layer):
-        embeddings = pipe.encode_prompt(**arguments)
+        embeddings = pipe.encode_prompt(
+            **_texts(prompts), device=None, num_images_per_prompt=1, do_classifier_free_guidance=guidance
+        )
     named = zip(EMBEDDINGS, embeddings, strict=False)
     return {name: embedding.cpu() for name, embedding in named if embedding is not None}
 
@@ -325,13 +284,6 @@ def _finite_rows(tensor: torch.Tensor) -> list[bool]:
     return tensor.isfinite().flatten(1).all(dim=1).tolist()
 
 
-def render_batch(
-    pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling
-) -> list[Image.Image | str]:
-    """`encode`, then `render`."""
-    return render(pipe, encode(pipe, prompts, sampling), [prompt.seed for prompt in prompts], sampling)
-
-
 @dataclass
 class Renderer:
     """A checkpoint with one text encoder after the other; its other models are loaded once, on demand.
@@ -360,35 +312,36 @@ class Renderer:
     def __post_init__(self):
         self.checkpoint = Checkpoint.parse(self.base)
         self.checkpoint.check_kind(PIPELINES)
-        defaults = asdict(self.checkpoint.defaults) | dict(zip(("height", "width"), self.checkpoint.size, strict=True))
-        unsaid = {name: value for name, value in defaults.items() if getattr(self.sampling, name, value) is None}
-        self.sampling = replace(self.sampling, **unsaid)
-        self.checkpoint.check_size(self.sampling.height, self.sampling.width)
+        self.sampling = self._with_defaults(self.sampling)
         self.dtype = self.dtype or default_dtype(self.device)
         self._pipe: DiffusionPipeline | None = None
         self._loaded: tuple[str | None, ...] = ()  # the encoders in `_pipe`
         self._digests: dict[str | None, str | None] = {None: None, STRETCH: STRETCH}
 
     def with_sampling(self, sampling: Sampling) -> "Renderer":
-        """A renderer of the same loaded models; of `sampling` nothing may be None."""
+        """A renderer of the same loaded models. Raises UserError for a size that they cannot render."""
         renderer = copy.copy(self)
-        renderer.sampling = sampling
+        renderer.sampling = self._with_defaults(sampling)
         return renderer
+
+    def _with_defaults(self, sampling: Sampling) -> Sampling:
+        """With the checkpoint's own numbers in the place of None."""
+        defaults = asdict(self.checkpoint.defaults) | dict(zip(("height", "width"), self.checkpoint.size, strict=True))
+        unsaid = {name: value for name, value in defaults.items() if getattr(sampling, name, value) is None}
+        sampling = replace(sampling, **unsaid)
+        self.checkpoint.check_size(sampling.height, sampling.width)
+        return sampling
 
     def settings(self, encoder: EncoderSpec) -> dict:
         """Everything that affects an image besides its `ImagePrompt` and the models."""
-        sampling = asdict(self.sampling)
-        del sampling["long_prompt"]
-        return {
-            **asdict(self.options(encoder)),
-            "scheduler": sampling.pop("scheduler"),
-            **sampling,
-            **runtime_settings(self.device, self.dtype),
-        }
+        names = ("scheduler", "steps", "guidance_scale", "height", "width", "layer")
+        sampling = {name: getattr(self.sampling, name) for name in names}
+        return asdict(self.options(encoder)) | sampling | runtime_settings(self.device, self.dtype)
 
     def options(self, encoder: EncoderSpec) -> LongPromptOptions:
         """How prompts are read."""
-        return replace(self.sampling.long_prompt, reading=encoder.reading)
+        names = ("emphasis", "breaks", "zero_empty_negative", "sharpen")
+        return LongPromptOptions(reading=encoder.reading, **{name: getattr(self.sampling, name) for name in names})
 
     def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
         """The digests of the models, read from their files; None for an encoder of the checkpoint."""
@@ -420,10 +373,10 @@ class Renderer:
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, prompt: ImagePrompt, layout: PromptLayout
     ) -> dict[str, str]:
         """The text chunks of an image's PNG, with all its settings, see `settings_text`."""
-        scheduler = type(pipe.scheduler).__name__
-        settings = without_usual(self.png_settings(encoder, prompt)) | layout.settings()
-        settings["scheduler"] = sampler(scheduler)
-        return settings_text(settings, scheduler)
+        settings = self.png_settings(encoder, prompt)
+        settings = {name: value for name, value in settings.items() if USUAL.get(name, ...) != value}
+        settings["scheduler"] = sampler(type(pipe.scheduler).__name__)
+        return settings_text(settings | layout.settings())
 
     def pipeline(self, encoder: EncoderSpec, part: Part | None = None) -> DiffusionPipeline:
         """The checkpoint with an encoder, with the options that were asked for.
@@ -439,39 +392,38 @@ class Renderer:
 
     def prepare(self, pipe: DiffusionPipeline, encoder: EncoderSpec) -> DiffusionPipeline:
         """A pipeline of the same models with this renderer's options, and a scheduler without state of past steps."""
-        pipe = replace_components(pipe, scheduler=make_scheduler(pipe, self.sampling.scheduler))
+        name, configuration = self.sampling.scheduler, pipe.scheduler.config
+        cls = getattr(diffusers, name) if name else type(pipe.scheduler)
+        changes = {"clip_sample": False} if name == "DDIMScheduler" else {}  # which would clip latents as if pixels
+        pipe = replace_components(pipe, scheduler=cls.from_config(configuration, **changes))
         return pipe.set_long_prompt(**asdict(self.options(encoder)))
-
-    def layout(self, pipe: DiffusionPipeline, prompt: ImagePrompt) -> PromptLayout:
-        """How a prompt is read, see `read_layout`."""
-        return read_layout(pipe, prompt.cleaned(pipe._long_prompt), self.sampling)
 
     def render(
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]
     ) -> Iterator[list[Image.Image | str]]:
-        """The images of each batch, see `render`; `pipe` is that of `pipeline` for this encoder.
+        """The images of each batch of cleaned prompts, see `render`; `pipe` is that of `pipeline` for this encoder.
 
         In low memory in rounds, because the embeddings of thousands of prompts take more memory than the encoders,
         which are removed from `pipe`.
         """
-        options = self.options(encoder)
-        cleaned_batches = [[prompt.cleaned(options) for prompt in batch] for batch in batches]
+        sampling = self.sampling
+        seeds = [[prompt.seed for prompt in batch] for batch in batches]
         if not self.low_memory:
-            for batch in cleaned_batches:
-                yield render_batch(pipe, batch, self.sampling)
+            for batch, of_batch in zip(batches, seeds, strict=True):
+                yield render(pipe, encode(pipe, batch, sampling), of_batch, sampling)
             return
         per_round = max(1, ENCODED_AT_ONCE // self.batch)
         for start in range(0, len(batches), per_round):
             pipe = pipe or self.pipeline(encoder)
-            bar = tqdm(cleaned_batches[start : start + per_round], "encode", disable=self.show_steps, leave=False)
-            encoded = [(batch, encode(pipe, batch, self.sampling)) for batch in bar]
+            bar = tqdm(batches[start : start + per_round], "encode", disable=self.show_steps, leave=False)
+            encoded = [encode(pipe, batch, sampling) for batch in bar]
             # The caller may hold the pipeline, too.
             pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
             pipe = None
             clear_device_cache(garbage_collection=True)
             denoiser = self.pipeline(encoder, "denoiser")
-            for batch, embeddings in encoded:
-                yield render(denoiser, embeddings, [prompt.seed for prompt in batch], self.sampling)
+            for embeddings, of_batch in zip(encoded, seeds[start : start + per_round], strict=True):
+                yield render(denoiser, embeddings, of_batch, sampling)
             del denoiser
             clear_device_cache(garbage_collection=True)
 
@@ -573,9 +525,9 @@ def _missing(job: Job, tasks: Sequence[ImageTask]) -> set[int]:
         if name not in finished:
             missing.add(index)
             if os.path.lexists(job.folder / name):
-                differing.append(f"{name} ({task.place}): it was not made by this job")
+                differing.append(f"{name} ({task.where}): it was not made by this job")
         elif difference := first_difference(job.notes(name), asdict(task.prompt)):
-            differing.append(f"{name} ({task.place}): {difference}")
+            differing.append(f"{name} ({task.where}): {difference}")
         elif job.path(name, damaged="absent") is None:
             missing.add(index)
             damaged.append(name)
@@ -599,8 +551,9 @@ def _render_share(
     processes: Processes,
 ) -> list[tuple[str, str]]:
     """Renders one process's share of the missing images. Returns the places and reasons of those that failed."""
-    pipe, failed = renderer.pipeline(encoder), []
-    layouts, prompts = _layouts(renderer, pipe, tasks, left_out), [task.prompt for task in tasks]
+    pipe, options, failed = renderer.pipeline(encoder), renderer.options(encoder), []
+    prompts = [task.prompt.cleaned(options) for task in tasks]
+    layouts = _layouts(renderer, pipe, tasks, prompts, left_out)
     batches = plan_batches(prompts, layouts, renderer.batch, missing)[processes.index :: processes.count]
     title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {job.folder.name}"
     total = sum(index in missing for batch in batches for index in batch)
@@ -612,7 +565,7 @@ def _render_share(
             for index, image in zip(batch, images, strict=True):
                 task = tasks[index]
                 if index in missing and isinstance(image, str):
-                    failed.append((f"{task.place}, seed {task.prompt.seed}", image))
+                    failed.append((f"{task.where}, seed {task.prompt.seed}", image))
                 elif index in missing:
                     notes = asdict(task.prompt) | layouts[index].settings()
                     text = renderer.png_text(pipe, encoder, task.prompt, layouts[index])
@@ -624,15 +577,19 @@ def _render_share(
 
 
 def _layouts(
-    renderer: Renderer, pipe: DiffusionPipeline, tasks: Sequence[ImageTask], left_out: dict[str, str]
+    renderer: Renderer,
+    pipe: DiffusionPipeline,
+    tasks: Sequence[ImageTask],
+    prompts: Sequence[ImagePrompt],
+    left_out: dict[str, str],
 ) -> dict[int, PromptLayout]:
-    """How the prompt of each image is read, by the image's index; prints it."""
-    read, layouts = cache(lambda prompt: renderer.layout(pipe, prompt)), {}
-    for index, task in enumerate(tasks):
+    """How the prompt of each image, cleaned, is read, by the image's index; prints it."""
+    read, layouts = cache(lambda prompt: read_layout(pipe, prompt, renderer.sampling)), {}
+    for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
         try:
-            layouts[index] = read(replace(task.prompt, seed=0))
+            layouts[index] = read(replace(prompt, seed=0))
         except UserError as error:
-            left_out[task.place] = str(error)
+            left_out[task.where] = str(error)
     if not layouts:
         place, why = next(iter(left_out.items()))
         raise UserError(f"No prompt can be rendered. {place.capitalize()}: {why}")

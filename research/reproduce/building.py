@@ -8,7 +8,6 @@ from typing import Any
 
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.align.command import align
-from debias_diffusion.app.command_line import checked
 from debias_diffusion.app.options import AblateConfig, AlignConfig
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
@@ -22,7 +21,7 @@ from debias_diffusion.training.loop import train
 
 from .availability import gpu_hours
 from .contents import Contents
-from .measuring import KINDS
+from .measuring import KINDS, checked
 from .papers import Model, World, ablation_settings, describe, fill
 from .units import Unit
 

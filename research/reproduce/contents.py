@@ -9,7 +9,7 @@ from typing import Any
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import images_digest
-from debias_diffusion.data.retrieval_sets import find_root, read_retrieval_set
+from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.data.toy_scenes import is_toy_scenes
 from debias_diffusion.encoders.hub import find_commit
@@ -77,7 +77,7 @@ class Contents:
         return [data_digest(data, captions), source and self._of_images(captions.records[:limit], source)]
 
     def _of_benchmark(self, name: str, root: str, limit: int | None) -> list[str | None]:
-        benchmark = read_retrieval_set(name, find_root(name, root))
+        benchmark = read_retrieval_set(name, root)
         records = [Record(image, image, "") for image in benchmark.images[:limit]]
         return [name, benchmark.digest(), self._of_images(records, benchmark.source)]
 

@@ -1,12 +1,14 @@
 """Scores of one model in one evaluation, by query where queries can be paired."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from jsonargparse import ArgumentError
 
-from debias_diffusion.app.command_line import checked
+from debias_diffusion.app.command_line import make_options, make_parser
 from debias_diffusion.data.caption_edits import LOSING
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import FEW
@@ -20,6 +22,19 @@ SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
 
 # {score: a value for each query, or one number}
 Scores = dict[str, list[float] | float]
+
+
+def checked(options: type, values: dict[str, Any]) -> Any:
+    """An instance of a dataclass of options, its values checked as those of a command line and a file are.
+
+    Raises:
+        UserError: a value cannot be used, is unknown or is missing.
+    """
+    try:
+        values = make_parser("", options, "").parse_object(values).as_dict()
+    except ArgumentError as error:
+        raise UserError(f"Settings of {options.__name__} cannot be used: {reason(error)}") from error
+    return make_options(options, values)
 
 
 def retrieval_scores(settings: dict) -> Scores:

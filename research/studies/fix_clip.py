@@ -23,7 +23,7 @@ from debias_diffusion.clip.image_tower import MaskedPatches
 from debias_diffusion.data.retrieval import recall_ranks
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.jobs import Job
-from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, MaskedView
+from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, draw_mask
 from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.toyworld.grammar import caption, short_caption
 from debias_diffusion.toyworld.scenes import generator, scene
@@ -72,9 +72,9 @@ def unseen_texts(split: str) -> dict[str, list[str]]:
 
 def encode_images(backbone: Backbone, split: str, modules: dict[str, Tensor], discard: bool) -> Iterable[Tensor]:
     """Features of whole and of masked images, and CLS after each group's block."""
-    tower, view, parts = backbone.image, MaskedView(MASK_RATIO), []
+    tower, parts = backbone.image, []
     images = render_all([scene(split, index) for index in range(SCENES)], backbone)
-    is_masked = torch.stack([view.draw(tower.patches, 0, 0, f"{split}/{at}") for at in range(SCENES)])
+    is_masked = torch.stack([draw_mask(MASK_RATIO, tower.patches, 0, 0, f"{split}/{at}") for at in range(SCENES)])
     vector = modules.get("mask.vector", torch.zeros_like(backbone.model.visual.class_embedding))
     for pixels, rows in zip(images.split(BATCH), is_masked.split(BATCH), strict=True):
         patches = MaskedPatches(rows, None if discard else vector)

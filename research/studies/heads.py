@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.population import TextPopulation
-from debias_diffusion.ablation.problems import TextProblem, every_mask
-from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.ablation.population import Population
+from debias_diffusion.ablation.problems import Problem, every_mask
+from debias_diffusion.ablation.saved import FILE, write_ablation
 from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.sources import open_data
@@ -36,15 +36,14 @@ def suppress_best_heads(model: str, folder: Path, pairs: int = PAIRS) -> Ablatio
     features, _, _ = encode_images(backbone, records, images, 100, "cpu", f"images, {model}")
     texts = {edit: [edit_caption(record.caption, edit) for record in records] for edit in EDITS}
     batches = {edit: [backbone.tokenize(part) for part in _split(of_edit)] for edit, of_edit in texts.items()}
-    problem = TextProblem(TextPopulation(backbone.text, 0.0), features, batches)
-    problem.make_margins()
+    problem = Problem(Population(backbone.text, 0.0), features, batches)
     blocks, heads = problem.shape
     read = every_mask(blocks - 1, heads)
     masks = torch.cat([read, torch.zeros(len(read), heads, dtype=torch.bool)], dim=1)
     best = masks[problem.fitness(problem.encode(masks), None).argmax()].view(blocks, heads)
     ablation = Ablation.of_mask("text", best, 0.0)
     folder.mkdir(parents=True, exist_ok=True)
-    write_ablation(folder, model, backbone, ablation)
+    write_ablation(folder / FILE, model, backbone, ablation)
     return ablation
 
 

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from debias_diffusion.encoders.spec import load_two_tower
-from debias_diffusion.eval.images.mentions import sentences_needed, truncated
+from debias_diffusion.eval.images.mentions import sentences_by_chunk, sentences_needed
 from debias_diffusion.eval.report import Table
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import STYLES, full_caption
@@ -125,7 +125,7 @@ def hidden_states(base: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         rng = generator(SPLIT, index, "probe")
         scene = draw_scene(rng, 1, 3)
         caption = full_caption(scene, rng, STYLES[index % len(STYLES)])
-        read = set(truncated(caption, lambda text: len(pipe.tokenizer(text).input_ids) - 2))
+        read = set(sentences_by_chunk(caption, lambda text: len(pipe.tokenizer(text).input_ids) - 2, "cut")[0])
         needed = sentences_needed(caption)
         for thing in scene.things:
             if needed[thing.place] <= read:

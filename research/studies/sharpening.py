@@ -65,7 +65,7 @@ class Watched(AttnProcessor):
 @torch.no_grad()
 def measure(positions: int, encoder: str, count: int) -> dict[float, dict[str, float]]:
     """By factor, the means over the first so many prompts of this length."""
-    sampling = Sampling(STEPS, GUIDANCE_SCALE)
+    sampling = Sampling(steps=STEPS, guidance_scale=GUIDANCE_SCALE)
     pipe = Renderer("toy/sdxl", sampling, CPU).pipeline(EncoderSpec.parse(encoder))
     prompts, tokens, sentences, number = [], [], [], 0
     while len(prompts) < count:

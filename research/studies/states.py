@@ -183,7 +183,10 @@ class Images:
         """Draws what is missing; `change` makes other `prompt_embeds` of the original's and the texts."""
         files = self.files(row)
         wanted = [index for index, file in enumerate(files) if not file.exists()]
-        pipe, sampling = self.pipe.set_long_prompt(reading=reading), Sampling(STEPS, guidance_scale)
+        pipe, sampling = (
+            self.pipe.set_long_prompt(reading=reading),
+            Sampling(steps=STEPS, guidance_scale=guidance_scale),
+        )
         layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
         for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
             embeddings = encode(pipe, [self.prompts[index] for index in batch], sampling)

@@ -26,21 +26,23 @@ from pathlib import Path
 import open_clip
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.retrieval import encode_images, recall_ranks
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.devices import pick_device
-from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
+from debias_diffusion.files import read_json, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.toyworld.scenes import base_scene
 from research.toymodels.clip import draw_indices, draw_text, new_clip, render_all
+from research.toymodels.scenes import base_scene
 from research.toymodels.stage import run_stage
 
 from .harness import CPU, machine, publish, read_options
@@ -115,21 +117,21 @@ def run_seed(job: Job, seed: int, steps: int) -> dict[str, dict]:
     """
     teacher = load_two_tower(TEACHER)
 
-    def encode_scenes() -> dict[str, Tensor]:
-        return {"features": teacher_features(teacher, render_all(map(base_scene, range(SCENES)), teacher))}
+    def encode_scenes(file: Path) -> None:
+        save_tensors({"features": teacher_features(teacher, render_all(map(base_scene, range(SCENES)), teacher))}, file)
 
-    features = job.tensors("features", encode_scenes)["features"]
+    features = load_file(job.ensure("features", encode_scenes))["features"]
     captions, scenes = read_toy_scenes(f"toy/test-{seed}")
     results = {}
     for name, causal in MASKS.items():
         folder = job.folder / f"seed-{seed}" / name.replace(" ", "-")
 
-        def scores(folder=folder, causal=causal) -> dict:
+        def write_scores(file: Path, folder=folder, causal=causal) -> None:
             backbone = train_tower(folder, teacher, causal, seed, steps, features)
             images, _, _ = encode_images(teacher, captions.records, scenes, 250, "cpu")
-            return score(backbone, images, [record.caption for record in captions.records], causal)
+            write_json(file, score(backbone, images, [record.caption for record in captions.records], causal))
 
-        recall = job.json(f"seed-{seed}/{name}", scores)
+        recall = read_json(job.ensure(f"seed-{seed}/{name}", write_scores))
         lost = {f"lost {edit}": 100 * (1 - recall[edit] / recall[base]) for edit, base in BASES.items()}
         results[name] = {"steps": steps, "machine": machine(CPU)} | recall | lost
     return results
@@ -156,7 +158,7 @@ def make_base(folder: Path, steps: int, scenes: int = SCENES) -> None:
     """Trains the base model, FOLDER/model, and writes the pairs of its fine-tuning, FOLDER/pairs."""
     write_pairs(folder / "pairs", HELD_OUT, TRAINED_ON, "train-2")
     device = pick_device()
-    teacher = load_backbone(TEACHER).eval()
+    teacher = load_two_tower(TEACHER)
     backbone = _new_base(teacher)
     for reader in (teacher, backbone):
         reader.to(device)

@@ -22,7 +22,6 @@ from debias_diffusion.encoders.weight_difference import save_fine_tuned
 from debias_diffusion.files import atomic_file, atomic_folder, write_json
 from debias_diffusion.toyworld.grammar import STYLES, caption
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.toyworld.vocabulary import learn_tokenizer
 from debias_diffusion.training.loop import train
 
 from ..options import ToyModelsConfig
@@ -34,6 +33,7 @@ from .scores import score_checker, score_clip, score_sdxl
 from .second_text_encoder import train_second_text_encoder
 from .unet import Pairs, encode_pairs, train_unet
 from .vae import train_vae
+from .vocabulary import learn_tokenizer
 
 _MERGES = 400
 _VOCABULARY_FROM = 5000  # captions

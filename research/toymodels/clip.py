@@ -25,8 +25,9 @@ from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.grammar import STYLES, short_caption
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, base_scene, generator
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, generator
 
+from .scenes import base_scene
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77
@@ -133,7 +134,7 @@ def draw_text(index: int, purpose: str) -> str:
 def encode_patches(backbone: Backbone, pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Images -> features [batch, embed_dim], and the patches' states after the final norm [batch, patches, width]"""
     tower = backbone.image
-    hidden_states = tower.embed(backbone.normalise(pixels))
+    hidden_states = tower.embed(backbone.as_floats(pixels))
     for block in range(tower.depth):
         hidden_states = tower.run_block(block, hidden_states)
     return tower.project(hidden_states), tower.visual.ln_post(hidden_states[:, 1:])

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.retrieval import recall_at_k
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.toyworld.checker import compare
+from debias_diffusion.toyworld.checker import compare, read_image
 from debias_diffusion.toyworld.grammar import caption, short_prompt
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
@@ -98,7 +98,7 @@ def score_sdxl(
 
 
 def _contents(pictures: Sequence[Image.Image], scenes: Sequence[Scene]) -> dict[str, float]:
-    compared = [compare(picture, true_scene) for picture, true_scene in zip(pictures, scenes, strict=True)]
+    compared = [compare(read_image(picture), true_scene) for picture, true_scene in zip(pictures, scenes, strict=True)]
     asked, filled = (sum(len(getattr(comparison, name)) for comparison in compared) for name in ("correct", "filled"))
     right = sum(sum(comparison.correct.values()) for comparison in compared)
     shares = {

@@ -15,9 +15,10 @@ from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.sentences import join_sentences
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import STYLES, long_caption
-from debias_diffusion.toyworld.scenes import base_scene, generator
+from debias_diffusion.toyworld.scenes import generator
 
 from .clip import CAPTIONING_WEIGHT, CONFIG, CONTEXT_LENGTH, draw_indices, encode_patches, new_captioner, render_all
+from .scenes import base_scene
 from .stage import run_stage
 
 _MOST_SENTENCES = 5  # as many as 77 tokens hold

@@ -84,7 +84,7 @@ def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
         assert captions.records[0].sample_id == "a/0" and all(record.caption for record in captions.records)
         modes = []
         preprocess = lambda image: modes.append(image.mode) or image  # noqa: E731
-        dataset = CaptionDataset(captions.records, images, preprocess, tokenizer, method, 0, lambda epoch: [0])
+        dataset = CaptionDataset(captions.records, images, preprocess, 0, lambda epoch: [0], tokenizer, method)
         for index, record in enumerate(captions.records):
             assert is_there(images, record.image)
             with no_hang():

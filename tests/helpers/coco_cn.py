@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from debias_diffusion.data import retrieval_layouts
+from debias_diffusion.data.retrieval_sets import COCO_CN_FILE
 
 COLOURS = ("red", "green", "blue", "white", "grey", "black")
 
@@ -34,7 +34,7 @@ def coco_cn(root: Path, splits: tuple[str, ...]) -> dict:
         for name in members
     }
     lines = [(name, f"{name}#{n}\t{caption}\n") for name, texts in captions.items() for n, caption in enumerate(texts)]
-    write(root / retrieval_layouts.COCO_CN_FILE, "".join(line for _, line in sorted(lines)))
+    write(root / COCO_CN_FILE, "".join(line for _, line in sorted(lines)))
     write(root / "imageid.manually-translated-caption.txt", "".join(f"{name}#0\t翻译。\n" for name in captions))
     for split, members in names.items():
         write(root / f"coco-cn_{split}.txt", "".join(f"{name}\n" for name in members))

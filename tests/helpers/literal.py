@@ -52,22 +52,22 @@ def literal_text(backbone, tokens):
     return projection(pooled) if callable(projection) else pooled @ projection
 
 
-def literal_ranks(images, texts, image_of, of_texts=None, of_images=None):
+def literal_ranks(images, texts, image_of, candidates=None):
     """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals.
 
-    Among all, or among the rows of images for each text, `of_texts`, and of texts for each image, `of_images`.
+    Texts among all images, or each among its `candidates`, rows of images.
     """
     images, texts = ([row / row.norm() if row.norm() > 0 else row for row in rows.double()] for rows in (images, texts))
     cosine = [[float(image @ text) for text in texts] for image in images]
-    of_texts, of_images = of_texts or [range(len(images))] * len(texts), of_images or [range(len(texts))] * len(images)
+    candidates, rows = candidates or [range(len(images))] * len(texts), range(len(texts))
     text_ranks = [
-        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in of_texts[t] if i != owner)
+        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in candidates[t] if i != owner)
         for t, owner in enumerate(image_of)
     ]
     image_ranks = [
         min(
-            1 + sum(cosine[i][t] >= cosine[i][own] - 1e-6 for t in of_images[i] if image_of[t] != i)
-            for own in of_images[i]
+            1 + sum(cosine[i][t] >= cosine[i][own] - 1e-6 for t in rows if image_of[t] != i)
+            for own in rows
             if image_of[own] == i
         )
         for i in range(len(images))

@@ -22,9 +22,9 @@ class Watched:
             self._alive["generators"].append(weakref.ref(pipe.unet))
             return pipe
 
-        def init_watched(built, *arguments):
+        def init_watched(built, *arguments, **options):
             self._check("generators")
-            init(built, *arguments)
+            init(built, *arguments, **options)
             self._alive["networks"].append(weakref.ref(built.model))
 
         monkeypatch.setattr(rendering, "load_pipeline", load_watched)

@@ -11,7 +11,7 @@ from helpers.tiny_clip import everyday
 from helpers.tiny_data import caption
 from torch import nn
 
-from debias_diffusion.data.dataset import Collate, Sample
+from debias_diffusion.data.dataset import Sample, collate
 from debias_diffusion.training.step import backward
 
 CPU = Accelerator(cpu=True)
@@ -24,7 +24,7 @@ def make_batch(backbone, method, size, first):
         sample = caption(index), backbone.tokenizer, 0, 0, str(index)
         captions, views = method.captions(*sample), method.views(image, *sample)
         samples.append(Sample((0, index, index), str(index), image, captions, views=views))
-    return Collate(backbone.tokenizer, method)(samples)
+    return collate(samples, backbone.tokenizer, method)
 
 
 def prepared(backbone, method, size=6, first=0):
@@ -34,8 +34,8 @@ def prepared(backbone, method, size=6, first=0):
     """
     backbone.stretch()
     torch.manual_seed(1)
-    method.prepare(backbone)
-    method, modules = method.bind(backbone), method.modules(backbone)
+    method = method.prepare(backbone)
+    modules = method.modules(backbone)
     modules = nn.ModuleDict(modules) if modules else None
     backbone.double()
     everyday(backbone.model)

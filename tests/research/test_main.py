@@ -1,7 +1,5 @@
 """`python -m research`: its commands, and that options are read as those of the package are."""
 
-from importlib import import_module
-
 import pytest
 import yaml
 
@@ -18,9 +16,7 @@ def run(*arguments: str) -> int:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_names_what_exists_and_has_help(name, capsys):
     command = COMMANDS[name]
-    for place in (command.options, command.function):
-        module, _, attribute = place.partition(":")
-        assert callable(getattr(import_module(f"research.{module}"), attribute))
+    assert callable(command.load())
     assert run(name, "--help") == 0
     out = capsys.readouterr().out
     assert f"usage: python -m research {name} " in out and command.summary[1:] in " ".join(out.split())

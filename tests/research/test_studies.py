@@ -57,7 +57,7 @@ def test_states_are_exchanged_shifted_and_mapped_back():
 
 
 def test_unchanged_states_are_those_that_the_pipeline_reads():
-    texts, sampling = [caption("development", index).text for index in range(2)], Sampling(1, 3.0)
+    texts, sampling = [caption("development", index).text for index in range(2)], Sampling(steps=1, guidance_scale=3.0)
     prompts, name = [ImagePrompt(text) for text in texts], "toy/debias-clip"
     base, drifted = (encode(load_pipeline(states.BASE, encoder, CPU), prompts, sampling) for encoder in (None, name))
     reader = StatesReader.load(EncoderSpec.parse(name), CPU)

@@ -1,21 +1,25 @@
 """How the toy models are made: stages that continue, the base CLIP, and what the UNet learns from."""
 
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.untrained_toys import untrained_models
 from torch import nn
+from transformers import CLIPTokenizer
 
+from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import generator, scene
-from debias_diffusion.toyworld.vocabulary import learn_tokenizer
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, generator, scene
 from research.toymodels import clip, prepared_unet, stage, unet
 from research.toymodels.clip import encode, render_all, train_clip
+from research.toymodels.scenes import base_scene
 from research.toymodels.stage import run_stage
 from research.toymodels.vae import SIZE, as_input, picture_tensor
+from research.toymodels.vocabulary import learn_tokenizer
 
 # ---- stages
 
@@ -43,11 +47,41 @@ def test_a_killed_stage_ends_as_an_unbroken_one(tmp_path):
     assert len(logs[0]) == len(logs[1]) == 12  # a step that was made again is logged once
 
 
+# ---- scenes and the tokenizer
+
+
+def test_base_models_learn_from_few_objects_and_exchanged_ones():
+    rows = [[base_scene(ARRANGEMENTS * family + n) for n in range(ARRANGEMENTS)] for family in range(1000)]
+    counts = Counter(len(row[0].things) for row in rows)  # a third one, a third two, and a fifth of the others
+    assert set(counts) == {1, 2, 3, 4, 5, 6} and 280 < counts[1] < 390 and 340 < counts[2] < 460
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return learn_tokenizer((caption("train", i).text for i in range(1000)), merges=400)
+
+
+def test_every_word_of_captions_is_a_token_and_they_have_at_most_200(tokenizer):
+    counter = CaptionTokenizer(tokenizer, 248)
+    texts = [caption("development", i).text for i in range(500)]
+    counts = [counter.count(text) for text in texts]
+    assert min(counts) >= 88 and max(counts) <= 200
+    assert all(token.endswith("</w>") for text in texts[:50] for token in tokenizer.tokenize(text))
+
+
+def test_the_tokenizer_is_laid_out_as_clips_and_saved_whole(tokenizer, tmp_path):
+    assert tokenizer.eos_token_id == len(tokenizer) - 1 and tokenizer.bos_token_id == len(tokenizer) - 2
+    text = "a giraffe , naïve 猫 👍"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
+    tokenizer.save_pretrained(tmp_path)
+    assert CLIPTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids == ids
+
+
 # ---- the base model
 
 
-def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, monkeypatch, full_precision):
-    tokenizer = learn_tokenizer((caption("train", i).text for i in range(1000)), merges=400)
+def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, monkeypatch, full_precision, tokenizer):
     monkeypatch.setattr(stage, "_LOG_EVERY", 5)
     backbone = train_clip(tmp_path / "clip", tokenizer, scenes=8, steps=30, batch=8)
     losses = [json.loads(line)["loss"] for line in (tmp_path / "clip" / "log.jsonl").read_text().splitlines()]
@@ -65,7 +99,7 @@ def test_the_base_clip_learns_and_is_an_ordinary_backbone(tmp_path, monkeypatch,
     torch.testing.assert_close(trained_image, image, rtol=0, atol=1e-5)
     torch.testing.assert_close(hidden_states, backbone.text.penultimate_states(tokens, pad=0), rtol=0, atol=1e-5)
     # What training drew and scaled itself is what the model's own transform gives.
-    drawn = backbone.normalise(render_all([scene("train", 0), scene("train", 1)], backbone))
+    drawn = backbone.as_floats(render_all([scene("train", 0), scene("train", 1)], backbone))
     torch.testing.assert_close(drawn[1], backbone.preprocess(pictures[1]), rtol=0, atol=1e-6)
 
 

@@ -207,6 +207,7 @@ from debias_diffusion.processes import Processes
 @dataclass
 class Nothing:
     '''No options.'''
+    __module__ = "debias_diffusion.work"
 
 
 def work(_):
@@ -222,8 +223,8 @@ def work(_):
         raise [UserError("A fault of one process."), KeyboardInterrupt(), RuntimeError("A bug.")][processes.index - 1]
 
 
-sys.modules["debias_diffusion.work"] = sys.modules["__main__"]
-cli.COMMANDS["work"] = cli.Command("work", "work:Nothing", "work:work", "")
+sys.modules[Nothing.__module__] = sys.modules["__main__"]
+cli.COMMANDS["work"] = cli.Command(Nothing, "work:work", "")
 cli.main(["work"])
 """
 

@@ -8,7 +8,6 @@ import time
 from diffusers import StableDiffusionXLPipeline
 
 from debias_diffusion.app.fine_tuning import RECIPES
-from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.toyworld.shipped import shipped
 from research.toymodels.scores import score_clip, score_sdxl
@@ -16,7 +15,7 @@ from research.toymodels.scores import score_clip, score_sdxl
 
 def test_the_base_clip_is_shortsighted():
     """With fewer scenes than in the scores that come with the weights, and so with higher numbers."""
-    recall = score_clip(load_backbone("toy/clip"), "test", 300)
+    recall = score_clip(load_two_tower("toy/clip"), "test", 300)
     whole, swapped, removed = (recall[edit]["t2i_r1"] for edit in ("keep", "move4", "remove"))
     assert whole > 30
     assert swapped < 0.75 * whole and removed < 0.5 * whole

@@ -17,7 +17,7 @@ from helpers.tiny_sdxl import assemble
 from PIL import Image
 
 from debias_diffusion.clip.image_tower import MaskedPatches
-from debias_diffusion.methods.fix_clip import MaskedView
+from debias_diffusion.methods.fix_clip import draw_mask
 from debias_diffusion.pipelines import with_long_prompts
 
 
@@ -86,7 +86,7 @@ def test_compiled_towers_give_the_same(family, checkpointing):
 
 def test_a_compiled_image_tower_with_prompts_gives_the_same():
     backbone, images = prompted(), pixels()
-    masked = MaskedPatches(torch.stack([MaskedView(0.5).draw(N, 0, 0, str(at)) for at in range(3)]), None)
+    masked = MaskedPatches(torch.stack([draw_mask(0.5, N, 0, 0, str(at)) for at in range(3)]), None)
     expected = backbone.image.encode_with_masked(images, [0, 3], masked)
     torch.compiler.reset()
     backbone.compile(backend="aot_eager")

@@ -52,7 +52,7 @@ def test_a_second_build_trains_nothing(built, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_shipped_two_tower_is_the_one_that_was_trained(built, recipe):
-    trained, base = load_backbone(str(built[0] / recipe / "last")), load_backbone("toy/clip")
+    trained, base = load_backbone(str(built[0] / recipe / "last")), load_two_tower("toy/clip")
     assert base.context_length == 77
     base.stretch()
     loaded, start = load_two_tower(f"toy/{recipe}"), base.model.state_dict()

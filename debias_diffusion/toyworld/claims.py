@@ -4,7 +4,7 @@ A symbolic reader: it resolves "it", "the star" and "the same colour as the ring
 So it says how much a text that is truncated, or read in chunks, can tell at most.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,16 +65,6 @@ def resolve(claims: Mapping[int, Claim | None]) -> Facts:
     return known
 
 
-def resolve_apart(parts: Iterable[Mapping[int, Claim | None]]) -> Facts:
-    """`resolve`, of texts that are read one by one, such as the chunks of a prompt."""
-    places: Facts = {}
-    for part in parts:
-        for place, attributes in resolve(part).items():
-            for attribute, fact in attributes.items():
-                places.setdefault(place, {}).setdefault(attribute, fact)
-    return places
-
-
 def _learn(known: Facts, number: int, claim: Claim, claims: Mapping[int, Claim | None]) -> bool:
     """Whether the claim could be resolved; what it says is added to `known`."""
     referent = _resolve(known, number, claim.about, claims)
@@ -108,7 +98,5 @@ def _resolve(
             return None
         return places[0], here.union(*(known[places[0]][attribute].sentences for attribute in named))
     before = claims.get(number - 1)
-    if before is None:
-        return None
-    referent = _resolve(known, number - 1, before.about, claims)
+    referent = before and _resolve(known, number - 1, before.about, claims)
     return referent and (referent[0], here | referent[1])

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
 
-from ..text.tokens import byte_symbols, clean, clip_tokenizer, make_clip_tokenizer
+from debias_diffusion.text.tokens import byte_symbols, clean, clip_tokenizer, make_clip_tokenizer
 
 
 def learn_tokenizer(captions: Iterable[str], merges: int, context_length: int = 77) -> CLIPTokenizer:

@@ -1,0 +1,42 @@
+"""How images are rendered: options that `generate`, the evaluations and the demo share. Imports nothing large."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from debias_diffusion.limits import Checked, Guidance, Rule, Side, Steps
+from debias_diffusion.text.chunks import MOST_SHARPENING
+
+# diffusers' classes of one UNet evaluation per step
+Scheduler = Literal[
+    "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "DPMSolverMultistepScheduler",
+    "DDIMScheduler",
+    "UniPCMultistepScheduler",
+]
+Sharpening = Annotated[
+    float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
+]
+
+
+@dataclass(kw_only=True)
+class ImageOptions(Checked):
+    """What decides an image besides its prompt, its seed and the models.
+
+    Attributes:
+        steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50. null is the checkpoint's own
+            number: 30, and 20 for toy/sdxl.
+        guidance_scale: How strongly the prompt is followed, at most 1000; 1 is no guidance and half the time. null is
+            the checkpoint's own: 7, above diffusers' 5, for the details of long prompts, and 3 for toy/sdxl; above 10
+            colours oversaturate.
+        height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
+        width: Pixels, as height.
+        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
+            changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
+    """
+
+    steps: Steps | None = None
+    guidance_scale: Guidance | None = None
+    height: Side | None = None
+    width: Side | None = None
+    sharpen: Sharpening = 1.0
