@@ -1,6 +1,6 @@
 """Scores of one model in one evaluation, by query where queries can be paired."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from ..options import ColaConfig
 
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
 
-# {score: a value for each query, or one number}
-Scores = dict[str, list[float] | float]
+# {score: the fields of `papers.Queries`, or one number}
+Scores = dict[str, dict[str, list] | float]
 
 
 def checked(options: type, values: dict[str, Any]) -> Any:
@@ -40,11 +40,18 @@ def checked(options: type, values: dict[str, Any]) -> Any:
 def retrieval_scores(settings: dict) -> Scores:
     """R@1 ("t2i", "i2t") and mean-R ("mean-R t2i", "mean-R i2t", "mean-R" of both) of every query, in percent."""
     [result] = retrieval_ranks(checked(RetrievalConfig, settings)).values()
-    scores, means = {}, []
+    scores, means, groups = {}, [], result["groups"]
     for short, direction in SHORT.items():
         means.append(np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0))
-        scores |= {short: hits(result["ranks"][direction], 1).tolist(), f"mean-R {short}": means[-1].round(4).tolist()}
-    return scores | ({"mean-R": np.mean(means, axis=0).tolist()} if len(set(map(len, means))) == 1 else {})
+        scores[short] = _queries(hits(result["ranks"][direction], 1), groups[direction])
+        scores[f"mean-R {short}"] = _queries(means[-1].round(4), groups[direction])
+    if len(means[0]) == len(means[1]):
+        scores["mean-R"] = _queries(np.mean(means, axis=0), groups["image_to_text"])
+    return scores
+
+
+def _queries(values: np.ndarray, groups: Sequence[str]) -> dict[str, list]:
+    return {"above": values.tolist(), "below": [1.0] * len(values), "groups": list(groups)}
 
 
 def robustness_scores(settings: dict) -> Scores:
@@ -55,8 +62,9 @@ def robustness_scores(settings: dict) -> Scores:
     losing = [edit for edit in edits if edit in LOSING and LOSING[edit].base in edits]
     scores = {}
     for short, direction in SHORT.items():
-        scores |= {f"{short} {edit}": result.of(edit, direction).tolist() for edit in edits}
-        scores |= {f"{short} drop {edit}": result.drop(edit, direction).tolist() for edit in losing}
+        groups = result.groups[direction]
+        scores |= {f"{short} {edit}": _queries(result.of(edit, direction), groups) for edit in edits}
+        scores |= {f"{short} drop {edit}": _queries(result.drop(edit, direction), groups) for edit in losing}
     return scores
 
 
