@@ -80,6 +80,7 @@ class _Search:
 
     def __init__(self, config: AblateConfig):
         self.config, self.output = config, Path(config.output)
+        self.score = "mean_r" if config.recall == "both" else f"mean_r_{config.recall}"
         spec = EncoderSpec.parse(config.model)
         self.seen_before = read_seen(spec)
         self.device = pick_device(config.device)
@@ -119,9 +120,9 @@ class _Search:
         before, after = content["recall"]["before"], content["recall"]["after"]
         rows = [[name, before[name], after[name]] for name in before]
         print("\n" + Table(["on the pairs of the search", "before", "after"], rows).markdown())
-        if after["mean_r"] < before["mean_r"]:
+        if after[self.score] < before[self.score]:
             print(
-                f"\nmean-R fell from {before['mean_r']:.1f} to {after['mean_r']:.1f}, "
+                f"\nmean-R fell from {before[self.score]:.1f} to {after[self.score]:.1f}, "
                 f"{_FELL.get(config.search, _MARGIN_FELL)}"
             )
         print(f"\nAblated: {', '.join(content['heads']) or 'none'}\nNext: debias-diffusion evaluate all --encoders "
@@ -185,7 +186,7 @@ class _Search:
                 return descend(*pairs, self.backbone.logit_scale.exp(), self.job, *settings)
         match config.search:
             case "single" | "naive":
-                mask = better_alone(self._probe(problem).values(), best=config.search == "single")
+                mask = better_alone(self._probe(problem).values(), self.score, best=config.search == "single")
             case "all":
                 mask = fittest(problem, every_mask(*problem.shape))
             case "ga":
@@ -202,7 +203,7 @@ class _Search:
 
     def _show_probe(self) -> None:
         by_head = self._probe()
-        untouched, *alone = (row["mean_r"] for row in by_head.values())
+        untouched, *alone = (row[self.score] for row in by_head.values())
         title = f"mean-R with one head suppressed ({untouched:.1f} with none)"
         values = np.reshape(alone, self.shape)
         write_png(self.output / PICTURE, draw_heads(values, title, untouched))

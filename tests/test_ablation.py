@@ -235,15 +235,23 @@ def test_every_search_finds_what_was_planted(problem):
     parts = [problem.margins[name](images, texts[name], 0) for name in ("whole", "shorter")]
     close(problem.fitness((images, texts), 0), (parts[0] + parts[1]) / 2)
     recalls = list(probe(problem).values())
-    untouched, *alone = [row["mean_r"] for row in recalls]
-    assert better_alone(recalls).tolist() == [recall > untouched for recall in alone]
+    score = "mean_r_text_to_image"
+    untouched, *alone = [row[score] for row in recalls]
+    assert better_alone(recalls, score).tolist() == [recall > untouched for recall in alone]
     best = alone.index(max(alone))
-    assert better_alone(recalls, best=True).nonzero().tolist() == [[best]] and PLANTED[best]
-    assert not better_alone([recalls[1 + best], *recalls[1:]], best=True).any()  # no head raises that
+    assert better_alone(recalls, score, best=True).nonzero().tolist() == [[best]] and PLANTED[best]
+    assert not better_alone([recalls[1 + best], *recalls[1:]], score, best=True).any()  # no head raises that
     _, history = genetic_search(problem, generations=3, efficient=True)  # leaves out what ablates most
     for generation in history:
         assert torch.equal(generation.fitness.isinf(), generation.masks.double().mean(dim=1) > 0.6)
     assert any(generation.fitness.isinf().any() for generation in history)
+
+
+def test_heads_are_judged_by_the_recall_that_is_named():
+    names = ("mean_r", "mean_r_text_to_image")
+    rows = [dict(zip(names, row, strict=True)) for row in ((50, 50), (60, 40), (40, 60))]
+    assert [better_alone(rows, name).tolist() for name in names] == [[True, False], [False, True]]
+    assert AblateConfig("toy/clip", "x", data="toy/validation").recall == "text_to_image"  # as in the paper
 
 
 def test_a_gain_within_rounding_ablates_nothing(problem):

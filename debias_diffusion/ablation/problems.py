@@ -151,7 +151,8 @@ class Problem:
 
 
 def recalls(encoded: Encoded) -> list[dict[str, float]]:
-    """Of the first set: R@1, 5 and 10 in both directions and their mean, "mean_r", of each ablation, in percent."""
+    """Of the first set, of each ablation, in percent: R@1, 5 and 10 in both directions, and the means "mean_r" of both
+    and "mean_r_text_to_image"."""
     images, sets = encoded
     rows = []
     for pair in zip(*torch.broadcast_tensors(images, next(iter(sets.values()))), strict=True):
@@ -159,7 +160,8 @@ def recalls(encoded: Encoded) -> list[dict[str, float]]:
         features = (F.normalize(part, dim=-1).cpu() for part in pair)
         by_direction = recall_at_k(*features, [k for k in KS if k <= images.shape[1]])
         flat = {f"{direction}_{k}": value for direction, by_k in by_direction.items() for k, value in by_k.items()}
-        rows.append(flat | {"mean_r": sum(flat.values()) / len(flat)})
+        t2i = by_direction["text_to_image"].values()
+        rows.append(flat | {"mean_r": sum(flat.values()) / len(flat), "mean_r_text_to_image": sum(t2i) / len(t2i)})
     return rows
 
 
@@ -190,14 +192,15 @@ def probe(problem: Problem) -> dict[str, dict[str, float]]:
     return dict(zip(names, [*recalls(problem.untouched), *recalls(alone)], strict=True))
 
 
-def better_alone(recalls: Iterable[dict[str, float]], best: bool = False) -> Tensor:
-    """[heads of all blocks] the heads whose ablation alone raises mean-R, if any.
+def better_alone(recalls: Iterable[dict[str, float]], score: str, best: bool = False) -> Tensor:
+    """[heads of all blocks] the heads whose ablation alone raises a recall, if any.
 
     Args:
         recalls: the values of `probe`.
+        score: "mean_r_text_to_image", as in the paper (Tables 1, 2, 12 and 17), or another of `recalls`.
         best: only the head that raises it most (Table 1).
     """
-    mean_r = torch.tensor([row["mean_r"] for row in recalls], dtype=torch.float64)
+    mean_r = torch.tensor([row[score] for row in recalls], dtype=torch.float64)
     better, highest = mean_r[1:] > mean_r[0], mean_r[1:].argmax()
     return better & (torch.arange(len(better)) == highest) if best else better
 

@@ -111,7 +111,8 @@ def cola_scores(settings: dict) -> Scores:
     """Whether each of Cola's items is right, or the average precision of each class, in percent ("t2i")."""
     [encoder] = evaluate_cola(checked(ColaConfig, settings))["encoders"].values()
     scores = encoder["scores_percent"]
-    return {"t2i": list(scores.values() if isinstance(scores, dict) else scores)}
+    values = [*scores.values()] if isinstance(scores, dict) else scores
+    return {"t2i": _queries(np.array(values), [str(item) for item in range(len(values))])}
 
 
 # {kind: from an evaluation's settings, `encoders` and `output` among them, to scores}
