@@ -34,6 +34,7 @@ Tower = Literal["image", "text"]
 Layer = Literal["penultimate", "last"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 KEEP = 20  # Long-CLIP: the first 20 positions are well trained and are kept
+SHAREGPT4V_HELD_OUT = 1000  # its first entries, a validation set; as many of other data are held out or evaluated
 FACTOR = 4  # positions that each of the others is stretched to
 
 MOST = 10**9  # of counts, rates and weights

@@ -20,7 +20,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
 from debias_diffusion.data.images import ImageSource
-from debias_diffusion.data.records import SHAREGPT4V_HELD_OUT, Record
+from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
@@ -29,6 +29,7 @@ from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import write_json
 from debias_diffusion.jobs import Job
+from debias_diffusion.limits import SHAREGPT4V_HELD_OUT
 
 from .report import Table, versions, write_png
 

@@ -12,8 +12,6 @@ import numpy as np
 
 from ..files import open_regular
 
-SHAREGPT4V_HELD_OUT = 1000  # its first entries, a validation set; as many of other data are held out or evaluated
-
 
 @dataclass(frozen=True)
 class Record:

@@ -16,10 +16,10 @@ from typing import TextIO
 
 from ..errors import UserError, near_matches
 from ..files import bytes_digest, open_regular, read_file, read_json
+from ..limits import SHAREGPT4V_HELD_OUT
 from .bad_records import BadRecord, leave_out
 from .captions import answer_of, check_object, fold, is_text, parse_object, utf8
 from .images import ImageFolder, ImageSource, is_there
-from .records import SHAREGPT4V_HELD_OUT
 
 FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
 SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"

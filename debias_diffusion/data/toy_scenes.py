@@ -8,12 +8,13 @@ from pathlib import Path
 from PIL import Image
 
 from ..errors import UserError, near_matches
+from ..limits import SHAREGPT4V_HELD_OUT
 from ..toyworld.grammar import Caption, caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import SPLITS, Scene, scene
 from .captions import Captions
 from .images import digest_of
-from .records import SHAREGPT4V_HELD_OUT, PackedRecords, Record
+from .records import PackedRecords, Record
 
 _PREFIX, _TRAINED_ON = "toy/", "train"
 _SHORT, _REFERRING = "short-", "referring-"  # before a split: within 77 tokens; captions that refer back

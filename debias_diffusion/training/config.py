@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ..data.records import SHAREGPT4V_HELD_OUT
 from ..encoders.spec import EncoderSpec, Kind
 from ..errors import UserError
 from ..limits import (
     FACTOR,
     KEEP,
+    SHAREGPT4V_HELD_OUT,
     BelowOne,
     Checked,
     LearningRate,

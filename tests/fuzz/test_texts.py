@@ -102,11 +102,11 @@ def test_a_data_file_is_read_or_refused_and_every_entry_counts(tmp_path):
 
 
 def counted_prompts(path) -> int:
-    prompts, left_out = read_prompts(path)
-    assert prompts and all(prompt.text and prompt.where for prompt in prompts)
-    numbers = [prompt.number for prompt in prompts]
-    assert numbers == sorted(set(numbers))
-    return len(prompts) + len(left_out)
+    tasks, left_out = read_prompts(path)
+    assert tasks and all(task.prompt.prompt and task.where for task in tasks)
+    names = [task.name for task in tasks]
+    assert names == sorted(set(names))
+    return len(tasks) + len(left_out)
 
 
 ROW = st.fixed_dictionaries(
@@ -127,7 +127,7 @@ def test_a_file_of_prompts_is_read_or_refused_and_every_line_counts(tmp_path):
         cells[at] = cells[at][:place] + quote + cells[at][place:]
         (tmp_path / "p.csv").write_text("\n".join(["prompt,seed", *cells]))
         if prompts_and_bad := refused_or(read_prompts, tmp_path / "p.csv"):
-            drawn = {prompt.text for prompt in prompts_and_bad[0]}
+            drawn = {task.prompt.prompt for task in prompts_and_bad[0]}
             lost = [number for number in range(size) if number != at and f"prompt {number}; a" not in drawn]
             assert len(lost) <= len(prompts_and_bad[1]), f"{lost} are neither drawn nor named"
         for path in tmp_path.iterdir():
