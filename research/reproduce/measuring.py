@@ -61,7 +61,7 @@ def robustness_scores(settings: dict) -> Scores:
 
 
 def attention_scores(settings: dict) -> Scores:
-    """How EOT's attention changes over 100 positions ("slope" before the softmax, "slope move4" with sentence 4 first).
+    """How EOT's attention changes over 100 positions, in standard deviations ("slope move4": with sentence 4 first).
 
     The slope is of the least-squares line through the means of the positions that a tenth of the captions reach,
     weighted by how many do; SOT is left out, as in Figure 1b.
