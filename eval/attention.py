@@ -1,7 +1,7 @@
 """The attention from EOT to every position of long captions (Figures 1b and S6 to S8 of the paper)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise, product
@@ -25,7 +25,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.text.tokens import CaptionTokenizer
 
-from .intervals import mean_interval
+from .intervals import group_numbers, mean_interval
 from .options import AttentionConfig
 from .report import FEW, Table, draw_by_position
 from .session import Pairs, Session, read_source
@@ -35,10 +35,9 @@ EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
 QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
 # First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
 BANDS = ((1, 25), (26, 50), (51, 100), (101, None))
-NOTES = (  # the second with the scale "hidden"
-    "Before the softmax only differences within one encoder are meaningful: compare how far the curves fall, not how "
-    "high they are.",
-    "Before the softmax on the scale of the paper's equations 1 and 2: q k / sqrt(hidden dimension), over all heads.",
+NOTE = (
+    "Before the softmax attention is in standard deviations from its mean, both over each caption's text, because the "
+    "scale of q k differs by encoder."
 )
 
 
@@ -50,13 +49,11 @@ class CaptionReader:
         encoder: in evaluation mode, on `device`.
         tokenizer: for the encoder's context length.
         device: where it runs.
-        scale: of the attention before the softmax, see `eot_attention`.
     """
 
     encoder: Backbone | TextEncoder
     tokenizer: CaptionTokenizer
     device: torch.device
-    scale: str = "head"
 
     @cached_property
     def digest(self) -> str:
@@ -65,10 +62,10 @@ class CaptionReader:
 
     def depends(self, captions: Sequence[str]) -> dict:
         """Everything that affects the attention in these captions, for the cache."""
-        return {"encoder": self.digest, "captions": json_digest({"all": list(captions)}), "scale": self.scale}
+        return {"encoder": self.digest, "captions": json_digest({"all": list(captions)})}
 
 
-def load_caption_reader(spec: EncoderSpec, device: torch.device, scale: str = "head") -> CaptionReader:
+def load_caption_reader(spec: EncoderSpec, device: torch.device) -> CaptionReader:
     """Loads a text encoder; two-towers of open_clip without conversion.
 
     Raises:
@@ -84,41 +81,41 @@ def load_caption_reader(spec: EncoderSpec, device: torch.device, scale: str = "h
         with explain_failure(f"The tokenizer of {spec.name!r} cannot be used"):
             captions = CaptionTokenizer(tokenizer, encoder.config.max_position_embeddings)
     check_reads_eot(encoder)
-    return CaptionReader(encoder.to(device).eval(), captions, device, scale)
+    return CaptionReader(encoder.to(device).eval(), captions, device)
 
 
 def look_at_captions(
-    reader: CaptionReader, captions: Sequence[str], image_of: Sequence[int], batch_size: int, title: str
+    reader: CaptionReader, captions: Sequence[str], groups: Sequence[Hashable], batch_size: int, title: str
 ) -> dict:
     """The numbers of one encoder's attention in `captions`, cut at the context length. Shows a progress bar.
 
-    SOT and EOT have numbers of their own; the lists of positions begin with position 1. Bands of positions have means
-    over all text in them, with 95% intervals; None if no text reaches them.
+    SOT and EOT, which are no text, have numbers of their own; the lists of positions begin with position 1. Bands of
+    positions have means over all text in them, with 95% intervals; None if no text reaches them.
 
     Args:
-        image_of: the image of each caption, from 0.
+        groups: of the captions, see `intervals.Groups`.
+
+    Raises:
+        UserError: no caption holds any text.
     """
-    tokenizer, images = reader.tokenizer, torch.tensor(image_of)
+    tokenizer, numbers = reader.tokenizer, torch.from_numpy(group_numbers(groups))
     means, batches = PositionMeans(tokenizer.context_length), []
     for start in tqdm(range(0, len(captions), batch_size), desc=title):
         batch = slice(start, start + batch_size)
-        attention = eot_attention(reader.encoder, tokenizer(list(captions[batch])).to(reader.device), reader.scale)
+        attention = eot_attention(reader.encoder, tokenizer(list(captions[batch])).to(reader.device))
         means.add(attention)
         caption, position = attention.is_text.nonzero(as_tuple=True)
         values = {name: getattr(attention, name)[caption, position].double() for name in QUANTITIES}
-        batches.append({"position": position, "image": images[batch][caption], **values})
-    # Of each position that holds text, [T]: it, its caption's image, and the attention to it.
+        batches.append({"position": position, "group": numbers[batch][caption], **values})
+    if not means.counts.any():
+        raise UserError("No caption holds any text. Give other data.")
+    # Of each position that holds text, [T]: it, its caption's group, and the attention to it.
     at_text = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
-    numbers = {
+    return {
         "window": tokenizer.context_length,
         "cut_captions": sum(tokenizer.count(caption) > tokenizer.context_length for caption in captions),
-        # Up to the last position that holds text in any caption.
-        "captions_at_position": means.counts[1 : len(means.means("before_softmax"))].tolist(),
-    }
-    for name in QUANTITIES:
-        sot, *positions = means.means(name).tolist()
-        numbers[name] = {"sot": sot, "eot": means.eot(name), **_bands(at_text, name), "positions": positions}
-    return numbers
+        "captions_at_position": means.counts[means.counts > 0].tolist(),
+    } | {name: means.means(name) | _bands(at_text, name) for name in QUANTITIES}
 
 
 def _bands(at_text: dict[str, np.ndarray], name: str) -> dict[str, dict]:
@@ -127,7 +124,7 @@ def _bands(at_text: dict[str, np.ndarray], name: str) -> dict[str, dict]:
         inside = (at_text["position"] >= first) & (at_text["position"] <= (last or np.inf))
         values, band = at_text[name][inside], f"{first}-{last or ''}"
         means[band] = float(values.mean()) if len(values) else None
-        intervals[band] = mean_interval(values, at_text["image"][inside]) if len(values) else None
+        intervals[band] = mean_interval(values, at_text["group"][inside].tolist()) if len(values) else None
     return {"bands": means, "band_intervals": intervals}
 
 
@@ -162,9 +159,8 @@ def look_at_tokens(reader: CaptionReader, ids: list[int], first: int = 1) -> dic
     Returns:
         `sot` and `eot`, and `words`, in order.
     """
-    means = PositionMeans(reader.tokenizer.context_length)  # the means of one text are its values
-    means.add(eot_attention(reader.encoder, reader.tokenizer.batch([ids]).to(reader.device), reader.scale))
-    before, after = (means.means(name) for name in QUANTITIES)
+    attention = eot_attention(reader.encoder, reader.tokenizer.batch([ids]).to(reader.device))
+    before, after = (getattr(attention, name)[0].double() for name in QUANTITIES)
     words, place = [], 1
     for word, tokens in split_words(reader.tokenizer.tokenizer, ids):
         places = slice(place, place + tokens)
@@ -179,13 +175,13 @@ def _evaluate(session: Session, pairs: Pairs | None, label: str, reader: Caption
     """The numbers of one encoder, from the cache where they are finished."""
     config, result = session.config, {}
     if pairs:
-        images = {"image_of": json_digest({"all": pairs.image_of})}
-        look = partial(look_at_captions, reader, image_of=pairs.image_of, batch_size=config.batch_size)
+        groups = {"groups": json_digest({"all": pairs.groups})}
+        look = partial(look_at_captions, reader, groups=pairs.groups, batch_size=config.batch_size)
         result["attention"] = {}
         for edit in EDITS:
             captions = [edit_caption(caption, edit) for caption in pairs.captions]
             compute = partial(look, captions, title=f"{label}, {edit}")
-            result["attention"][edit] = session.cache.result("attention", reader.depends(captions) | images, compute)
+            result["attention"][edit] = session.cache.result("attention", reader.depends(captions) | groups, compute)
     if config.prompt is not None:
         depends = reader.depends([config.prompt])
         result["prompt"] = session.cache.result("prompt", depends, partial(look_at_prompt, reader, config.prompt))
@@ -207,12 +203,8 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     """
     pairs = read_source(config, config.labelled, config.held_out, only_captions=True) if config.has_captions else None
     session = Session("attention", config, pairs)
-    results = session.by_encoder(
-        partial(_evaluate, session, pairs),
-        lambda spec, device: load_caption_reader(spec, device, config.scale),
-    )
-    notes = NOTES if config.scale == "hidden" else NOTES[:1]
-    report = session.report(tables, figures, results, notes=notes, captions=len(pairs.captions) if pairs else 0)
+    results = session.by_encoder(partial(_evaluate, session, pairs), load_caption_reader)
+    report = session.report(tables, figures, results, notes=[NOTE], captions=len(pairs.captions) if pairs else 0)
     if config.prompt is not None:
         print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
     return report
@@ -228,7 +220,7 @@ def tables(report: dict) -> list[Table]:
     results, by_quantity = _of(report, "attention"), []
     bands = [f"{first}-{last or ''}" for first, last in BANDS]
     for quantity, title in QUANTITIES.items() if results else ():
-        unit, scale = ("percent", 100.0) if quantity == "after_softmax" else ("mean", 1.0)
+        unit, scale = ("percent", 100.0) if quantity == "after_softmax" else ("standard deviations", 1.0)
         rows = []
         for edit, (label, result) in product(EDITS, results.items()):
             numbers = result[edit][quantity]
@@ -251,7 +243,7 @@ def plot(results: dict[str, dict], captions: int) -> Figure:
     figure = Figure(figsize=(11, 6.5), layout="constrained", dpi=150)
     panels = figure.subplots(len(QUANTITIES), len(EDITS), sharex=True, sharey="row", squeeze=False)
     for row, (quantity, title) in zip(panels, QUANTITIES.items(), strict=True):
-        scale, unit = (100.0, " (%)") if quantity == "after_softmax" else (1.0, "")
+        scale, unit = (100.0, " (%)") if quantity == "after_softmax" else (1.0, " (deviations)")
         for axes, edit in zip(row, EDITS, strict=True):
             for index, (label, of_edits) in enumerate(results.items()):
                 numbers = of_edits[edit]

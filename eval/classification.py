@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from PIL import Image
-from scipy.stats import binomtest
 from timm.data import ImageNetInfo
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file, sha256
 
 from .image_features import ImageSession
-from .intervals import paired_difference
+from .intervals import paired_difference, wilson
 from .options import AllConfig, ClassificationConfig
 from .report import Table, cell, compared_tables
 from .session import compare_encoders
@@ -234,14 +233,13 @@ def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]
     for label, guess in zip(labels, predicted, strict=True):
         rows.setdefault(label, []).append(guess == label)
     right = sum(map(sum, rows.values()))
-    interval = binomtest(right, len(labels)).proportion_ci(method="wilson")
     per_class = [
         {"class": classes[label], "label": label, "images": len(row), "top1_percent": 100 * sum(row) / len(row)}
         for label, row in sorted(rows.items())
     ]
     return {
         "top1_percent": 100 * right / len(labels),
-        "top1_interval_percent": [100 * float(interval.low), 100 * float(interval.high)],
+        "top1_interval_percent": wilson(right, len(labels)),
         "mean_per_class_percent": sum(row["top1_percent"] for row in per_class) / len(per_class),
         "per_class": per_class,
     }

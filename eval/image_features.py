@@ -13,6 +13,7 @@ from debias_diffusion.data.bad_records import BadRecord, check_share, print_left
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images, encode_texts, none_readable, recall_ranks
+from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, json_digest
 
@@ -102,6 +103,7 @@ class Readable:
         good: their positions among all images, [N].
         captions: of these images, [M].
         image_of: the row of `features` of each caption's image, [M].
+        groups: by direction, the name of the group of each query, [M] and [N], see `toy_scenes.family`.
     """
 
     label: str
@@ -110,6 +112,7 @@ class Readable:
     good: list[int]
     captions: list[str]
     image_of: list[int]
+    groups: dict[str, list[str]]
 
 
 class PairSession(ImageSession):
@@ -135,7 +138,9 @@ class PairSession(ImageSession):
         pairs = zip(self.data.captions, self.data.image_of, strict=True)
         kept = [(caption, row_of[image]) for caption, image in pairs if image in row_of]
         captions, image_of = map(list, zip(*kept, strict=True))
-        return Readable(label, backbone, features, good, captions, image_of)
+        families = [family(self.records[position].image) for position in good]
+        groups = {"text_to_image": [families[row] for row in image_of], "image_to_text": families}
+        return Readable(label, backbone, features, good, captions, image_of, groups)
 
     def rank(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> dict:
         """How the encoder ranks these texts in place of the captions, in JSON values, from the cache if it is there.

@@ -249,13 +249,9 @@ class AttentionConfig(Captions):
 
     Attributes:
         prompt: A prompt to show word by word.
-        scale: Of the attention before the softmax: head, the mean over heads of q k / sqrt(head width), as the softmax
-            sees it; or hidden, q k / sqrt(hidden dimension) over all heads, as in the paper's equations 1 and 2, which
-            is sqrt(heads) times that.
     """
 
     prompt: str | None = field(default=None, kw_only=True)
-    scale: Literal["head", "hidden"] = field(default="head", kw_only=True)
 
     def __post_init__(self):
         Data.__post_init__(self)

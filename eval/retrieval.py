@@ -12,7 +12,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.retrieval_sets import find_root
 
 from .image_features import PairSession
-from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
+from .intervals import by_group, drawn_ratios, hits_interval, paired_difference, percent_ends
 from .options import RetrievalConfig, RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import write_examples
@@ -31,20 +31,15 @@ def _retrieve(session: PairSession, label: str, backbone: Backbone) -> dict:
     """One encoder's ranks, see `PairSession.rank`, and what they are of."""
     readable, window = session.read(label, backbone), backbone.tokenizer.context_length
     ranks = session.rank(readable, readable.captions, f"captions, {label}")
-    return ranks | {"images": len(readable.features), "image_of": readable.image_of, "window": window}
-
-
-def query_groups(image_of: Sequence[int]) -> dict[str, Sequence[int] | None]:
-    """By direction, the groups of queries to resample: captions of one image succeed and fail together."""
-    return {"text_to_image": image_of, "image_to_text": None}
+    return ranks | {"groups": readable.groups, "window": window}
 
 
 def _numbers(result: dict) -> dict:
     recall, interval = {}, {}
-    for direction, groups in query_groups(result["image_of"]).items():
+    for direction, groups in result["groups"].items():
         by_k = {f"R@{k}": hits(result["ranks"][direction], k) for k in KS}
         recall[direction] = {name: float(values.mean()) for name, values in by_k.items()}
-        interval[direction] = {name: mean_interval(values, groups) for name, values in by_k.items()}
+        interval[direction] = {name: hits_interval(values, groups) for name, values in by_k.items()}
     mean_r, mean_r_interval = mean_recall(result)
     return {
         "window": result["window"],
@@ -60,20 +55,20 @@ def mean_recall(result: dict) -> tuple[dict[str, float], dict[str, list[float]]]
     """Mean-R, the mean of R@1, R@5 and R@10 in percent (Lin et al., Not All Attention Heads Are What You Need, Table 1)
 
     Args:
-        result: {"ranks": {direction: ranks}, "image_of": ...}
+        result: see `retrieval_ranks`.
 
     Returns:
-        by direction, as in the paper, and of "both": mean-R, and [low, high] of the 95% bootstrap interval over images.
+        by direction, as in the paper, and of "both": mean-R, and [low, high] of the 95% interval over groups.
     """
     mean_r, samples = {}, {}
-    for direction, groups in query_groups(result["image_of"]).items():
+    for direction, groups in result["groups"].items():
         values = np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0)  # of each query
         sums, counts = by_group(values, groups)
         mean_r[direction] = float(sums.sum() / counts.sum())
-        samples[direction] = drawn_ratios(sums, counts)  # of the same images in both directions
+        samples[direction] = drawn_ratios(sums, counts)  # of the same groups in both directions
     mean_r["both"] = float(np.mean(list(mean_r.values())))
     samples["both"] = np.mean(list(samples.values()), axis=0)
-    return mean_r, {name: ends(ratios) for name, ratios in samples.items()}
+    return mean_r, {name: percent_ends(mean_r[name], len(sums), drawn) for name, drawn in samples.items()}
 
 
 def in_words(direction: str) -> str:
@@ -84,7 +79,7 @@ def retrieval_ranks(config: RobustnessConfig) -> dict[str, dict]:
     """The rank of every query's match, by encoder, for one data set. Writes no report, only the cache.
 
     Returns:
-        {label: {"ranks": {direction: ranks from 1}, "image_of": the image of each caption, ...}}
+        {label: {"ranks": {direction: ranks from 1}, "groups": {direction: the name of each query's group}, ...}}
 
     Raises:
         UserError: the data or an encoder cannot be used.
@@ -103,7 +98,7 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
     Returns:
         The content of the file, see `Session.report`, with numbers of images and captions. By encoder its context
         length ("window"), how many captions exceed it, recalls and mean-R (see `mean_recall`) in percent with 95%
-        intervals (bootstrap over images). Of several benchmarks {name: content}.
+        intervals (bootstrap over groups of queries). Of several benchmarks {name: content}.
 
     Raises:
         UserError: the data or an encoder cannot be used.
@@ -130,7 +125,7 @@ def _evaluate(config: RetrievalConfig) -> dict:
     if config.examples:
         write_examples(session, {label: result["ranks"]["text_to_image"] for label, result in results.items()})
     first = next(iter(results.values()))
-    groups = {f"R@1 {in_words(way)}": of_way for way, of_way in query_groups(first["image_of"]).items()}
+    groups = {f"R@1 {in_words(way)}": of_way for way, of_way in first["groups"].items()}
     at_1 = {
         label: {f"R@1 {in_words(way)}": hits(result["ranks"][way], 1) for way in DIRECTIONS}
         for label, result in results.items()
@@ -140,8 +135,8 @@ def _evaluate(config: RetrievalConfig) -> dict:
         figures,
         {label: _numbers(result) for label, result in results.items()},
         compare_encoders(at_1, lambda a, b, score: paired_difference(a, b, groups[score])),
-        images=first["images"],
-        captions=len(first["image_of"]),
+        images=len(first["groups"]["image_to_text"]),
+        captions=len(first["groups"]["text_to_image"]),
     )
 
 

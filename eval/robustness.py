@@ -15,10 +15,10 @@ from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PAD
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
 from .image_features import PairSession
-from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
+from .intervals import Groups, by_group, drawn_ratios, ends, hits_interval, mean_interval, paired_difference
 from .options import RobustnessConfig
 from .report import Table, cell, compared_tables, draw_bars, error_lengths
-from .retrieval import DIRECTIONS, hits, in_words, query_groups
+from .retrieval import DIRECTIONS, hits, in_words
 from .session import compare_encoders
 
 ShareKept = tuple[dict[str, float | None], np.ndarray]  # see `share_kept`
@@ -36,7 +36,7 @@ class EditedHits:
         context_length: of the encoder.
         longer_than_context: how many edited captions exceed it, by edit; the mean over its variants.
         hits: by edit and direction, 100 for each query with a match in first place, else 0: [variants, N].
-        groups: by direction, the image of each query, [N]; None: each query is another image.
+        groups: by direction, the name of the group of each query, [N], see `toy_scenes.family`.
         one_sentence: how many captions have a single sentence.
         similarities: by edit, the cosine of each edited caption with its image, the mean over variants, [M].
         first_two_tokens: of the first two sentences of each caption, without SOT and EOT, [M].
@@ -45,7 +45,7 @@ class EditedHits:
     context_length: int
     longer_than_context: dict[str, float]
     hits: dict[str, dict[str, np.ndarray]]
-    groups: dict[str, Sequence[int] | None]
+    groups: dict[str, list[str]]
     one_sentence: int
     similarities: dict[str, np.ndarray]
     first_two_tokens: list[int]
@@ -73,23 +73,24 @@ def _evaluate(session: PairSession, label: str, backbone: Backbone, edits: Seque
         tokenizer.context_length,
         longer,
         succeeded,
-        query_groups(readable.image_of),
+        readable.groups,
         sum(len(sentences) < 2 for sentences in captions),
         similarities,
         [tokenizer.count(join_sentences(part[:2])) - tokenizer.n_special for part in captions],
     )
 
 
-def share_kept(after: Sequence[float], before: Sequence[float], groups: Sequence[int] | None = None) -> ShareKept:
+def share_kept(after: Sequence[float], before: Sequence[float], groups: Groups = None) -> ShareKept:
     """Hits `after` as a share of the hits `before`.
 
     Args:
         after, before: hits of the same queries, in the same order, [N].
-        groups: the image of each query, from 0, [N]; None: each query is another image. Images are resampled whole.
+        groups: of the queries.
 
     Returns:
-        "share" in percent, "low" and "high" (95% interval), all None where nothing was hit before; and the share in
-        each bootstrap sample, [SAMPLES], nan likewise. Shares over equally many groups use the same samples.
+        "share" in percent, "low" and "high" (95% interval), all None where nothing was hit before, the last two also
+        where only one group was; and the share in each bootstrap sample, [SAMPLES], nan likewise. Shares over equally
+        many groups use the same samples.
     """
     above, below = (by_group(values, groups)[0] for values in (after, before))
     samples = drawn_ratios(100 * above, below)
@@ -115,7 +116,7 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> di
         "window": result.context_length,
         "captions_longer_than_context": result.longer_than_context,
         "recall_at_1_percent": _by_edit(EDITS, lambda edit, way: float(result.of(edit, way).mean())),
-        "interval_percent": _by_edit(EDITS, lambda edit, way: mean_interval(result.of(edit, way), groups[way])),
+        "interval_percent": _by_edit(EDITS, lambda edit, way: hits_interval(result.of(edit, way), groups[way])),
         "drop_points": _by_edit(
             LOSING,
             lambda edit, way: paired_difference(result.of(EDITS[edit].base, way), result.of(edit, way), groups[way]),
@@ -138,7 +139,8 @@ def _sentence(label: str, kept: dict) -> str:
     if kept["share"] is None:
         return f"{label} finds no image first even with whole captions, so it has nothing to lose."
     if kept["low"] is None:
-        return f"One image is too few to say what share of its R@1 {label} keeps without the first sentence."
+        what = "One image (of the toy world one family of scenes) found first"
+        return f"{what} is too few to say what share of its R@1 {label} keeps without the first sentence."
     if _is_too_low(kept):
         return f"{label} finds too few images first to say what share of its R@1 it keeps without the first sentence."
     return (
@@ -190,7 +192,7 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         encoder its context length ("window"), how many edited captions exceed it, R@1 in percent by edit and direction,
         the drops against each edit's base in points, R@1 in each random order, the share of R@1 kept when the first
         sentence is removed (None if R@1 is 0), the mean cosine of captions and their images by edit, all with 95%
-        intervals (bootstrap over images); the mean number of tokens of captions' first two sentences, without SOT and
+        intervals over groups of queries; the mean number of tokens of captions' first two sentences, without SOT and
         EOT.
 
     Raises:

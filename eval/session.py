@@ -24,6 +24,7 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
+from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
@@ -63,6 +64,11 @@ class Pairs:
     bad: list[BadRecord]
     digest: str
     trained_on: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> list[str]:
+        """The name of each caption's group, see `toy_scenes.family`, [M]."""
+        return [family(self.records[image].image) for image in self.image_of]
 
 
 def read_source(

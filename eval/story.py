@@ -12,11 +12,12 @@ from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL_LABEL, READINGS
 from debias_diffusion.toyworld.checker import describe, judge, read_image
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, PLACES
+from debias_diffusion.toyworld.scenes import PLACES
 
 from .images.networks import load_image
 from .images.objects import BY_SENTENCE, LATE
 from .images.rendered import FOLDER, folder_names
+from .intervals import first_of_each
 from .report import Table, cell, image_url
 
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
@@ -42,7 +43,7 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
         return None
     folder = toy[-1]
     generated, short = (reports.get((place, "generation")) for place in (folder, folder / SHORT_FOLDER))
-    labels, data, count = list(generated["encoders"]), generated["settings"]["data"], generated["images"]
+    labels, count = list(generated["encoders"]), generated["images"]
     names = names_of(labels)
     scores, short_scores = (
         {names.get(label, label): entry["scores"] for label, entry in report["encoders"].items()} if report else {}
@@ -53,7 +54,7 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
         "sentences": _sentences(scores, count),
         "scores": _table(scores, short_scores, count),
         "shipped": [names[label] for label in labels if label.startswith(SCENES)],
-        "examples": examples(data.removeprefix(SCENES), count, images),
+        "examples": examples(generated["records"], images),
         "most_examples": EXAMPLES,
     }
 
@@ -123,28 +124,27 @@ def _table(by_encoder: dict[str, dict], short: dict[str, dict], prompts: int) ->
 # ---- examples
 
 
-def examples(split: str, count: int, folders: Mapping[str, Path]) -> list[dict]:
+def examples(records: Mapping[str, Sequence[str]], folders: Mapping[str, Path]) -> list[dict]:
     """The first prompt of each family of scenes, with its reference image and the generated ones.
 
     Args:
-        split: of the toy world's scenes, such as "test" or "referring-test".
-        count: how many of them have images.
+        records: of `generation.json`, all of toy scenes.
         folders: of images, by the encoder's name.
 
     Returns:
         for the template, at most `EXAMPLES`; none if images are missing.
     """
     files = {
-        index: {name: folder / f"{index:06}.png" for name, folder in folders.items()}
-        for index in range(0, count, ARRANGEMENTS)[:EXAMPLES]
+        records["image"][index]: {name: folder / f"{index:06}.png" for name, folder in folders.items()}
+        for index in first_of_each(records["group"])[:EXAMPLES]
     }
     if not all(file.is_file() for by_name in files.values() for file in by_name.values()):
         return []
-    return [_example(split, index, by_name) for index, by_name in files.items()]
+    return [_example(image, by_name) for image, by_name in files.items()]
 
 
-def _example(split: str, index: int, files: Mapping[str, Path]) -> dict:
-    scene, prompt = toy_scene(f"{split}/{index:06}")
+def _example(image: str, files: Mapping[str, Path]) -> dict:
+    scene, prompt = toy_scene(image)
     images = {name: load_image(file) for name, file in files.items()}
     seen = {name: judge(read_image(image), scene) for name, image in images.items()}
     generated, mentions = [], prompt.first_mentions()

@@ -50,7 +50,7 @@ def long_backbone():
 
 
 def by_hand(backbone, caption):
-    """Before the softmax, after it, and before it with all heads as one: equations 1 and 2 from SOT to EOT."""
+    """Before the softmax, standardised over the text, and after it: equations 1 and 2 from SOT to EOT."""
     row = backbone.tokenize([caption]).padded()
     end = int(row[0].argmax()) + 1
     last = backbone.model.transformer.resblocks[-1]
@@ -63,8 +63,12 @@ def by_hand(backbone, caption):
         part = slice(head * width, (head + 1) * width)
         scores.append(key[:end, part] @ query[end - 1, part] / math.sqrt(width))
     weights = [score.exp() / score.exp().sum() for score in scores]
+    text = (sum(scores) / len(scores))[1:-1]
+    before = (sum(scores) / len(scores) - text.mean()) / text.std(correction=0)
+    # The equations divide the product over all heads by another root, which changes nothing.
     hidden = key[:end] @ query[end - 1] / math.sqrt(last.attn.embed_dim)
-    return sum(scores) / len(scores), sum(weights) / len(weights), hidden
+    torch.testing.assert_close(before, (hidden - hidden[1:-1].mean()) / hidden[1:-1].std(correction=0))
+    return before, sum(weights) / len(weights)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -74,25 +78,38 @@ def test_attention_and_its_means_are_the_equations(backbone, batch_size):
         tokens = backbone.tokenize(CAPTIONS[start : start + batch_size])
         attention = eot_attention(backbone, tokens)
         means.add(attention)
-        hidden = eot_attention(backbone, tokens, "hidden")
-        assert torch.equal(hidden.after_softmax, attention.after_softmax)
-        for index, (before, after, of_hidden) in enumerate(expected[start : start + batch_size]):
+        for index, (before, after) in enumerate(expected[start : start + batch_size]):
             end = len(before)
             assert attention.ends[index] == end and before.max() - before.min() > 0.1  # not all alike
-            got = [attention.before_softmax, attention.after_softmax, hidden.before_softmax]
-            for values, by_equation in zip(got, (before, after, of_hidden), strict=True):
+            got = [attention.before_softmax, attention.after_softmax]
+            for values, by_equation in zip(got, (before, after), strict=True):
                 torch.testing.assert_close(values[index, :end], by_equation, rtol=0, atol=1e-9)
             assert attention.before_softmax[index, end:].eq(-torch.inf).all()
             assert attention.after_softmax[index, end:].eq(0).all()
-            assert attention.is_text[index].nonzero().flatten().tolist() == list(range(end))
+            assert attention.is_text[index].nonzero().flatten().tolist() == list(range(1, end - 1))
     for which, name in enumerate(QUANTITIES):
-        for slot in range(77):
-            held = [values[which][slot].item() for values in expected if slot < len(values[which])]
+        found = means.means(name)
+        for slot in range(1, 76):
+            held = [values[which][slot].item() for values in expected if slot < len(values[which]) - 1]
             assert means.counts[slot] == len(held)
-            assert means.means(name)[slot].item() == pytest.approx(sum(held) / len(held), abs=1e-9)
-        eot = sum(values[which][-1].item() for values in expected) / len(CAPTIONS)
-        assert means.eot(name) == pytest.approx(eot, abs=1e-9)
-    assert len(set(means.counts.tolist())) > 2
+            assert found["positions"][slot - 1] == pytest.approx(sum(held) / len(held), abs=1e-9)
+        for end, slot in (("sot", 0), ("eot", -1)):
+            of_end = sum(values[which][slot].item() for values in expected) / len(CAPTIONS)
+            assert found[end] == pytest.approx(of_end, abs=1e-9)
+    assert len(set(means.counts.tolist())) > 2 and means.counts[[0, 76]].tolist() == [0, 0]
+
+
+def test_products_of_another_scale_are_compared_alike(backbone):
+    """As of an encoder whose q k are three times as large: the curve before the softmax is the same."""
+    louder, tokens = copy.deepcopy(backbone), backbone.tokenize(CAPTIONS)
+    last = louder.model.transformer.resblocks[-1].attn
+    with torch.no_grad():
+        last.in_proj_weight[: last.embed_dim] *= 3
+        last.in_proj_bias[: last.embed_dim] *= 3
+    one, other = eot_attention(backbone, tokens), eot_attention(louder, tokens)
+    torch.testing.assert_close(one.before_softmax, other.before_softmax)
+    assert (one.after_softmax - other.after_softmax).abs().max() > 0.01
+    assert eot_attention(backbone, backbone.tokenize([""])).before_softmax[0, :2].tolist() == [0, 0]  # of no text
 
 
 @pytest.mark.parametrize(("before_sot", "pads"), [(False, [1, 2, 3]), (True, [0, 1, 2])])
@@ -101,7 +118,8 @@ def test_pads_before_the_text_are_looked_at_and_are_no_text(backbone, before_sot
     attention = eot_attention(backbone, backbone.tokenizer.batch(ids, [3, 0], pads_before_sot=before_sot))
     end = len(ids[0]) + 5
     assert attention.ends[0] == end and attention.before_softmax[0, :end].isfinite().all()
-    assert [slot for slot in range(end) if not attention.is_text[0, slot]] == pads
+    sot = ({*range(4)} - {*pads}).pop()
+    assert [slot for slot in range(end) if not attention.is_text[0, slot]] == [*sorted([sot, *pads]), end - 1]
     torch.testing.assert_close(attention.after_softmax.sum(dim=1), torch.ones(2, dtype=torch.double))
 
 
@@ -158,7 +176,7 @@ def evaluated(encoders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated")
     data = write_captions(folder / "data.json", CAPTIONS)
     prompt = "A grey cat costs $5 or $6, zyxwvutily."
-    config = AttentionConfig(encoders, str(folder / "out"), data, prompt=prompt, batch_size=2, scale="hidden")
+    config = AttentionConfig(encoders, str(folder / "out"), data, prompt=prompt, batch_size=2)
     return config, evaluate_attention(config)
 
 
@@ -173,12 +191,14 @@ def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
     for edit in ("keep", "move4"):
         means = PositionMeans(248)
         tokens = long_backbone.tokenize([edit_caption(text, edit) for text in CAPTIONS])
-        means.add(eot_attention(long_backbone, tokens, "hidden"))
+        means.add(eot_attention(long_backbone, tokens))
         found = looked["long"][edit]
-        assert found["captions_at_position"] == means.counts[1 : len(means.means("before_softmax"))].tolist()
+        counts = found["captions_at_position"]
+        assert counts == means.counts[1 : len(counts) + 1].tolist() and not means.counts[len(counts) + 1 :].any()
         for name in QUANTITIES:
-            expected = means.means(name).tolist()
-            assert [found[name]["sot"], *found[name]["positions"]] == pytest.approx(expected, abs=1e-5)
+            for part, expected in means.means(name).items():
+                assert found[name][part] == pytest.approx(expected, abs=1e-5)
+            assert len(found[name]["positions"]) == len(counts)
     kept, moved = (looked["long"][edit]["before_softmax"]["positions"] for edit in ("keep", "move4"))
     assert max(abs(a - b) for a, b in zip(kept, moved, strict=True)) > 0.01
 
@@ -189,7 +209,7 @@ def test_bands_are_of_all_text_in_them_and_draw_whole_images(long_backbone, enco
     for image_of in ([0, 0, 1], [0, 1, 2]):
         # each token of positions 1 to 25 with its caption's image
         values, images = zip(
-            *((value, image) for row, image in zip(rows, image_of, strict=True) for value in row[1:26].tolist()),
+            *((value, image) for row, image in zip(rows, image_of, strict=True) for value in row[1:-1][:25].tolist()),
             strict=True,
         )
         found = look_at_captions(reader, captions, image_of, batch_size=2, title="")["before_softmax"]
@@ -212,7 +232,6 @@ def test_the_encoder_and_how_it_reads_decide_what_is_found_again(encoders):
     long.encoder.config.hidden_act = "quick_gelu"
     known += [
         replace(long).depends(["a cat"]),
-        replace(short, scale="hidden").depends(["a cat"]),
         short.depends(["a cat"]),
     ]
     assert all(one != two for one, two in itertools.combinations(known, 2))
@@ -232,7 +251,7 @@ def test_a_prompt_word_by_word(evaluated, long_backbone):
     words = found["words"]
     assert [word["word"] for word in words] == "a grey cat costs $ 5 or $ 6 , zyxwvutily .".split()
     assert words[-2]["tokens"] > 1 and words[-1]["position"] == words[-2]["position"] + words[-2]["tokens"]
-    attention = eot_attention(long_backbone, long_backbone.tokenize([prompt]), "hidden")
+    attention = eot_attention(long_backbone, long_backbone.tokenize([prompt]))
     assert found["tokens"] == attention.ends[0] and found["window"] == 248
     own = slice(words[-2]["position"], words[-1]["position"])
     assert words[-2]["before_softmax"] == pytest.approx(attention.before_softmax[0, own].mean().item(), abs=1e-5)

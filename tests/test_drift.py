@@ -40,7 +40,7 @@ def shifted(encoder, shift: torch.Tensor):
 
 def test_one_shift_of_all_states_is_seen_and_undone(base):
     shift, texts = torch.randn(32, generator=torch.Generator().manual_seed(0)), base.tokens(CAPTIONS)
-    result = measure_drift(reader(shifted(base.encoder, shift)), base, CAPTIONS, 3, "shifted")
+    result = measure_drift(reader(shifted(base.encoder, shift)), base, CAPTIONS, None, 3, "shifted")
     expected = []
     for text, states in zip(texts, base.states(texts), strict=True):
         variance = states[1 : len(text.ids) + 2].var(0, correction=0).mean()
@@ -51,13 +51,23 @@ def test_one_shift_of_all_states_is_seen_and_undone(base):
     lengths = [len(text.ids) for text in texts]
     assert result["captions_at_position"] == [sum(n > at for n in lengths) for at in range(max(lengths))]
     assert max(lengths) > 130
-    unmoved = measure_drift(base, base, CAPTIONS, 2, "base")
+    unmoved = measure_drift(base, base, CAPTIONS, None, 2, "base")
     assert {value for values in unmoved["errors"].values() for value in values} == {0}
+
+
+def test_maps_are_fitted_on_other_families_than_they_are_scored_on(base):
+    moved = reader(tiny_sdxl.text_encoder(seed=3))
+    by_family = measure_drift(moved, base, CAPTIONS, ["a", "a", "b", "b"], 3, "families")
+    swapped = measure_drift(moved, base, [CAPTIONS[at] for at in (0, 2, 1, 3)], None, 3, "every second caption")
+    for name in ("after_shift", "after_linear"):
+        assert by_family[name] == pytest.approx(swapped[name])
+        assert by_family[name] != pytest.approx(measure_drift(moved, base, CAPTIONS, None, 3, "alone")[name], rel=1e-3)
+    assert measure_drift(moved, base, CAPTIONS, ["a"] * 4, 3, "one family")["after_shift"] is None
 
 
 def test_a_longer_context_length_reads_at_once_what_the_base_reads_in_chunks(base):
     encoder, tokenizer = stretch_text_encoder(base.encoder, base.tokenizer)
-    result = measure_drift(StatesReader("long", encoder, tokenizer), base, CAPTIONS, 4, "long")
+    result = measure_drift(StatesReader("long", encoder, tokenizer), base, CAPTIONS, None, 4, "long")
     assert result["by_position"][0] == pytest.approx(0, abs=1e-9)  # kept positions
     assert min(result["by_position"][80:]) > 0  # other positions than in a second chunk
 

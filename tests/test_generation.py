@@ -69,6 +69,7 @@ def test_a_whole_evaluation_scores_the_images_it_leaves(finished, dino):
         assert sorted(path.name for path in folder.glob("*.png")) == names
         assert {"fid_own", "kid_own", "clip_score"} <= set(numbers["scores"])
         scores[label] = np.mean(cosines(network([folder / name for name in names], 3), network(references, 3)))
+        assert np.mean(numbers["by_image"]["dino_score"]) == pytest.approx(scores[label])
         number = numbers["scores"]["dino_score"]
         assert number["value"] == pytest.approx(scores[label]) and number["low"] <= number["value"] <= number["high"]
     assert {(line["a"], line["b"]) for line in report["compared"]} == {(long, CUT)}
@@ -143,15 +144,23 @@ def evaluated(output, data, limit, steps):
 
 
 def test_the_toy_world_has_scores_of_objects(tmp_path):
-    _, toy, scenes = evaluated(tmp_path, "toy/test", 4, 2)
+    _, toy, scenes = evaluated(tmp_path, "toy/test", 6, 1)
+    families = ["test/000000"] * 4 + ["test/000004"] * 2
+    assert toy["records"] == {"image": [f"test/{index:06}" for index in range(6)], "group": families}
     seen, mentions = [], [caption.first_mentions() for _, caption in scenes]
     for label, numbers in toy["encoders"].items():
         files = sorted((tmp_path / "images" / folder_names(list(toy["encoders"]))[label]).glob("*.png"))
         seen.append(compare_images(files, [scene for scene, _ in scenes]))
-        assert numbers["scores"] == objects_numbers(seen[-1], mentions)
-    compared = {line["score"]: line["difference"] for line in toy["compared"]}
-    expected = compare_objects(*reversed(seen), mentions)
-    assert compared == {score: line["difference"] for score, line in expected.items()} and len(compared) == 7
+        assert numbers["scores"] == objects_numbers(seen[-1], mentions, None, families)
+        assert None not in numbers["scores"]["objects_right"].values()
+        # Each image's counts, from which somebody can pool or resample later.
+        for score, number in numbers["scores"].items():
+            if isinstance(number, dict):
+                above, below = (np.array(numbers["by_image"][score][part]) for part in ("above", "below"))
+                assert len(above) == 6 and 100 * above.sum() / below.sum() == pytest.approx(number["value"])
+    expected = compare_objects(*reversed(seen), mentions, None, families)
+    numbers = [{name: line[name] for name in ("difference", "low", "high", "p")} for line in toy["compared"]]
+    assert numbers == list(expected.values()) and len(numbers) == 7
     shown, _, compared = map(str, tables(toy))
     for title in (SCORES[score][0] for score in expected):
         assert title in shown and f"toy/debias-clip - toy/clip, cut at 77 tokens, {title}" in compared

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from debias_diffusion.eval.intervals import (
     SAMPLES,
+    by_group,
     drawn_ratios,
     ends,
+    hits_interval,
     mean_interval,
     paired_difference,
     paired_ratio_difference,
@@ -25,6 +27,36 @@ def test_values_of_one_group_are_drawn_together():
     assert mean_interval(repeated, groups) == pytest.approx(mean_interval(values))
     alone = np.diff(mean_interval(repeated))
     assert alone == pytest.approx(np.diff(mean_interval(values)) / math.sqrt(5), rel=0.05)
+
+
+def test_whole_families_are_drawn_by_hand():
+    """Of two families of two, of which one hits, samples are 0, 50, 50 and 100; of four alone 0 and 100 are rare."""
+    values, families = [100, 100, 0, 0], ["a", "a", "b", "b"]
+    sums, counts = by_group(values, families)
+    shares = np.unique(drawn_ratios(sums, counts), return_counts=True)
+    assert shares[0].tolist() == [0, 50, 100] and shares[1] / SAMPLES == pytest.approx([0.25, 0.5, 0.25], abs=0.02)
+    alone = np.std(drawn_ratios(np.array(values), np.ones(4)))
+    assert np.std(drawn_ratios(sums, counts)) == pytest.approx(math.sqrt(2) * alone, rel=0.05)
+
+
+def test_the_standard_error_grows_with_what_a_family_shares():
+    """By the design effect, sqrt(1 + 3 c) for families of four that share the part c of the variance."""
+    random = np.random.default_rng(4)
+    for common, factor in ((0.0, 1.0), (0.12, 1.17), (0.26, 1.33)):
+        shared, own = np.repeat(random.normal(size=500), 4), random.normal(size=2000)
+        values, families = math.sqrt(common) * shared + math.sqrt(1 - common) * own, np.repeat(np.arange(500), 4)
+        wider = np.diff(mean_interval(values, families)) / np.diff(mean_interval(values))
+        assert wider == pytest.approx(factor, rel=0.07)
+
+
+def test_where_all_groups_hit_or_none_the_interval_is_wilsons():
+    groups = np.repeat(np.arange(5), 3)
+    all_hit = hits_interval(np.full(15, 100.0), groups)
+    assert all_hit == pytest.approx([100 * 5 / (5 + 1.959964**2), 100])  # Wilson 1927, of five trials
+    assert hits_interval(np.zeros(15), groups) == pytest.approx([0, 100 - all_hit[0]])
+    some = np.where(groups > 2, 100.0, 0.0)
+    assert hits_interval(some, groups) == mean_interval(some, groups)
+    assert hits_interval([100, 100], ["a", "a"]) == [None, None]
 
 
 def test_the_difference_is_paired():
@@ -48,8 +80,9 @@ def test_of_one_group_nothing_can_be_known():
         count = 1 if groups is None else 50
         assert mean_interval(ones[:count], groups) == [None, None]
         assert paired_difference(ones[:count], 0 * ones[:count], groups) == {"difference": 1.0} | unknown
-    ratio = (np.array([1.0]), np.array([2.0]))
-    assert paired_ratio_difference(ratio, ratio) == {"difference": 0.0} | unknown
+    assert mean_interval([1, 2, 3], [5, 5, 5]) == [None, None]
+    for ratio in ((np.array([1.0]), np.array([2.0])), (np.array([0.0, 1.0]), np.array([0.0, 2.0]))):
+        assert paired_ratio_difference(ratio, ratio) == {"difference": 0.0} | unknown  # others have no values
 
 
 @settings(max_examples=10)

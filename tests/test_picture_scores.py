@@ -13,6 +13,7 @@ import torch_fidelity
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino, save_inception
 from PIL import Image
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 from debias_diffusion.eval.images import scores as picture_scores
 from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
@@ -23,13 +24,13 @@ from debias_diffusion.eval.images.scores import (
     clip_scores,
     compare_scores,
     cosines,
-    fast_fid,
     fid,
     halves,
     kid,
     precision_and_recall,
     standard_error,
 )
+from debias_diffusion.eval.intervals import mean_interval, paired_difference
 
 CPU = torch.device("cpu")
 
@@ -42,16 +43,21 @@ def features(count, width, seed=0):
 
 
 @pytest.mark.parametrize("count", [50, 4])  # more than features, and fewer
-@pytest.mark.parametrize("distance", [fid, fast_fid])
-def test_fid_is_the_textbook_formula(distance, count):
+def test_fid_is_the_textbook_formula_and_torchmetrics(count):
     """|mu_a - mu_b|^2 + Tr(S_a + S_b - 2 (S_a S_b)^(1/2))"""
     a, b = features(count, 6), features(40, 6, seed=1) @ features(6, 6, seed=2) + 1
     covariances = [np.cov(rows.numpy(), rowvar=False) for rows in (a, b)]
     root = scipy.linalg.sqrtm(covariances[0] @ covariances[1]).real
     expected = (a.mean(0) - b.mean(0)).square().sum().item() + np.trace(sum(covariances) - 2 * root)
-    assert distance(a, b) == pytest.approx(expected, rel=1e-5) and expected > 1
-    assert distance(b, a.flip(0)) == pytest.approx(expected, rel=1e-5)
-    assert distance(a, a.flip(0)) == pytest.approx(0, abs=1e-4)
+    assert fid(a, b) == pytest.approx(expected, rel=1e-5) and expected > 1
+    assert fid(b, a.flip(0)) == pytest.approx(expected, rel=1e-5)
+    assert fid(a, a.flip(0)) == pytest.approx(0, abs=1e-4)
+    network = torch.nn.Identity()  # what torchmetrics reads are features already
+    network.num_features = 6
+    metric = FrechetInceptionDistance(feature=network)
+    metric.update(b, real=True)
+    metric.update(a, real=False)
+    assert fid(a, b) == pytest.approx(metric.compute().item(), rel=1e-5)
 
 
 def test_kid_is_the_unbiased_mmd_and_of_many_over_subsets(monkeypatch):
@@ -118,7 +124,7 @@ def test_scores_are_those_of_torch_fidelity(images, tmp_path):
         feature_layer_fid="64", feature_layer_prc="2048", cache=False, verbose=False, save_cpu_ram=True,
     )  # fmt: skip
     distances = theirs["frechet_inception_distance"], theirs["kernel_inception_distance_mean"]
-    assert (fast_fid(a[64], b[64]), kid(a[2048], b[2048])) == pytest.approx(distances, rel=1e-3)
+    assert (fid(a[64], b[64]), kid(a[2048], b[2048])) == pytest.approx(distances, rel=1e-3)
     assert distances[0] > 0.01 and abs(distances[1]) > 1e-4
     assert precision_and_recall(a[2048], b[2048]) == (theirs["precision"], theirs["recall"])
 
@@ -128,24 +134,34 @@ def test_scores_are_those_of_torch_fidelity(images, tmp_path):
 
 def test_the_standard_error_of_a_mean_is_the_textbook_one():
     values = features(41, 1)[:, 0].numpy()
-    all_halves = list(halves(41))
+    all_halves = list(halves(range(41)))
     assert len({tuple(half) for half in all_halves}) == len(all_halves) == HALVES
     expected = values.std(ddof=1) / np.sqrt(41)
-    assert standard_error([values[half].mean() for half in all_halves], 41) == pytest.approx(expected, rel=0.15)
+    assert standard_error([values[half].mean() for half in all_halves], range(41)) == pytest.approx(expected, rel=0.15)
+
+
+def test_halves_are_of_whole_families():
+    families, values = np.repeat([f"{number}" for number in range(20)], 4), np.repeat(features(20, 1)[:, 0].numpy(), 4)
+    of_families = [half.tolist() for half in halves(families)]
+    assert all(half[::4] == [4 * (at // 4) for at in half[::4]] and len(half) == 40 for half in of_families)
+    assert len({tuple(half) for half in of_families}) == HALVES
+    expected = values.std() / np.sqrt(19)  # as if each family had one image
+    assert standard_error([values[half].mean() for half in of_families], families) == pytest.approx(expected, rel=0.15)
 
 
 def numbers_of(seed, shift):
     """Of images whose features are like those of their references, and as far off as `shift` says."""
     references = features(60, 4, 2 * seed)
     generated = 0.7 * references + 0.7 * features(60, 4, 2 * seed + 1) + shift
-    of_halves = [fast_fid(generated[half], references[half]) for half in halves(60)]
-    return ImageNumbers({"fid_own": {"value": fast_fid(generated, references)}}, {"fid_own": of_halves}, {}, 60)
+    of_halves = [fid(generated[half], references[half]) for half in halves(range(60))]
+    value = {"value": fid(generated, references)}
+    return ImageNumbers({"fid_own": value}, {"fid_own": of_halves}, {}, list(range(60)))
 
 
 def test_the_error_of_fid_is_its_spread():
     drawn = [numbers_of(seed, 0.5) for seed in range(24)]
     spread = np.std([one.numbers["fid_own"]["value"] for one in drawn], ddof=1)
-    assert 0.7 < np.mean([standard_error(one.halves["fid_own"], 60) for one in drawn]) / spread < 1.5
+    assert 0.7 < np.mean([standard_error(one.halves["fid_own"], one.groups) for one in drawn]) / spread < 1.5
 
 
 def test_a_comparison_is_over_the_same_halves_both_ways():
@@ -155,7 +171,7 @@ def test_a_comparison_is_over_the_same_halves_both_ways():
     assert there["difference"] == -back["difference"] < 0 and there["p"] == back["p"] < 1
     assert (there["low"], there["high"]) == pytest.approx((-back["high"], -back["low"]))
     # so that what is common to a and b does not blur it
-    alone = [standard_error(one.halves["fid_own"], 60) for one in (a, b)]
+    alone = [standard_error(one.halves["fid_own"], one.groups) for one in (a, b)]
     assert (there["high"] - there["low"]) / 2 / 1.96 < 0.5 * min(alone)
     line = compare_scores(a, c)["fid_own"]
     error = (line["high"] - line["difference"]) / scipy.stats.norm.ppf(0.975)
@@ -230,6 +246,17 @@ def test_numbers_go_through_json_and_are_compared(scores, result, images):
     assert compared["fid_own"]["difference"] > 0 > compared["dino_score"]["high"]
     thirds = ([value for value in one.by_image["clip_score_3"] if value is not None] for one in (result, best))
     assert compared["clip_score_3"]["difference"] == pytest.approx(np.subtract(*thirds).mean())
+
+
+def test_means_over_images_draw_whole_families(scores, images):
+    families = [*"aaaabbbbc"]
+    result = scores(images[0], scores.of_references(images[1], CAPTIONS, families))
+    values, number = result.by_image["dino_score"], result.numbers["dino_score"]
+    assert [number["low"], number["high"]] == mean_interval(values, families) != mean_interval(values)
+    assert result.numbers["fid_own"]["low"] is None and "families" in result.notes[0]  # of three families
+    best = scores(images[1], scores.of_references(images[1], CAPTIONS, families))
+    expected = paired_difference(values, best.by_image["dino_score"], families)
+    assert compare_scores(result, best)["dino_score"] == expected
 
 
 def test_few_images_have_fewer_scores_and_no_intervals(networks, images):

@@ -33,6 +33,7 @@ from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import retrieval
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+from debias_diffusion.eval.intervals import hits_interval
 from debias_diffusion.eval.page import AllConfig, settings_of_all
 from debias_diffusion.eval.report import cell
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
@@ -168,16 +169,30 @@ def test_the_report_holds_numbers_and_left_out_pairs(tiny_clip, tmp_path, capsys
         assert (line["a"], line["b"], line["difference"]) == (second, first, pytest.approx(difference))
 
 
+def test_toy_scenes_are_resampled_by_family_in_both_directions(tmp_path):
+    config = RetrievalConfig(["toy/clip"], str(tmp_path), data="toy/test", limit=6)
+    [result], families = retrieval.retrieval_ranks(config).values(), ["test/000000"] * 4 + ["test/000004"] * 2
+    assert result["groups"] == dict.fromkeys(retrieval.DIRECTIONS, families)
+    [numbers] = evaluate_retrieval(config)["encoders"].values()
+    for way in retrieval.DIRECTIONS:
+        for k in retrieval.KS:
+            expected = hits_interval(retrieval.hits(result["ranks"][way], k), families)
+            assert numbers["interval_percent"][way][f"R@{k}"] == expected
+    assert numbers["interval_percent"]["text_to_image"]["R@10"][0] == pytest.approx(100 * 2 / (2 + 1.959964**2))
+
+
 def test_mean_r_is_the_mean_of_three_recalls_with_an_interval_over_images():
     # of the captions of image 0 one is first and one third; the caption of image 1 is not found
-    result = {"ranks": {"text_to_image": [1, 3, 20], "image_to_text": [1, 7]}, "image_of": [0, 0, 1]}
+    result = {"ranks": {"text_to_image": [1, 3, 20], "image_to_text": [1, 7]}}
+    result["groups"] = {"text_to_image": ["a", "a", "b"], "image_to_text": ["a", "b"]}
     mean_r, limits = retrieval.mean_recall(result)
     assert mean_r == pytest.approx({"text_to_image": 500 / 9, "image_to_text": 200 / 3, "both": 550 / 9})
     # more than 2.5% of the samples draw one of the two images twice
     expected = {"text_to_image": [0, 250 / 3], "image_to_text": [100 / 3, 100], "both": [50 / 3, 275 / 3]}
     assert limits == {name: pytest.approx(interval) for name, interval in expected.items()}
     # both directions draw the same images: what one loses with an image the other gains
-    result = {"ranks": {"text_to_image": [1, 20], "image_to_text": [20, 1]}, "image_of": [0, 1]}
+    result = {"ranks": {"text_to_image": [1, 20], "image_to_text": [20, 1]}}
+    result["groups"] = {"text_to_image": ["a", "b"], "image_to_text": ["a", "b"]}
     mean_r, limits = retrieval.mean_recall(result)
     assert mean_r == {"text_to_image": 50, "image_to_text": 50, "both": 50}
     assert limits == {"text_to_image": [0, 100], "image_to_text": [0, 100], "both": [50, 50]}

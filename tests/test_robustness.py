@@ -16,7 +16,7 @@ from PIL import Image
 
 from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, edit_caption, shuffled
 from debias_diffusion.encoders.loading import load_backbone
-from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.intervals import hits_interval, mean_interval, paired_difference
 from debias_diffusion.eval.options import RobustnessConfig
 from debias_diffusion.eval.retrieval import DIRECTIONS
 from debias_diffusion.eval.robustness import COMPARED, evaluate_robustness, share_difference, share_kept
@@ -87,7 +87,7 @@ def several(tmp_path_factory, coarse_results):
 
 
 IMAGE_OF = [image for image in range(5) for _ in range(3)]
-GROUPS = {"text_to_image": IMAGE_OF, "image_to_text": None}
+GROUPS = {"text_to_image": IMAGE_OF, "image_to_text": range(5)}
 
 
 def by_hand(name: str, several) -> tuple[dict, dict]:
@@ -123,7 +123,7 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
         }
         for edit, way in itertools.product(EDITS, DIRECTIONS):
             assert numbers["recall_at_1_percent"][edit][way] == pytest.approx(found[edit][way].mean())
-            assert numbers["interval_percent"][edit][way] == mean_interval(found[edit][way], GROUPS[way])
+            assert numbers["interval_percent"][edit][way] == hits_interval(found[edit][way], GROUPS[way])
             if edit in LOSING:
                 expected = paired_difference(found[EDITS[edit].base][way], found[edit][way], GROUPS[way])
                 assert numbers["drop_points"][edit][way] == pytest.approx(expected)
@@ -152,6 +152,6 @@ def test_of_one_image_found_first_it_is_not_said_that_it_finds_too_few(several, 
     config = replace(several.config, encoders=several.config.encoders[:1], output=str(tmp_path), limit=1)
     [numbers] = evaluate_robustness(config)["encoders"].values()
     assert numbers["recall_at_1_percent"]["keep"]["text_to_image"] == 100
-    assert numbers["in_words"].startswith("One image is too few to say what share of its R@1 ")
+    assert numbers["in_words"].startswith("One image (of the toy world one family of scenes) found first is too few")
     printed = capsys.readouterr().out
     assert "finds too few" not in printed and "100.0 (no interval: too few)" in printed

@@ -83,7 +83,7 @@ def test_an_example_marks_every_place_that_is_right_wrong_or_extra(tmp_path):
     extra = [Thing("cross", "pink", "large", place) for place in empty]
     drawn = (replace(first, size=size), replace(second, colour=colour), *others, *extra)
     render(Scene("black" if asked.background == "white" else "white", drawn)).save(tmp_path / "000000.png")
-    (example,) = examples("test", 1, {"Worse": tmp_path})
+    (example,) = examples({"image": ["test/000000"], "group": ["test/000000"]}, {"Worse": tmp_path})
     (worse,) = example["generated"]
     assert worse["score"] == f"{1 + len(others)} of {3 + len(others)} objects right"
     words = {first.place: f"right, but {size}", second.place: f"{colour} {second.kind}", third.place: "missing"}

@@ -130,6 +130,27 @@ def test_objects_of_an_image_succeed_together():
     assert line == {"difference": 100, "low": None, "high": None, "p": None}  # of one image nothing more is known
 
 
+def test_a_family_of_scenes_is_drawn_whole():
+    """Four scenes alike in all that they show say as much as one."""
+    mentions, families = [{place: n for n, place in enumerate(PLACES)}], [number // 4 for number in range(240)]
+    single = coins(0, 0.7), coins(1, 0.3)
+    fours = [[each for each in shown for _ in range(4)] for shown in single]
+    numbers = objects_numbers(fours[0], mentions * 240, None, families)
+    for score, number in objects_numbers(single[0], mentions * 60).items():
+        if isinstance(number, dict):
+            assert numbers[score] == pytest.approx(number)
+    line, *lines = numbers["objects_right_by_sentence"]
+    assert line["high"] - line["low"] > 0 and len(lines) == 8
+    found, expected = compare_objects(*fours, mentions * 240, None, families), compare_objects(*single, mentions * 60)
+    assert all(found[score] == pytest.approx(line) for score, line in expected.items()) and len(found) == 6
+
+
+def test_of_images_that_are_all_right_the_interval_is_wilsons():
+    numbers = objects_numbers(compared([ASKED] * 4, [ASKED] * 4), [MENTIONS] * 4, None, ["a", "a", "b", "b"])
+    low = pytest.approx(100 * 2 / (2 + 1.959964**2))  # of two families
+    assert numbers["objects_right"] == {"value": 100, "low": low, "high": 100}
+
+
 def test_an_encoder_that_invents_more_loses_precision_and_no_recall():
     """Of two encoders that render the same objects right, b fills one more place in most images."""
     rng = random.Random(2)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
+from debias_diffusion.data.toy_scenes import family, toy_scene
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import CaptionTokenizer, load_tokenizer
 from debias_diffusion.toyworld.claims import Claim, Reference, resolve
@@ -64,6 +65,17 @@ def test_four_scenes_in_a_row_differ_in_nothing_but_places(first):
     row = [scene("test", index) for index in range(first, first + ARRANGEMENTS)]
     assert len(set(map(contents, row))) == 1 and len(set(row)) == ARRANGEMENTS
     assert contents(scene("test", first + ARRANGEMENTS)) != contents(row[0])
+
+
+@pytest.mark.parametrize("split", ["test", "development-2", "referring-test", "short-test", "short-referring-test-2"])
+def test_scenes_of_a_family_have_the_same_objects_and_others_do_not(split):
+    names = [f"{split}/{index:06}" for index in range(96, 108)]
+    objects = [Counter((thing.kind, thing.colour, thing.size) for thing in toy_scene(name)[0].things) for name in names]
+    by_family = {}
+    for name, of_scene in zip(names, objects, strict=True):
+        assert by_family.setdefault(family(name), of_scene) == of_scene
+    assert len({*map(family, names)}) == (12 if "short" in split else 3)
+    assert all(family(name) == name for name in ("photos/000001.png", "test/1.png", "000007", "coco/test/000002"))
 
 
 def test_a_scene_stays_what_it_was():

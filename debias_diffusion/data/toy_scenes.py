@@ -11,7 +11,7 @@ from ..errors import UserError, near_matches
 from ..limits import SHAREGPT4V_HELD_OUT
 from ..toyworld.grammar import Caption, caption, short_prompt
 from ..toyworld.render import render
-from ..toyworld.scenes import SPLITS, Scene, scene
+from ..toyworld.scenes import ARRANGEMENTS, SPLITS, Scene, scene
 from .captions import Captions
 from .images import digest_of
 from .records import PackedRecords, Record
@@ -88,6 +88,14 @@ def toy_scene(image: str) -> tuple[Scene, Caption]:
     short, referring, split, index = *place.groups()[:3], int(place[4])
     style = "referring" if referring else "plain"
     return short_prompt(split, index, style) if short else (scene(split, index), caption(split, index, style))
+
+
+def family(image: str) -> str:
+    """The first toy scene with the same objects as this one, which is resampled with it; else the image's own name."""
+    place = _IMAGE.fullmatch(image)
+    if place is None or place[1]:  # short scenes are drawn one by one
+        return image
+    return f"{image.partition('/')[0]}/{int(place[4]) // ARRANGEMENTS * ARRANGEMENTS:06}"
 
 
 @lru_cache(2 * SHAREGPT4V_HELD_OUT)

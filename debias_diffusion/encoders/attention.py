@@ -1,8 +1,6 @@
 """The attention from a text encoder's output token, EOT, in the last layer (DeBias-CLIP, section E.3)."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,20 +11,17 @@ from ..errors import UserError
 from ..text.tokens import TokenBatch
 from .text_encoders import TextEncoder
 
-# What the attention before the softmax is divided by. The paper writes equations 1 and 2 for one head of the whole
-# hidden dimension D. Divided by its root, the product of whole query and key, which is the sum over heads, is the mean
-# over heads on their own scale times the root of their number: the same curve, higher.
-Scale = Literal["head", "hidden"]
-
 
 @dataclass(frozen=True)
 class EotAttention:
     """The attention from each caption's EOT to the positions of its row, averaged over the heads of the last layer.
 
     Attributes:
-        before_softmax: [batch, slots] m_EOT of equation 2, on one `Scale`; -inf after EOT.
+        before_softmax: [batch, slots] m_EOT of equation 2 in standard deviations from its mean, both over the caption's
+            text; -inf after EOT. So encoders whose products of q and k have other scales can be compared, and what the
+            equations divide them by does not matter. Text that is looked at all alike has 0.
         after_softmax: [batch, slots] the weights; a row sums to 1, and they are 0 after EOT.
-        is_text: [batch, slots] True for SOT, text and EOT; False for pads.
+        is_text: [batch, slots] True for text; False for SOT, EOT and pads.
         ends: [batch] number of slots up to and including EOT.
     """
 
@@ -37,18 +32,15 @@ class EotAttention:
 
 
 @torch.inference_mode()
-def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch, scale: Scale = "head") -> EotAttention:
+def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch) -> EotAttention:
     """The last layer's attention from EOT, for a batch of captions. All tensors are on the CPU.
 
     Args:
         encoder: a CLIP two-tower, or a transformers CLIP text encoder, in evaluation mode.
         tokens: from the encoder's tokenizer, with its context length, on its device.
-        scale: of `before_softmax`. "head": the mean over heads of q k / sqrt(head width), as in the softmax. "hidden":
-            q k / sqrt(D) over all heads, D the hidden dimension, as in equations 1 and 2. The weights after the softmax
-            are the same with both.
 
     Raises:
-        UserError: EOT is not the encoder's output token.
+        UserError: EOT is not the encoder's output token, or the attention is not finite.
     """
     check_reads_eot(encoder)
     ends = tokens.n_prefix + tokens.lengths
@@ -60,12 +52,23 @@ def eot_attention(encoder: Backbone | TextEncoder, tokens: TokenBatch, scale: Sc
     query, key = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in last_layer(encoder, rows))
     query = query[torch.arange(len(ends)), ends - 1]
     # [batch, heads, slots]
-    scores = (torch.einsum("bhd,bshd->bhs", query, key) / math.sqrt(query.shape[-1])).cpu()
-    scores = scores.masked_fill((slots >= ends[:, None])[:, None], -torch.inf)
-    is_text = ((slots < int(tokens.shared_sot)) | (slots >= tokens.n_prefix[:, None])) & (slots < ends[:, None])
-    heads = scores.shape[1]
-    before = scores.mean(dim=1) * (math.sqrt(heads) if scale == "hidden" else 1.0)
-    return EotAttention(before, scores.softmax(dim=-1).mean(dim=1), is_text, ends)
+    scores = (torch.einsum("bhd,bshd->bhs", query, key) / query.shape[-1] ** 0.5).cpu()
+    if not scores.isfinite().all():
+        raise UserError("The attention is NaN or infinite. Check the encoder's weights.")
+    after_eot = slots >= ends[:, None]
+    weights = scores.masked_fill(after_eot[:, None], -torch.inf).softmax(dim=-1).mean(dim=1)
+    starts = tokens.n_prefix + int(not tokens.shared_sot)  # of the text
+    is_text = (slots >= starts[:, None]) & (slots < ends[:, None] - 1)
+    before = _standardised(scores.mean(dim=1), is_text).masked_fill(after_eot, -torch.inf)
+    return EotAttention(before, weights, is_text, ends)
+
+
+def _standardised(values: Tensor, is_text: Tensor) -> Tensor:
+    """Values [batch, slots] of each caption in standard deviations from their mean, both over its text."""
+    count = is_text.sum(dim=1, keepdim=True).clamp(min=1)
+    values = values - values.where(is_text, 0.0).sum(dim=1, keepdim=True) / count
+    deviation = (values.where(is_text, 0.0).square().sum(dim=1, keepdim=True) / count).sqrt()
+    return (values / deviation).masked_fill(deviation == 0, 0.0)
 
 
 def check_reads_eot(encoder: Backbone | TextEncoder) -> None:
@@ -103,16 +106,16 @@ def _transformers_last_layer(encoder: TextEncoder, rows: Tensor) -> tuple[Tensor
 
 
 class PositionMeans:
-    """The mean attention from EOT to each position over many captions (equation 3), in double precision.
+    """The mean attention from EOT over many captions (equation 3), in double precision: to each position, SOT and EOT.
 
-    A position's sum is divided by the number of captions with text there, not padding; EOT counts as text, as in the
-    equation.
+    A position's sum is divided by the number of captions with text there. In the equation EOT counts as text; here it
+    does not, because its attention to itself would lift the positions where captions end.
 
     Args:
         context_length: positions of the encoder.
 
     Attributes:
-        counts: [context_length] number of captions with SOT, text or EOT at each position.
+        counts: [context_length] number of captions with text at each position.
         captions: number of captions.
     """
 
@@ -120,26 +123,21 @@ class PositionMeans:
         self.captions, self.counts = 0, torch.zeros(context_length, dtype=torch.long)
         kinds = ("before_softmax", "after_softmax")
         self._sums = {kind: torch.zeros(context_length, dtype=torch.double) for kind in kinds}
-        self._eot = dict.fromkeys(self._sums, 0.0)
+        self._ends = {kind: torch.zeros(2, dtype=torch.double) for kind in kinds}  # of SOT and EOT
 
     def add(self, attention: EotAttention) -> None:
-        """Raises UserError for attention that is not finite."""
+        """Adds captions without padding before them."""
         slots = attention.is_text.shape[1]
         eot = torch.arange(len(attention.ends)), attention.ends - 1
         for name, sums in self._sums.items():
             values = getattr(attention, name).double()
-            if not values[attention.is_text].isfinite().all():
-                raise UserError("The attention is NaN or infinite. Check the encoder's weights.")
-            sums[:slots] += values.masked_fill(~attention.is_text, 0.0).sum(dim=0)
-            self._eot[name] += values[eot].sum().item()
+            sums[:slots] += values.where(attention.is_text, 0.0).sum(dim=0)
+            self._ends[name] += torch.stack([values[:, 0].sum(), values[eot].sum()])
         self.counts[:slots] += attention.is_text.sum(dim=0)
         self.captions += len(attention.ends)
 
-    def means(self, name: str) -> Tensor:
-        """[positions] "before_softmax" or "after_softmax", SOT first, up to the last position with text."""
-        positions = int(self.counts.nonzero().max()) + 1
-        return self._sums[name][:positions] / self.counts[:positions]
-
-    def eot(self, name: str) -> float:
-        """The mean attention from EOT to itself, at any position."""
-        return self._eot[name] / self.captions
+    def means(self, name: str) -> dict[str, float | list[float]]:
+        """ "before_softmax" or "after_softmax": of "sot" and "eot", and of "positions" from 1 to the last with text."""
+        sot, eot = (self._ends[name] / self.captions).tolist()
+        reached = self.counts > 0
+        return {"sot": sot, "eot": eot, "positions": (self._sums[name][reached] / self.counts[reached]).tolist()}

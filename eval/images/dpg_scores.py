@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from ..intervals import mean_interval, paired_difference
+from ..intervals import hits_interval, mean_interval, paired_difference
 from ..session import compare_encoders
 from .dpg_questions import BAND_NAMES, Proposition
 
@@ -95,7 +95,7 @@ def score(result: Outcomes, images_per_prompt: int) -> dict:
             name: {
                 "propositions": len(members.prompt) // images_per_prompt,
                 "holds_percent": float(members.holds.mean()),
-                "interval_percent": mean_interval(members.holds, members.prompt),
+                "interval_percent": hits_interval(members.holds, members.prompt.tolist()),
                 "yes_percent": float(members.yes.mean()),
             }
             for name, members in result.members(grouping).items()
@@ -109,7 +109,7 @@ def compare_outcomes(results: Mapping[str, Outcomes]) -> list[dict]:
     def difference(a: Outcomes, b: Outcomes, name: str) -> dict:
         if name == "score":
             return paired_difference(prompt_scores(a), prompt_scores(b))
-        return paired_difference(a.holds, b.holds, a.prompt)
+        return paired_difference(a.holds, b.holds, a.prompt.tolist())
 
     values = {
         label: {"score": result} | {f"holds, {name}": band for name, band in result.members("by_position").items()}

@@ -25,7 +25,7 @@ from debias_diffusion.text.chunks import Tokens
 from debias_diffusion.text.reading import encode_texts, tokenize_text
 from debias_diffusion.text.tokens import clean
 
-from ..intervals import mean_interval, paired_difference
+from ..intervals import Groups, group_numbers, mean_interval, paired_difference
 from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig
 from ..report import Table, cell, compared_tables, draw_by_position
 from ..session import Session, compare_encoders, read_source
@@ -117,7 +117,7 @@ class Moments:
 
 
 def measure_drift(
-    reader: StatesReader, base: StatesReader, captions: Sequence[str], batch_size: int, title: str
+    reader: StatesReader, base: StatesReader, captions: Sequence[str], groups: Groups, batch_size: int, title: str
 ) -> dict[str, object]:
     """The state errors of one encoder in `captions`. Shows a progress bar.
 
@@ -128,14 +128,15 @@ def measure_drift(
     Returns:
         "errors": by part of `PARTS`, the mean of each caption, [captions]; "by_position": the mean at each position of
         text from 1, and "captions_at_position"; "after_shift" and "after_linear": the error of text once one shift, or
-        one linear map, common to all tokens is undone, each fitted on one half of the captions and scored on the other
-        (None for fewer than two captions).
+        one linear map, common to all tokens is undone, each fitted on one half of the groups and scored on the other
+        (None for a single group).
 
     Raises:
         UserError: the encoder reads other tokens than the base.
     """
     errors: dict[str, list[float]] = {part: [] for part in PARTS}
     sums, counts = Counter(), Counter()  # by position of text, from 1
+    numbers = range(len(captions)) if groups is None else group_numbers(groups)
     halves = [Moments(base.encoder.config.hidden_size) for _ in range(2)]
     for start in tqdm(range(0, len(captions), batch_size), desc=title):
         batch = captions[start : start + batch_size]
@@ -156,7 +157,7 @@ def measure_drift(
             for position, value in enumerate(places["text"].tolist(), 1):
                 sums[position] += value
                 counts[position] += 1
-            halves[number % 2].add(student[1:end], teacher[1:end], variance)
+            halves[numbers[number] % 2].add(student[1:end], teacher[1:end], variance)
     return {
         "errors": errors,
         "by_position": [sums[position] / count for position, count in counts.items()],
@@ -193,8 +194,7 @@ def evaluate_drift(config: DriftConfig) -> dict:
     with_text = [number for number, text in enumerate(base.tokens(pairs.captions)) if text.ids]
     if not with_text:
         raise UserError("No caption holds any text. Give other data.")
-    captions = [pairs.captions[number] for number in with_text]
-    groups = np.unique([pairs.image_of[number] for number in with_text], return_inverse=True)[1]
+    captions, groups = ([part[number] for number in with_text] for part in (pairs.captions, pairs.groups))
 
     def evaluate(label: str, reader: StatesReader) -> dict:
         width, base_width = (part.encoder.config.hidden_size for part in (reader, base))
@@ -203,8 +203,8 @@ def evaluate_drift(config: DriftConfig) -> dict:
                 f"The states of {reader.name!r} have {width} channels and those of the base {base.name!r} "
                 f"{base_width}. Give the base that the encoder was trained from."
             )
-        depends = {"encoder": reader.digest, "base": base.digest, "captions": json_digest({"all": captions})}
-        compute = partial(measure_drift, reader, base, captions, config.batch_size, label)
+        depends = {"encoder": reader.digest, "base": base.digest, "captions": json_digest({"all": [captions, groups]})}
+        compute = partial(measure_drift, reader, base, captions, groups, config.batch_size, label)
         return session.cache.result("drift", depends, compute)
 
     results = session.by_encoder(evaluate, StatesReader.load)

@@ -17,7 +17,7 @@ from transformers import CLIPTokenizer
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, printable, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.toy_scenes import is_toy_scenes, toy_scene
+from debias_diffusion.data.toy_scenes import family, is_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
@@ -25,14 +25,15 @@ from debias_diffusion.pipelines.rendering.renderer import ImageTask
 from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS
 
+from ..intervals import first_of_each
 from ..options import TOY_FEATURES, AllConfig, GenerationConfig
 from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
 from .mentions import ALL, READERS, Mention, ceilings, read_caption, refers_back
 from .networks import FID_FEATURES, ImageLike, load_image
-from .objects import BY_KIND, BY_SENTENCE, compare_images, compare_objects, objects_numbers
+from .objects import BY_KIND, BY_SENTENCE, compare_images, compare_objects, objects_numbers, sums_by_image
+from .objects import NOTE as OBJECTS_NOTE
 from .objects import SCORES as OBJECTS
 from .rendered import Rendered, image_task, render_all, rendering_settings
 from .scores import NETWORKS, ImageNumbers, ImageScores, References, compare_scores, network_name
@@ -53,8 +54,10 @@ def evaluate_generation(config: GenerationConfig) -> dict:
     skipped and reported.
 
     Returns:
-        The content of `generation.json`: settings, versions, digests; by encoder its scores with 95% intervals, how
-        many prompts were cut, the digest of its images, seconds of generating; the encoders compared; of toy captions
+        The content of `generation.json`: settings, versions, digests; "records", name and group of each image; by
+        encoder its scores with 95% intervals, "by_image", each image's value of a mean, or its counts above and below
+        the line of a ratio, in the order of the records, how many prompts were cut, the digest of its images, seconds
+        of generating; the encoders compared; of toy captions
         that refer back, "ceilings", see `mentions.ceilings`; notes, the resizes, the bad records, seconds. In
         processes other than the main one, {}.
 
@@ -108,6 +111,7 @@ class _Generation:
         check_share(unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
         self.captions = [record.caption for record in self.records]
+        self.groups = [family(record.image) for record in self.records]
         self.session = Session(NAME, config, self.pairs, self.processes.device)
         self.session.left_out += unreadable
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
@@ -129,7 +133,7 @@ class _Generation:
         @cache
         def references() -> References:
             images = [partial(_reference, record, self.pairs.images) for record in self.records]
-            return networks.of_references(images, self.captions)
+            return networks.of_references(images, self.captions, self.groups)
 
         def score_images(files: Sequence[Path]) -> dict:
             return asdict(networks(files, references()))
@@ -141,21 +145,23 @@ class _Generation:
         for label, images in rendered.items():
             digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
             depends = {"images": digest, "references": references_digest}
-            result = session.cache.result(
-                "scores", depends | {"networks": networks.digests}, partial(score_images, images.files)
+            of_scores = depends | {"networks": networks.digests, "groups": self.groups}
+            scores[label] = ImageNumbers(
+                **session.cache.result("scores", of_scores, partial(score_images, images.files))
             )
-            scores[label] = ImageNumbers(**result)
-            numbers = dict(scores[label].numbers)
+            numbers, by_image = dict(scores[label].numbers), dict(scores[label].by_image)
             if self.is_toy:
                 result = session.cache.result("objects", depends, partial(read_images, images.files))
                 objects[label] = [Comparison(**image) for image in result["images"]]
-                numbers |= objects_numbers(objects[label], mentions, kinds)
-            encoders[label] = {"scores": numbers, **images.reading, "images_digest": digest}
+                numbers |= objects_numbers(objects[label], mentions, kinds, self.groups)
+                for score, (above, below) in sums_by_image(objects[label], mentions, kinds).items():
+                    by_image[score] = {"above": above.astype(int).tolist(), "below": below.astype(int).tolist()}
+            encoders[label] = {"scores": numbers, **images.reading, "images_digest": digest, "by_image": by_image}
         compared = []
         for b, a in combinations(rendered, 2):
             differences = compare_scores(scores[a], scores[b])
             if self.is_toy:
-                differences |= compare_objects(objects[a], objects[b], mentions, kinds)
+                differences |= compare_objects(objects[a], objects[b], mentions, kinds, self.groups)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
         notes = [
             f"{label} read the first {numbers['cut_at']} tokens of a prompt: {numbers['prompts_cut']} of "
@@ -164,6 +170,7 @@ class _Generation:
             if numbers["cut_at"] is not None
         ]
         notes = networks.notes + notes + [note for label in rendered for note in scores[label].notes]
+        notes += [OBJECTS_NOTE] * self.is_toy
         session.digests |= networks.digests | digests
         return session.report(
             tables,
@@ -175,6 +182,7 @@ class _Generation:
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),
+            records={"image": [record.image for record in self.records], "group": self.groups},
             resize=networks.resize,
             ceilings=ceilings(readings),
         )
@@ -197,8 +205,7 @@ class _Generation:
         return [read_caption(prefixed(caption), count_tokens) for caption in captions]
 
     def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
-        step = ARRANGEMENTS if self.is_toy else 1  # consecutive toy scenes show the same objects
-        shown = range(0, len(self.records), step)[:EXAMPLES]
+        shown = first_of_each(self.groups)[:EXAMPLES]  # scenes of one family show the same objects
         return plot_examples(
             [self.captions[index] for index in shown],
             [_reference(self.records[index], self.pairs.images) for index in shown],

@@ -2,7 +2,7 @@
 
 Every score is a ratio of two counts, each summed over all images: `SCORES` names them. So a score of many images is
 not the mean of the images' scores, and an image that shows nothing needs no precision of its own. Intervals resample
-images, not objects, because the objects of an image succeed or fail together.
+families of scenes, which share their objects, not images or objects.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.scenes import PLACES, Scene
 
-from ..intervals import drawn_ratios, ends, paired_ratio_difference
+from ..intervals import Groups, by_group, drawn_ratios, paired_ratio_difference, percent_ends
 from .mentions import ACROSS, ALONE, WITHIN
 from .networks import ImageLike, load_image
 
@@ -41,6 +41,11 @@ SCORES = {
     f"objects_right_{name}": (f"objects right, {kind}, %", [f"right_{name}"], [f"objects_{name}"])
     for kind, name in KIND_NAMES.items()
 }
+
+NOTE = (
+    "Objects right is a recall, of the objects that prompts ask for. The other side, places filled that nobody asked "
+    "for, is in empty places filled, precision and F1."
+)
 
 
 def compare_images(images: Sequence[ImageLike], scenes: Sequence[Scene]) -> list[Comparison]:
@@ -87,8 +92,10 @@ def _places(mentions: Sequence[Mapping], counts: Callable[[int | str], bool]) ->
     return [[place for place, mention in of_image.items() if counts(mention)] for of_image in mentions]
 
 
-def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None) -> dict:
-    """Scores of images in percent, with 95% intervals over images.
+def objects_numbers(
+    comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None, groups: Groups = None
+) -> dict:
+    """Scores of images in percent, with 95% intervals over their groups.
 
     Returns:
         Of `SCORES`, "value", "low" and "high" (without scores of no object); "objects_right_by_sentence", a list for
@@ -96,50 +103,55 @@ def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, kinds
         "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
         filled); with `kinds` "objects_right_by_telling", the same for each kind of mention: "told", the kind.
     """
-    sums = _sums(comparisons, mentions)
-    numbers = {score: number for score in sums if (number := _number(*sums[score]))}
+    sums = sums_by_image(comparisons, mentions)
+    numbers = {score: number for score in sums if (number := _number(sums[score], groups))}
     numbers[BY_SENTENCE] = [
-        {"sentence": sentence + 1} | _of_places(comparisons, _places(mentions, sentence.__eq__))
+        {"sentence": sentence + 1} | _of_places(comparisons, _places(mentions, sentence.__eq__), groups)
         for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()})
     ]
     if kinds:
         places = {kind: _places(kinds, kind.__eq__) for kind in KIND_NAMES}
         numbers[BY_KIND] = [
-            {"told": kind} | _of_places(comparisons, places[kind]) for kind in places if any(places[kind])
+            {"told": kind} | _of_places(comparisons, places[kind], groups) for kind in places if any(places[kind])
         ]
     return numbers
 
 
-def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[str]]) -> dict:
+def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[str]], groups: Groups) -> dict:
     """The number of objects in some places of each image, and their recall, precision and F1."""
     counts = count(comparisons, places)
-    recall, precision, f1 = (_number(*ratio(counts, f"objects_{name}")) for name in ("right", "precision", "f1"))
+    recall, precision, f1 = (_number(ratio(counts, f"objects_{name}"), groups) for name in ("right", "precision", "f1"))
     return {"objects": int(counts["objects"].sum()), **recall, "precision": precision, "f1": f1}
 
 
 def compare_objects(
-    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
+    a: Sequence[Comparison],
+    b: Sequence[Comparison],
+    mentions: Mentions,
+    kinds: MentionKinds = None,
+    groups: Groups = None,
 ) -> dict[str, dict[str, float]]:
-    """The paired comparison of two encoders by score, in points; what belongs to an image stays together.
+    """The paired comparison of two encoders by score, in points; what belongs to a group stays together.
 
     Args:
         a, b: of the same images, with the same objects.
+        groups: of the images.
 
     Returns:
         {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES`
         without those that a or b lacks; of kinds of mention only with `kinds`.
     """
-    sums_a, sums_b = (_sums(comparisons, mentions, kinds) for comparisons in (a, b))
+    sums_a, sums_b = (sums_by_image(comparisons, mentions, kinds) for comparisons in (a, b))
     compared = {}
     for score in sums_a:
         if sums_a[score][1].any() and sums_b[score][1].any():
-            line = paired_ratio_difference(sums_a[score], sums_b[score])
-            points = {name: value and 100 * value for name, value in line.items()}  # None of a single image
+            line = paired_ratio_difference(*(_by_group(sums[score], groups) for sums in (sums_a, sums_b)))
+            points = {name: value and 100 * value for name, value in line.items()}  # None of a single group
             compared[score] = points | {"p": line["p"]}
     return compared
 
 
-def _sums(
+def sums_by_image(
     comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """The counts of each image above and below the line, by score; of kinds of mention only with `kinds`."""
@@ -151,9 +163,15 @@ def _sums(
     return {score: ratio(counts, score) for score, (_, above, _) in SCORES.items() if counts.keys() >= {*above}}
 
 
-def _number(above: np.ndarray, below: np.ndarray) -> dict[str, float] | None:
+def _by_group(sums: Sequence[np.ndarray], groups: Groups) -> tuple[np.ndarray, ...]:
+    return tuple(by_group(counts, groups)[0] for counts in sums)
+
+
+def _number(sums: Sequence[np.ndarray], groups: Groups) -> dict[str, float] | None:
     """The score, in percent, with its interval; None if there is nothing that could be right."""
+    above, below = _by_group(sums, groups)
     if not below.any():
         return None
-    low, high = ends(100 * drawn_ratios(above, below))
-    return {"value": float(100 * above.sum() / below.sum()), "low": low, "high": high}
+    percent = float(100 * above.sum() / below.sum())
+    low, high = percent_ends(percent, np.count_nonzero(below), 100 * drawn_ratios(above, below))
+    return {"value": percent, "low": low, "high": high}

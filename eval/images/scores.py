@@ -1,17 +1,17 @@
 """Scores of generated images against reference images and captions, their intervals, and the comparison of encoders.
 
 Scores are pure functions of features, which come from `networks`; `ImageScores` combines both. The distances between
-two sets of images (FID, KID, precision and recall) are those of torch-fidelity and torchmetrics.
+two sets of images (FID, KID, precision and recall) are those of torch-fidelity.
 
 **Intervals of distances.** The bootstrap (`scipy.stats.bootstrap`) does not fit, because it draws with replacement: a
 repeated image lowers the rank of a covariance (FID), is compared with itself (KID), and has a neighbour at distance 0
 (precision, recall). Against the true spread over 120 data sets of 200 images (64 and 400 features) its standard errors
 were 1.0 to 1.8 times as large, for recall 2.5 to 5 times; those of the halves used here 0.9 to 1.5 times. A half has
-half of the pairs of an image and its reference, drawn without replacement; the spread of a score over halves is its
-spread over sets of as many images as there are (Wu 1986, Shao and Wu 1989: the delete-d jackknife with d = N / 2; the
-variance over subsets of h of N is multiplied by h / (N - h)). The value over halves is another one, because FID falls
-with the number of images: only the spread is used, and the interval is value +- 1.96 standard errors. It is that of the
-score *at this number of images*, not of the limit of many.
+half of the groups of pairs of an image and its reference, drawn without replacement; the spread of a score over halves
+is its spread over sets of as many images as there are (Wu 1986, Shao and Wu 1989: the delete-d jackknife with
+d = N / 2; the variance over subsets of h of N is multiplied by h / (N - h)). The value over halves is another one,
+because FID falls with the number of images: only the spread is used, and the interval is value +- 1.96 standard errors.
+It is that of the score *at this number of images*, not of the limit of many.
 
 Two encoders are compared over the same halves: p is of their difference in its standard errors. A randomization test,
 which exchanges the two images of a caption, would be wrong here: it asks whether the images are alike, and reports a
@@ -21,7 +21,7 @@ difference between two encoders that miss the references equally far in opposite
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, zip_longest
@@ -32,18 +32,17 @@ import torch
 from torch import Tensor, nn
 from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 from torch_fidelity.metric_prc import KEY_METRIC_PRECISION, KEY_METRIC_RECALL, prc_features_to_metric
-from torchmetrics.image.fid import FrechetInceptionDistance
 from tqdm import tqdm
 
 from debias_diffusion.text.sentences import split_sentences
 
-from ..intervals import mean_interval, paired_difference
+from ..intervals import Groups, group_numbers, mean_interval, paired_difference
 from .networks import ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
 
 HALVES = 200
 KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000  # torch-fidelity's
 NEIGHBOURS = 3  # of precision and recall, torch-fidelity's
-_FEWEST = 2 * (NEIGHBOURS + 1)  # images, for halves with as many neighbours
+_FEWEST = 2 * (NEIGHBOURS + 1)  # groups, for halves with as many neighbours
 _ENOUGH_FOR_FID = 2048
 _NORMAL = 1.959964  # standard errors of a 95% interval
 # By option.
@@ -58,32 +57,20 @@ NETWORKS = {
 
 
 def fid(generated: Tensor, references: Tensor) -> float:
-    """torchmetrics' Fréchet distance of two sets of features, [N, D] and [M, D], at least two on each side.
+    """The Fréchet distance of two sets of features, [N, D] and [M, D], at least two on each side, in any order.
 
-    The order of the rows does not matter.
-    """
-    network = nn.Identity()  # what torchmetrics reads are features already
-    network.num_features = generated.shape[1]
-    metric = FrechetInceptionDistance(feature=network)
-    metric.update(references.double(), real=True)
-    metric.update(generated.double(), real=False)
-    return max(metric.compute().item(), 0.0)  # rounding may give identical sets a value below 0
-
-
-def fast_fid(generated: Tensor, references: Tensor) -> float:
-    """The same number as `fid`, but for rounding, without matrices of D x D if there are fewer images than features.
-
-    With centred features X [N, D] and Y [M, D] the trace of the root of the covariances' product is the sum of the
-    singular values of X Y^T / sqrt((N - 1) (M - 1)), exactly for any rank; if N > D, the triangle R of X = Q R
-    replaces X. So halves take seconds instead of hours.
+    As torchmetrics' but for rounding, without matrices of D x D if there are fewer images than features: with centred
+    features X [N, D] and Y [M, D] the trace of the root of the covariances' product is the sum of the singular values
+    of X Y^T / sqrt((N - 1) (M - 1)), exactly for any rank; if N > D, the triangle R of X = Q R replaces X. So halves
+    take seconds instead of hours.
     """
     sides = [features.double() for features in (generated, references)]
     means = [features.mean(dim=0) for features in sides]
     centred = [(x - mean) / math.sqrt(len(x) - 1) for x, mean in zip(sides, means, strict=True)]
     variance = sum(x.square().sum() for x in centred)
     x, y = (torch.linalg.qr(x, mode="r").R if len(x) > x.shape[1] else x for x in centred)
-    root = torch.linalg.svdvals(x @ y.T).sum()
-    return ((means[0] - means[1]).square().sum() + variance - 2 * root).item()
+    distance = (means[0] - means[1]).square().sum() + variance - 2 * torch.linalg.svdvals(x @ y.T).sum()
+    return max(distance.item(), 0.0)  # rounding may give identical sets a value below 0
 
 
 def kid(generated: Tensor, references: Tensor) -> float:
@@ -131,7 +118,7 @@ _DISTANCES = {
 }
 
 
-def _distances(generated: Tensor, references: Tensor, names: dict[str, str], fid=fid) -> dict[str, float]:
+def _distances(generated: Tensor, references: Tensor, names: dict[str, str]) -> dict[str, float]:
     """The distances that are in `names`, under the names given there."""
     values = {"fid": fid(generated, references)}
     if "kid" in names:
@@ -144,16 +131,17 @@ def _distances(generated: Tensor, references: Tensor, names: dict[str, str], fid
 # ---- intervals
 
 
-def halves(count: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """`HALVES` times the positions of half of `count` pairs, without replacement; a function of `count` and `seed`."""
-    random = np.random.default_rng(seed)
+def halves(groups: Sequence[Hashable], seed: int = 0) -> Iterator[np.ndarray]:
+    """`HALVES` times the positions of half of the groups, without replacement; a function of `groups` and `seed`."""
+    random, numbers = np.random.default_rng(seed), group_numbers(groups)
+    count = numbers.max() + 1
     for _ in range(HALVES):
-        yield random.permutation(count)[: count // 2]
+        yield np.flatnonzero(np.isin(numbers, random.permutation(count)[: count // 2]))
 
 
-def standard_error(values: Sequence[float], count: int) -> float:
-    """The standard error of a score of `count` pairs, from its `values` over `halves(count)`."""
-    half = count // 2
+def standard_error(values: Sequence[float], groups: Sequence[Hashable]) -> float:
+    """The standard error of a score of images in `groups`, from its `values` over `halves(groups)`."""
+    half, count = len(set(groups)) // 2, len(set(groups))
     return float(np.std(values, ddof=1)) * math.sqrt(half / (count - half))
 
 
@@ -174,16 +162,16 @@ class ImageNumbers:
             recall_2048, fid_own, kid_own, precision_own, recall_own, dino_score, dinov2_score, clip_score (whole
             captions), clip_score_1, clip_score_2, ... (first sentences, second ones; with "pictures", how many captions
             have one).
-        halves: {score: its values over `halves(count)`}, of distances between two sets of images.
+        halves: {score: its values over `halves(groups)`}, of distances between two sets of images.
         by_image: {score: its value for each image}, of means over images; None if a caption has no such sentence.
-        count: number of images.
+        groups: of the images.
         notes: on the numbers.
     """
 
     numbers: dict[str, dict[str, float | None]]
     halves: dict[str, list[float]]
     by_image: dict[str, list[float | None]]
-    count: int
+    groups: list[Hashable]
     notes: list[str] = field(default_factory=list)
 
 
@@ -197,8 +185,8 @@ def compare_scores(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, floa
     compared = {}
     for score in a.numbers:
         if score in a.by_image:
-            pairs = [pair for pair in zip(a.by_image[score], b.by_image[score], strict=True) if None not in pair]
-            compared[score] = paired_difference(*zip(*pairs, strict=True))
+            rows = zip(a.by_image[score], b.by_image[score], a.groups, strict=True)
+            compared[score] = paired_difference(*zip(*(row for row in rows if None not in row), strict=True))
         else:
             compared[score] = _difference_of_distances(a, b, score)
     return compared
@@ -208,7 +196,7 @@ def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> di
     difference = a.numbers[score]["value"] - b.numbers[score]["value"]
     if not a.halves[score]:
         return {"difference": difference, "low": None, "high": None, "p": None}
-    error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.count)
+    error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.groups)
     p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
     low, high = difference - _NORMAL * error, difference + _NORMAL * error
     return {"difference": difference, "low": low, "high": high, "p": p}
@@ -229,11 +217,13 @@ class References:
     Attributes:
         features: of the reference images, by kind, [N, D].
         texts: by score with texts, the features [D] of each caption's text; None if it has no such sentence.
+        groups: of the images.
         notes: how many texts were cut.
     """
 
     features: dict[str, Tensor]
     texts: dict[str, list[Tensor | None]]
+    groups: list[Hashable]
     notes: list[str]
 
 
@@ -275,11 +265,15 @@ class ImageScores:
             name = network_name(networks["clip_score"])
             self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {name}, as in torchmetrics.")
 
-    def of_references(self, images: Sequence[ImageLike], captions: Sequence[str]) -> References:
-        """The features of reference images and of their captions, in the same order; once for all encoders."""
-        features = self._features(images)
+    def of_references(self, images: Sequence[ImageLike], captions: Sequence[str], groups: Groups = None) -> References:
+        """The features of reference images and of their captions, in the same order; once for all encoders.
+
+        Args:
+            groups: of the images, see `intervals.Groups`.
+        """
+        features, groups = self._features(images), list(range(len(images)) if groups is None else groups)
         if not self.clip:
-            return References(features, {}, [])
+            return References(features, {}, groups, [])
         sentences = [split_sentences(caption) for caption in captions]
         columns = {"clip_score": captions}
         columns |= {f"clip_score_{number}": column for number, column in enumerate(zip_longest(*sentences), 1)}
@@ -291,7 +285,7 @@ class ImageScores:
                 length = f"CLIPScore's context length of {tokenizer.context_length} tokens"
                 notes.append(f"{over} of {len(group)} {name} exceed {length} and were cut.")
         texts = {score: [encoded.get(text) for text in column] for score, column in columns.items()}
-        return References(features, texts, notes)
+        return References(features, texts, groups, notes)
 
     def _features(self, images: Sequence[ImageLike]) -> dict[str, Tensor]:
         features = {}
@@ -301,12 +295,12 @@ class ImageScores:
 
     def __call__(self, generated: Sequence[ImageLike], references: References) -> ImageNumbers:
         """All scores of images, at least two for FID, each with its reference image and caption, in the same order."""
-        features, result = self._features(generated), ImageNumbers({}, {}, {}, len(generated))
+        features, result = self._features(generated), ImageNumbers({}, {}, {}, references.groups)
         for kind, names in _DISTANCES.items():
             if kind in features:
                 _add_distances(result, features[kind], references.features[kind], names)
         if self.inception:
-            result.notes += _notes_of_inception(result.count)
+            result.notes += _notes_of_inception(len(generated))
         for option in ("dino", "dinov2"):
             if option in features:
                 _add_mean(result, f"{option}_score", cosines(features[option], references.features[option]))
@@ -323,23 +317,24 @@ class ImageScores:
 def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, names: dict[str, str]) -> None:
     values = _distances(generated, references, names)
     of_halves: dict[str, list[float]] = {score: [] for score in values}
-    if result.count >= _FEWEST:
-        for half in tqdm(halves(result.count), total=HALVES, desc=f"interval of {names['fid']}"):
-            for score, value in _distances(generated[half], references[half], names, fast_fid).items():
+    if len(set(result.groups)) >= _FEWEST:
+        for half in tqdm(halves(result.groups), total=HALVES, desc=f"interval of {names['fid']}"):
+            for score, value in _distances(generated[half], references[half], names).items():
                 of_halves[score].append(value)
     else:
-        result.notes.append(f"{', '.join(values)}: no interval, which needs at least {_FEWEST} images.")
+        needed = f"at least {_FEWEST} images, or families of toy scenes"
+        result.notes.append(f"{', '.join(values)}: no interval, which needs {needed}.")
     result.halves |= of_halves
     for score, value in values.items():
         result.numbers[score] = {"value": value, "low": None, "high": None}
         if of_halves[score]:
-            result.numbers[score] = _interval(value, standard_error(of_halves[score], result.count), score)
+            result.numbers[score] = _interval(value, standard_error(of_halves[score], result.groups), score)
 
 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:
-    present = [value for value in values if value is not None]
+    present, groups = zip(*(row for row in zip(values, result.groups, strict=True) if row[0] is not None), strict=True)
     result.by_image[score] = values
-    low, high = mean_interval(present)
+    low, high = mean_interval(present, groups)
     result.numbers[score] = {"value": float(np.mean(present)), "low": low, "high": high}
     if len(present) < len(values) or score.startswith("clip_score_"):
         result.numbers[score]["pictures"] = len(present)

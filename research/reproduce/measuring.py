@@ -69,7 +69,7 @@ def robustness_scores(settings: dict) -> Scores:
 
 
 def attention_scores(settings: dict) -> Scores:
-    """How EOT's attention changes over 100 positions ("slope" before the softmax, "slope move4" with sentence 4 first).
+    """How EOT's attention changes over 100 positions, in standard deviations ("slope move4": with sentence 4 first).
 
     The slope is of the least-squares line through the means of the positions that a tenth of the captions reach,
     weighted by how many do; SOT is left out, as in Figure 1b.
@@ -96,13 +96,15 @@ def generation_scores(settings: dict) -> Scores:
     Those of a group are named by its list: "objects_right_by_sentence: 5". "fid" is of Inception's 64 features, whose
     scale the paper's has, or of `own_features` where there is no Inception; without either there is none.
     """
-    [encoder] = evaluate_generation(checked(GenerationConfig, settings))["encoders"].values()
+    report = evaluate_generation(checked(GenerationConfig, settings))
+    [encoder] = report["encoders"].values()
     scores = {}
     for score, numbers in encoder["scores"].items():
         parts = {score: numbers}
         if isinstance(numbers, list):  # of groups, each named by its first value
             parts = {f"{score}: {next(iter(group.values()))}": group for group in numbers}
         scores |= {name: part["value"] for name, part in parts.items() if part.get("value") is not None}
+    scores |= {score: _of_images(values, report["records"]["group"]) for score, values in encoder["by_image"].items()}
     fid = scores.get("fid_64", scores.get("fid_own"))
     return scores if fid is None else scores | {"fid": fid}
 
@@ -113,6 +115,14 @@ def cola_scores(settings: dict) -> Scores:
     scores = encoder["scores_percent"]
     values = [*scores.values()] if isinstance(scores, dict) else scores
     return {"t2i": _queries(np.array(values), [str(item) for item in range(len(values))])}
+
+
+def _of_images(values: dict[str, list[int]] | list[float | None], groups: Sequence[str]) -> dict[str, list]:
+    """The queries of a score of images: a ratio of counts, in percent, or a mean over the images that have a value."""
+    if isinstance(values, dict):
+        return {"above": [100.0 * count for count in values["above"]], "below": values["below"], "groups": list(groups)}
+    kept = [(value, group) for value, group in zip(values, groups, strict=True) if value is not None]
+    return _queries(np.array([value for value, _ in kept]), [group for _, group in kept])
 
 
 # {kind: from an evaluation's settings, `encoders` and `output` among them, to scores}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from helpers.html_page import Page
 
+from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.eval import page
 from debias_diffusion.eval.images.rendered import FOLDER, folder_names
 from debias_diffusion.eval.report import write_page
@@ -33,10 +34,12 @@ def generation_report(labels=LABELS, data="toy/test") -> dict:
         }
         for n in range(len(labels))
     ]
+    images = [f"{data.removeprefix('toy/')}/{index:06}" for index in range(5)]
     return {
         "evaluation": "generation",
         "settings": {"data": data},
         "images": 5,
+        "records": {"image": images, "group": [*map(family, images)]},
         "encoders": {label: {"scores": its} for label, its in zip(labels, scores, strict=True)},
     }
 
