@@ -34,13 +34,11 @@ def write_small_papers(folder: Path) -> Path:
 
 
 def count_compared(table, content: dict) -> int:
-    """How many numbers of a result stand beside published ones, each of which it has with its difference."""
+    """How many numbers of a result stand beside published ones."""
     assert list(content["rows"]) == list(table.rows)
     compared = 0
     for label, cells in content["rows"].items():
         for cell, number in zip(cells.values(), table.rows[label].published, strict=False):
             assert cell["published"] == number
-            if number is not None:
-                assert abs(cell["difference"] - (cell["ours"] - number)) <= 1e-3
-                compared += 1
+            compared += number is not None
     return compared

@@ -390,14 +390,19 @@ def test_the_claims_file_finds_every_recorded_number():
 
 
 def test_a_score_that_was_not_measured_is_missing(monkeypatch):
-    """Without a network there is no FID, not a perfect one."""
-    scores = {"objects_right": {"value": 50.0}, "fid_64": {"value": None}}
+    """Without a network there is no FID, not a perfect one; scores of images keep each image's counts, and its group."""
+    scores = {"objects_right": {"value": 75.0}, "fid_64": {"value": None}, "clip_score_4": {"value": 0.5}}
     scores["objects_right_by_sentence"] = [{"sentence": 2, "value": 75.0}, {"sentence": 3, "value": None}]
-    report = {"encoders": {"toy/clip": {"scores": scores}}}
+    by_image = {"objects_right": {"above": [2, 1], "below": [2, 2]}, "clip_score_4": [None, 0.5]}
+    encoder = {"scores": scores, "by_image": by_image}
+    report = {"encoders": {"toy/clip": encoder}, "records": {"image": ["a", "b"], "group": ["a", "a"]}}
     monkeypatch.setattr(measuring, "evaluate_generation", lambda config: report)
     settings = {"encoders": ["toy/clip"], "output": "x", "base": "toy/sdxl", "data": "toy/test"}
-    expected = {"objects_right": 50.0, "objects_right_by_sentence: 2": 75.0}
-    assert {name: part for name, part in measuring.generation_scores(settings).items()} == expected
+    expected = {"objects_right": Queries([200.0, 100.0], [2, 2], ["a", "a"]), "objects_right_by_sentence: 2": 75.0}
+    expected["clip_score_4"] = Queries([0.5], [1.0], ["a"])
+    measured = measuring.generation_scores(settings)
+    assert {name: Queries(**part) if isinstance(part, dict) else part for name, part in measured.items()} == expected
+    assert expected["objects_right"].mean == 75.0
     scores["fid_own"] = {"value": 3.0}
     assert measuring.generation_scores(settings)["fid"] == 3.0
 
