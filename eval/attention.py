@@ -89,9 +89,9 @@ def look_at_captions(
 ) -> dict:
     """The numbers of one encoder's attention in `captions`, cut at the context length. Shows a progress bar.
 
-    SOT and EOT, which are no text, have numbers of their own (in the paper's equation 3 EOT counts as text, at the
-    positions where captions end); the lists of positions begin with position 1. Bands of
-    positions have means over all text in them, with 95% intervals; None if no text reaches them.
+    SOT and EOT have numbers of their own, and count as no text (as EOT does in equation 3); the lists of positions
+    begin with position 1. Bands of positions have means over all text in them, with 95% intervals; None if no text
+    reaches them.
 
     Args:
         groups: of the captions, see `intervals.Groups`.
