@@ -18,7 +18,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.encoders.attention import PositionMeans, check_reads_eot, eot_attention
+from debias_diffusion.encoders.attention import check_reads_eot, eot_attention
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.encoders.text_encoders import TextEncoder
 from debias_diffusion.errors import UserError
@@ -89,8 +89,9 @@ def look_at_captions(
 ) -> dict:
     """The numbers of one encoder's attention in `captions`, cut at the context length. Shows a progress bar.
 
-    SOT and EOT, which are no text, have numbers of their own; the lists of positions begin with position 1. Bands of
-    positions have means over all text in them, with 95% intervals; None if no text reaches them.
+    SOT and EOT have numbers of their own, and count as no text (as EOT does in equation 3); the lists of positions
+    begin with position 1. Bands of positions have means over all text in them, with 95% intervals; None if no text
+    reaches them.
 
     Args:
         groups: of the captions, see `intervals.Groups`.
@@ -99,23 +100,32 @@ def look_at_captions(
         UserError: no caption holds any text.
     """
     tokenizer, numbers = reader.tokenizer, torch.from_numpy(group_numbers(groups))
-    means, batches = PositionMeans(tokenizer.context_length), []
+    batches, ends = [], {name: {"sot": [], "eot": []} for name in QUANTITIES}
     for start in tqdm(range(0, len(captions), batch_size), desc=title):
         batch = slice(start, start + batch_size)
         attention = eot_attention(reader.encoder, tokenizer(list(captions[batch])).to(reader.device))
-        means.add(attention)
         caption, position = attention.is_text.nonzero(as_tuple=True)
-        values = {name: getattr(attention, name)[caption, position].double() for name in QUANTITIES}
-        batches.append({"position": position, "group": numbers[batch][caption], **values})
-    if not means.counts.any():
-        raise UserError("No caption holds any text. Give other data.")
+        batches.append({"position": position, "group": numbers[batch][caption]})
+        for name in QUANTITIES:
+            values = getattr(attention, name).double()
+            batches[-1][name] = values[caption, position]
+            ends[name]["sot"] += values[:, 0].tolist()
+            ends[name]["eot"] += values[torch.arange(len(values)), attention.ends - 1].tolist()
     # Of each position that holds text, [T]: it, its caption's group, and the attention to it.
     at_text = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in batches[0]}
-    return {
+    if not len(at_text["position"]):
+        raise UserError("No caption holds any text. Give other data.")
+    counts = np.bincount(at_text["position"])[1:]
+    result = {
         "window": tokenizer.context_length,
         "cut_captions": sum(tokenizer.count(caption) > tokenizer.context_length for caption in captions),
-        "captions_at_position": means.counts[means.counts > 0].tolist(),
-    } | {name: means.means(name) | _bands(at_text, name) for name in QUANTITIES}
+        "captions_at_position": counts.tolist(),
+    }
+    for name, of_ends in ends.items():
+        positions = (np.bincount(at_text["position"], at_text[name])[1:] / counts).tolist()  # equation 3
+        means = {end: float(np.mean(values)) for end, values in of_ends.items()}
+        result[name] = means | _bands(at_text, name) | {"positions": positions}
+    return result
 
 
 def _bands(at_text: dict[str, np.ndarray], name: str) -> dict[str, dict]:

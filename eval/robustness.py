@@ -138,11 +138,8 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> di
 def _sentence(label: str, kept: dict) -> str:
     if kept["share"] is None:
         return f"{label} finds no image first even with whole captions, so it has nothing to lose."
-    if kept["low"] is None:
-        what = "One image (of the toy world one family of scenes) found first"
-        return f"{what} is too few to say what share of its R@1 {label} keeps without the first sentence."
-    if _is_too_low(kept):
-        return f"{label} finds too few images first to say what share of its R@1 it keeps without the first sentence."
+    if kept["low"] is None or _is_too_low(kept):
+        return f"Too few images to say what share of its R@1 {label} keeps without the first sentence."
     return (
         f"{label} keeps {kept['share']:.0f}% of its text-to-image R@1 when the first sentence is removed "
         f"(95%: {kept['low']:.0f} to {kept['high']:.0f})."

@@ -13,13 +13,14 @@ from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
 
 from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.encoders.attention import PositionMeans, eot_attention
+from debias_diffusion.encoders.attention import eot_attention
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import (
     AttentionConfig,
+    CaptionReader,
     evaluate_attention,
     load_caption_reader,
     look_at_captions,
@@ -73,11 +74,10 @@ def by_hand(backbone, caption):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_attention_and_its_means_are_the_equations(backbone, batch_size):
-    means, expected = PositionMeans(77), [by_hand(backbone, caption) for caption in CAPTIONS]
+    expected = [by_hand(backbone, caption) for caption in CAPTIONS]
     for start in range(0, len(CAPTIONS), batch_size):
         tokens = backbone.tokenize(CAPTIONS[start : start + batch_size])
         attention = eot_attention(backbone, tokens)
-        means.add(attention)
         for index, (before, after) in enumerate(expected[start : start + batch_size]):
             end = len(before)
             assert attention.ends[index] == end and before.max() - before.min() > 0.1  # not all alike
@@ -87,16 +87,18 @@ def test_attention_and_its_means_are_the_equations(backbone, batch_size):
             assert attention.before_softmax[index, end:].eq(-torch.inf).all()
             assert attention.after_softmax[index, end:].eq(0).all()
             assert attention.is_text[index].nonzero().flatten().tolist() == list(range(1, end - 1))
+    reader = CaptionReader(backbone, backbone.tokenizer, torch.device("cpu"))
+    found = look_at_captions(reader, CAPTIONS, range(len(CAPTIONS)), batch_size, "")
     for which, name in enumerate(QUANTITIES):
-        found = means.means(name)
         for slot in range(1, 76):
             held = [values[which][slot].item() for values in expected if slot < len(values[which]) - 1]
-            assert means.counts[slot] == len(held)
-            assert found["positions"][slot - 1] == pytest.approx(sum(held) / len(held), abs=1e-9)
+            assert found["captions_at_position"][slot - 1] == len(held)
+            assert found[name]["positions"][slot - 1] == pytest.approx(sum(held) / len(held), abs=1e-9)
         for end, slot in (("sot", 0), ("eot", -1)):
             of_end = sum(values[which][slot].item() for values in expected) / len(CAPTIONS)
-            assert found[end] == pytest.approx(of_end, abs=1e-9)
-    assert len(set(means.counts.tolist())) > 2 and means.counts[[0, 76]].tolist() == [0, 0]
+            assert found[name][end] == pytest.approx(of_end, abs=1e-9)
+    counts = found["captions_at_position"]
+    assert len(set(counts)) > 2 and len(counts) == len(found["after_softmax"]["positions"]) == 75
 
 
 def test_products_of_another_scale_are_compared_alike(backbone):
@@ -150,7 +152,7 @@ def test_where_no_attention_from_eot_can_be_known_it_is_refused():
         (broken, "NaN or infinite"),
     ):
         with pytest.raises(UserError, match=message):
-            PositionMeans(77).add(eot_attention(encoder, encoder.tokenize(["a cat"])))
+            eot_attention(encoder, encoder.tokenize(["a cat"]))
 
 
 # ---- the evaluation
@@ -188,17 +190,11 @@ def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
     looked = {label: found["attention"] for label, found in report["encoders"].items()}
     assert [found["keep"]["window"] for found in looked.values()] == [77, 248]
     assert [found["keep"]["cut_captions"] for found in looked.values()] == [1, 0]
+    reader = CaptionReader(long_backbone, long_backbone.tokenizer, torch.device("cpu"))
     for edit in ("keep", "move4"):
-        means = PositionMeans(248)
-        tokens = long_backbone.tokenize([edit_caption(text, edit) for text in CAPTIONS])
-        means.add(eot_attention(long_backbone, tokens))
-        found = looked["long"][edit]
-        counts = found["captions_at_position"]
-        assert counts == means.counts[1 : len(counts) + 1].tolist() and not means.counts[len(counts) + 1 :].any()
+        expected = look_at_captions(reader, [edit_caption(text, edit) for text in CAPTIONS], range(5), 5, "")
         for name in QUANTITIES:
-            for part, expected in means.means(name).items():
-                assert found[name][part] == pytest.approx(expected, abs=1e-5)
-            assert len(found[name]["positions"]) == len(counts)
+            assert looked["long"][edit][name]["positions"] == pytest.approx(expected[name]["positions"], abs=1e-5)
     kept, moved = (looked["long"][edit]["before_softmax"]["positions"] for edit in ("keep", "move4"))
     assert max(abs(a - b) for a, b in zip(kept, moved, strict=True)) > 0.01
 

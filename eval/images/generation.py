@@ -57,9 +57,8 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         The content of `generation.json`: settings, versions, digests; "records", name and group of each image; by
         encoder its scores with 95% intervals, "by_image", each image's value of a mean, or its counts above and below
         the line of a ratio, in the order of the records, how many prompts were cut, the digest of its images, seconds
-        of generating; the encoders compared; of toy captions
-        that refer back, "ceilings", see `mentions.ceilings`; notes, the resizes, the bad records, seconds. In
-        processes other than the main one, {}.
+        of generating; the encoders compared; of toy captions that refer back, "ceilings", see `mentions.ceilings`;
+        notes, the resizes, the bad records, seconds. In processes other than the main one, {}.
 
     Raises:
         UserError: the data or a model cannot be used; all are checked before the first image is generated.
@@ -111,7 +110,8 @@ class _Generation:
         check_share(unreadable, len(records), config.max_bad)
         self.records = [records[index] for index in good]
         self.captions = [record.caption for record in self.records]
-        self.groups = [family(record.image) for record in self.records]
+        self.names = [printable(record.image) for record in self.records]  # those in shards may be no UTF-8
+        self.groups = [*map(family, self.names)]
         self.session = Session(NAME, config, self.pairs, self.processes.device)
         self.session.left_out += unreadable
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
@@ -146,9 +146,8 @@ class _Generation:
             digest = bytes_digest(["\n".join(map(sha256, images.files)).encode()])
             depends = {"images": digest, "references": references_digest}
             of_scores = depends | {"networks": networks.digests, "groups": self.groups}
-            scores[label] = ImageNumbers(
-                **session.cache.result("scores", of_scores, partial(score_images, images.files))
-            )
+            result = session.cache.result("scores", of_scores, partial(score_images, images.files))
+            scores[label] = ImageNumbers(**result)
             numbers, by_image = dict(scores[label].numbers), dict(scores[label].by_image)
             if self.is_toy:
                 result = session.cache.result("objects", depends, partial(read_images, images.files))
@@ -182,7 +181,7 @@ class _Generation:
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=rendering_settings(self.config),
             images=len(self.records),
-            records={"image": [record.image for record in self.records], "group": self.groups},
+            records={"image": self.names, "group": self.groups},
             resize=networks.resize,
             ceilings=ceilings(readings),
         )
