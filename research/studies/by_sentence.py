@@ -2,8 +2,6 @@
 
     python -m research reproduce by-sentence --papers research/studies --world toy-test --seeds 10 11 12
     python -m research.studies.by_sentence [--table runs/papers/toy-test/by-sentence.json]
-
-Without a table, of research/results/by_sentence.json: the means over all objects of three seeds.
 """
 
 from pathlib import Path
@@ -19,11 +17,8 @@ PICTURE = Path(__file__).parents[2] / "docs" / "by-sentence.png"
 COLOURS = ("#b8b8b8", "#2a6f97")
 
 
-def shares(table: str | None) -> dict[str, dict[int, float]]:
+def shares(table: str) -> dict[str, dict[int, float]]:
     """{row: {sentence: objects right, %}}"""
-    if table is None:
-        rows = read_json_object(RESULTS / "by_sentence.json")["by_sentence"]
-        return {row: {part["sentence"]: part["right"] for part in parts} for row, parts in rows.items()}
     rows = read_json_object(Path(table))["rows"]
     sentences = {title: int(title.rpartition(" ")[2]) for title in next(iter(rows.values())) if title != "all"}
     return {row: {number: cells[title]["ours"] for title, number in sentences.items()} for row, cells in rows.items()}
@@ -42,4 +37,4 @@ def draw(rows: dict[str, dict[int, float]]) -> Figure:
 
 
 if __name__ == "__main__":
-    draw(shares(read_options(__doc__, table=None).table)).savefig(PICTURE, dpi=150)
+    draw(shares(read_options(__doc__, table=str(RESULTS / "by_sentence.json")).table)).savefig(PICTURE, dpi=150)
