@@ -1,7 +1,7 @@
 """docs/by-sentence.png: objects right by the sentence that mentions them first, of the table that `reproduce` wrote.
 
-    python -m research reproduce by-sentence --papers research/studies --world toy-test --seeds 10 11 12
-    python -m research.studies.by_sentence [--table runs/papers/toy-test/by-sentence.json]
+python -m research reproduce by-sentence --papers research/studies --world toy-test --seeds 10 11 12
+python -m research.studies.by_sentence [--table runs/papers/toy-test/by-sentence.json]
 """
 
 from pathlib import Path

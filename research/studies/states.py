@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from debias_diffusion.app.fine_tuning import VALIDATION, toy_training
 from debias_diffusion.app.quickstart import Setup
+from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.eval.images.drift import Moments, StatesReader
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
@@ -169,6 +170,7 @@ class Images:
 
     def __init__(self, split: str, count: int, folder: Path):
         self.folder, self.scenes = folder, [scene(split, index) for index in range(count)]
+        self.groups = [family(f"{split}/{index:06}") for index in range(count)]
         self.captions = [caption(split, index) for index in range(count)]
         self.prompts = [ImagePrompt(clean(text.text), seed) for seed, text in enumerate(self.captions)]
         self.base, self.pipe = StatesReader.load(EncoderSpec.parse(BASE), CPU), load_pipeline(BASE, None, CPU)
@@ -203,17 +205,19 @@ class Images:
         and, for each change, those of DeBias-CLIP from Long-CLIP."""
         mentions, texts = [text.first_mentions() for text in self.captions], [text.text for text in self.captions]
         scores = ImageScores({"dino": FEATURES, "own_features": FEATURES}, 100, CPU)
-        references = scores.of_references([partial(render_scene, drawn) for drawn in self.scenes], texts)
+        references = scores.of_references([partial(render_scene, drawn) for drawn in self.scenes], texts, self.groups)
         shown = {row: compare_images(self.files(row), self.scenes) for row in tqdm(rows, desc="scoring")}
         numbers = {row: scores(self.files(row), references) for row in rows}
 
         def difference(a: str, b: str) -> dict:
-            lines = compare_scores(numbers[a], numbers[b]) | compare_objects(shown[a], shown[b], mentions)
+            lines = compare_scores(numbers[a], numbers[b]) | compare_objects(
+                shown[a], shown[b], mentions, None, self.groups
+            )
             return {name: lines[name] for name in SCORES if name in lines}
 
         scored = {}
         for row in rows:
-            values = numbers[row].numbers | objects_numbers(shown[row], mentions)
+            values = numbers[row].numbers | objects_numbers(shown[row], mentions, groups=self.groups)
             title, _, change = row.partition(": ")
             compared = {"original": ORIGINAL, AS_THEY_ARE: f"{title}: {AS_THEY_ARE}"}
             if title == DRIFTED[1]:
