@@ -13,7 +13,7 @@ from debias_diffusion.data.retrieval_sets import find_root
 
 from .image_features import PairSession
 from .intervals import by_group, drawn_ratios, ends, mean_interval, paired_difference
-from .options import RetrievalConfig, RobustnessConfig
+from .options import RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import write_examples
 from .session import compare_encoders
@@ -27,8 +27,8 @@ def hits(ranks: Sequence[int], k: int) -> np.ndarray:
     return 100.0 * (np.asarray(ranks) <= k)
 
 
-def _retrieve(session: PairSession, label: str, backbone: Backbone) -> dict:
-    """One encoder's ranks, see `PairSession.rank`, and what they are of."""
+def retrieve(session: PairSession, label: str, backbone: Backbone) -> dict:
+    """One encoder's ranks of every query's match, see `PairSession.rank`, and what they are of."""
     readable, window = session.read(label, backbone), backbone.tokenizer.context_length
     ranks = session.rank(readable, readable.captions, f"captions, {label}")
     return ranks | {"images": len(readable.features), "image_of": readable.image_of, "window": window}
@@ -80,19 +80,6 @@ def in_words(direction: str) -> str:
     return direction.replace("_", " ")
 
 
-def retrieval_ranks(config: RobustnessConfig) -> dict[str, dict]:
-    """The rank of every query's match, by encoder, for one data set. Writes no report, only the cache.
-
-    Returns:
-        {label: {"ranks": {direction: ranks from 1}, "image_of": the image of each caption, ...}}
-
-    Raises:
-        UserError: the data or an encoder cannot be used.
-    """
-    session = PairSession("retrieval", config)
-    return session.by_encoder(partial(_retrieve, session))
-
-
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
@@ -126,7 +113,7 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
 
 def _evaluate(config: RetrievalConfig) -> dict:
     session = PairSession("retrieval", config)
-    results = session.by_encoder(partial(_retrieve, session))
+    results = session.by_encoder(partial(retrieve, session))
     if config.examples:
         write_examples(session, {label: result["ranks"]["text_to_image"] for label, result in results.items()})
     first = next(iter(results.values()))

@@ -25,7 +25,7 @@ from debias_diffusion.app.export import export
 from debias_diffusion.app.options import AblateConfig, ExportConfig
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_data_file
-from debias_diffusion.data.retrieval import encode_images, encode_texts, ranks_among, recall_at_k, recall_ranks
+from debias_diffusion.data.retrieval import encode_images, encode_texts, recall_at_k, recall_ranks
 from debias_diffusion.data.seen import SEEN, read_seen
 from debias_diffusion.data.sources import data_digest, read_captions
 from debias_diffusion.encoders.loading import load_backbone
@@ -67,18 +67,13 @@ several = st.lists(st.integers(1, 3), min_size=1, max_size=6).flatmap(
 
 
 @settings(max_examples=100)
-@given(one_each | several, st.data(), st.integers(1, 14))
-def test_ranks_equal_brute_force_with_ties_for_any_block(drawn, data, block):
+@given(one_each | several, st.integers(1, 14))
+def test_ranks_equal_brute_force_with_ties_for_any_block(drawn, block):
     images, image_of, texts = drawn
     images, texts = torch.tensor(images).float(), torch.tensor(texts).float()
     owners = range(len(texts)) if image_of is None else image_of
     got = recall_ranks(images, texts, block, image_of)
     assert tuple(ranks.tolist() for ranks in got.values()) == literal_ranks(images, texts, owners)
-    # and among some candidates of every caption, its image among them
-    others = data.draw(st.integers(0, len(images) - 1))
-    candidates = [[owner, *[row for row in range(len(images)) if row != owner][:others]] for owner in owners]
-    expected, _ = literal_ranks(images, texts, owners, candidates)
-    assert ranks_among(images, texts, owners, candidates).tolist() == expected
 
 
 def test_duplicates_count_as_ties():

@@ -38,9 +38,11 @@ from ..clip.weight_files import (
 from ..errors import UserError, near_matches
 from ..files import read_json
 from ..text.tokens import CaptionTokenizer
+from ..toyworld.shipped import shipped
 
 _HUB = "hf-hub:"
 _WITH_WEIGHTS = ("local-dir:", _HUB)
+DIFFERENCE, STEPS = "difference.safetensors", "steps"  # of a fine-tuned toy CLIP: its file, and a tensor in it
 _BIG_VISION = (".npz", ".npy")  # which only open_clip reads, and refuses where a shape differs
 
 
@@ -81,6 +83,22 @@ def load_backbone(place: str, weights: str | None = None) -> Backbone:
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
     apply_saved(backbone)
+    return backbone
+
+
+def load_fine_tuned(folder: Path) -> Backbone:
+    """A fine-tuned toy CLIP: toy/clip, stretched, with the difference that `python -m research toymodels` wrote.
+
+    Raises:
+        UserError: the file is damaged, or of another model.
+    """
+    file, backbone = folder / DIFFERENCE, load_backbone(shipped("toy/clip"))
+    backbone.stretch()
+    state, counts = backbone.model.state_dict(), read_state(file)  # the first shares the model's memory
+    steps = counts.pop(STEPS)
+    check_finite([(STEPS, steps)], f"The fine-tuned model {str(file)!r}")
+    for name, step in zip(sorted(state), steps, strict=True):
+        state[name].add_(counts[name] * step)
     return backbone
 
 

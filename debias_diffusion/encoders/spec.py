@@ -213,8 +213,7 @@ class EncoderSpec:
 
     def _read_two_tower(self) -> "Backbone":
         from .clip_model import read_chinese_clip, read_clip_model
-        from .loading import load_backbone
-        from .weight_difference import load_fine_tuned
+        from .loading import load_backbone, load_fine_tuned
 
         source = self._source()
         if os.path.isfile(source):
@@ -229,7 +228,7 @@ class EncoderSpec:
             case Kind.ABLATION:
                 return _load_ablated(Path(source))
             case Kind.DIFFERENCE:
-                return load_fine_tuned(source)
+                return load_fine_tuned(Path(source))
             case Kind.CHINESE_CLIP:
                 return read_chinese_clip(source)
             case Kind.ORIGINAL:
