@@ -34,11 +34,6 @@ def write_ablation(file: Path, model: str, backbone: "Backbone", ablation: "Abla
     write_json(file, content | more)
 
 
-def is_ablation(folder: str | os.PathLike) -> bool:
-    """Whether a search has left its result there."""
-    return (Path(folder) / FILE).is_file()
-
-
 def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
     """(name of the base model, its `Backbone.digest`, the suppressed heads).
 
