@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from debias_diffusion.data.bad_records import printable
+from debias_diffusion.data.captions import parse_object
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
@@ -94,13 +94,11 @@ def _text_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
 
 
 def _json_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
-    for line, raw in enumerate(io.StringIO(text, newline=None), 1):
+    for line, entry in _text_entries(path, text):
         try:
-            if raw.strip():
-                entry = json.loads(raw)
-                yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
-        except (ValueError, RecursionError) as error:
-            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {raw.strip()[:40]!r}."
+            yield line, parse_object(entry["prompt"].strip())
+        except ValueError as error:
+            yield line, f"{error}."
 
 
 def _csv_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:

@@ -7,7 +7,7 @@ from typing import Any
 from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
 from debias_diffusion.pipelines.rendering.options import ImageOptions
@@ -130,10 +130,8 @@ def check_text_settings(request: Request, models: DemoModels) -> None:
 
 def without_weights(text: str, options: LongPromptOptions) -> str:
     """A prompt as written, without the syntax of weights if they are read. Raises UserError for one beyond limits."""
-    try:
+    with explain_failure("The prompt's weights cannot be read"):
         parts = parse_prompt(text, options.reading, options.weights)
-    except ValueError as error:
-        raise UserError(f"The prompt's weights cannot be read: {reason(error)}.") from error
     return join_runs([run for part in parts for run, _ in part.runs])[0]
 
 

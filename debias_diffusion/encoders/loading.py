@@ -11,7 +11,7 @@ from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
-from ..ablation.heads import apply_saved
+from ..ablation.heads import TOWERS, suppressed_heads
 from ..clip.backbone import SHORT_POSITIONS_FILE, Backbone
 from ..clip.families import Family, find_family
 from ..clip.image_tower import add_prompts
@@ -26,15 +26,7 @@ from ..clip.model_files import (
 from ..clip.positions import FACTOR, KEEP, stretched_length
 from ..clip.regional_prompts import PromptSettings
 from ..clip.text_tower import set_positions, set_short_positions
-from ..clip.weight_files import (
-    POSITIONS,
-    TEXT,
-    fold_long_clip,
-    has_text_prefix,
-    is_long_clip,
-    read_state,
-    without_text_prefix,
-)
+from ..clip.weight_files import POSITIONS, TEXT, fold_long_clip, is_long_clip, read_state, without_text_prefix
 from ..errors import UserError, near_matches
 from ..files import read_json
 from ..text.tokens import CaptionTokenizer
@@ -82,7 +74,9 @@ def load_backbone(place: str, weights: str | None = None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
-    apply_saved(backbone)
+    for tower in TOWERS:
+        if ablation := suppressed_heads(backbone, tower):
+            ablation.apply(backbone)
     return backbone
 
 
@@ -209,7 +203,8 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
             for broken or hostile files and other sizes pass through.
     """
     state = {} if file.suffix in _BIG_VISION else read_state(file)
-    long_clip, is_prefixed, tower = is_long_clip(state), has_text_prefix(state), getattr(clip, "text", clip)
+    long_clip, is_prefixed = is_long_clip(state), f"{TEXT}token_embedding.weight" in state
+    tower = getattr(clip, "text", clip)
     if long_clip:
         if not quick_gelu and not is_prefixed:
             raise UserError(

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ..errors import UserError, near_matches, reason
+from ..errors import UserError, near_matches
 from ..files import json_digest, path_digest, read_json_object
 from ..jobs import Job
 from ..text.chunks import TRAINED_POSITIONS, Reading
@@ -111,15 +111,12 @@ class EncoderSpec:
         after the id; of an open_clip tag its name, because its file never changes.
 
         Raises:
-            UserError: a file cannot be read.
+            OSError: a file cannot be read.
         """
-        try:
-            if self.weights and os.path.exists(self.weights):
-                return f"{self.place}:{self._digest_of(self.weights)}"
-            if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
-                return self._digest_of(self.place)
-        except OSError as error:
-            raise UserError(f"The model {self.name!r} cannot be read ({reason(error)}). Give another one.") from error
+        if self.weights and os.path.exists(self.weights):
+            return f"{self.place}:{self._digest_of(self.weights)}"
+        if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
+            return self._digest_of(self.place)
         if "/" in self.place:
             from .hub import place_digest
 

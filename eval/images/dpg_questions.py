@@ -11,6 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import bytes_digest, open_regular, read_file, sha256
@@ -101,17 +102,16 @@ def read_dpg_bench(data: str) -> DpgBench:
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
-    try:
-        with io.TextIOWrapper(open_regular(file), encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, restval="")
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise UserError(
-                    f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}."
-                )
-            return list(reader)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{str(file)!r} is no CSV file in UTF-8 ({reason(error)}). Download it again.") from error
+    failure = f"{str(file)!r} is no CSV file in UTF-8"
+    with (
+        explain_failure(failure, "Download it again."),
+        io.TextIOWrapper(open_regular(file), encoding="utf-8-sig", newline="") as lines,
+    ):
+        reader = csv.DictReader(lines, restval="")
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise UserError(f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}.")
+        return list(reader)
 
 
 def parse_rows(
