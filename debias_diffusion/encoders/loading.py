@@ -15,14 +15,7 @@ from ..ablation.heads import TOWERS, suppressed_heads
 from ..clip.backbone import SHORT_POSITIONS_FILE, Backbone
 from ..clip.families import Family, find_family
 from ..clip.image_tower import add_prompts
-from ..clip.model_files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    check_finite,
-    check_sizes,
-    explain_failure,
-    find_file,
-)
+from ..clip.model_files import CONFIG_FILE, WEIGHTS_FILE, check_finite, check_sizes, explain_failure, find_file
 from ..clip.positions import FACTOR, KEEP, stretched_length
 from ..clip.regional_prompts import PromptSettings
 from ..clip.text_tower import set_positions, set_short_positions
