@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from tqdm import tqdm
 
 from debias_diffusion.data.bad_records import printable
-from debias_diffusion.files import open_regular
+from debias_diffusion.data.images import open_image
 from debias_diffusion.pipelines.rendering.png import write_png
 
 PER_PAGE = 48
@@ -49,8 +49,7 @@ def write_contact_sheets(folder: Path, images: Sequence[tuple[Path, str, str]]) 
 
 def _cell(path: Path, title: str, text: str, font: ImageFont.FreeTypeFont) -> Image.Image:
     """An image in a square, and below it its title and the first lines of its text."""
-    with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
-        image = image.convert("RGB")
+    image = open_image(path)
     # tiny images are shown with their pixels
     method = Image.Resampling.NEAREST if max(image.size) < CELL else Image.Resampling.BICUBIC
     image = ImageOps.contain(image, (CELL, CELL), method)

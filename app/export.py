@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.seen import SEEN, Seen, read_seen, write_seen
 from debias_diffusion.encoders.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.encoders.text_encoders import TextEncoder, is_bigg, keeps_projection, to_transformers
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.custom_pipeline import write_block, write_custom_pipeline
 
 from .model_card import BLOCK_CARD, OPEN_CLIP_UNABLATED, model_card
@@ -217,15 +218,12 @@ def _push_folder(folder: Path, name: str) -> str:
     """
     from huggingface_hub import HfApi
 
-    try:
+    failure = f"The folder {str(folder)!r} is complete, but could not be uploaded to {name!r}"
+    advice = f"Log in with `hf auth login`, check the network, and run `hf upload {name} {folder}`."
+    with explain_failure(failure, advice):
         hub = HfApi()
         address = hub.create_repo(name, private=True, exist_ok=True)
         hub.upload_folder(
             repo_id=name, folder_path=folder, commit_message="Exported by debias-diffusion", ignore_patterns=MARK
         )
         return str(address)
-    except Exception as error:  # no such name, no network, no token, no write access: the library has many types
-        raise UserError(
-            f"The folder {str(folder)!r} is complete, but could not be uploaded to {name!r}: {reason(error)}. "
-            f"Log in with `hf auth login`, check the network, and run `hf upload {name} {folder}`."
-        ) from error

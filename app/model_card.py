@@ -6,7 +6,6 @@ weights. Cards get published, so an absolute path is reduced to its last part.
 
 import dataclasses
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,13 +16,14 @@ from typing import TYPE_CHECKING
 from huggingface_hub import ModelCard, ModelCardData
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
-from debias_diffusion.ablation.saved import is_ablation, read_ablation
-from debias_diffusion.encoders.spec import MODELS_OF_RUN, READINGS, EncoderSpec, open_clip_models
+from debias_diffusion.ablation.saved import read_ablation
+from debias_diffusion.encoders.spec import MODELS_OF_RUN, READINGS, EncoderSpec, may_be_hub_id, open_clip_models
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file, read_json_object
 from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
 
+from .command_line import flag
 from .options import AblateConfig, ExportConfig
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ def model_card(
     if run:
         base = (run["settings"].get("model"), run["settings"].get("pretrained"))
         command = _command("debias-diffusion train", run["settings"], TrainConfig)
-    if is_ablation(config.model):
+    if (file := Path(config.model) / ABLATION_FILE).is_file():
         name, _, ablation = read_ablation(config.model)
         spec, ablations = EncoderSpec.parse(name), [ablation]
         base = (spec.place if spec.weights else name, spec.weights)
-        search = read_json_object(Path(config.model) / ABLATION_FILE).get("settings", {})
+        search = read_json_object(file).get("settings", {})
         command = _command("debias-diffusion ablate", search, AblateConfig)
     elif backbone:
         from debias_diffusion.ablation.heads import TOWERS, suppressed_heads  # with open_clip, which is optional
@@ -166,15 +166,9 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
         file = Path(config.scores, f"{name}.json")
         if not file.is_file():
             continue
+        digest_there = digest or ""  # nothing measures two towers of a text encoder alone
         if evaluation.needs == "text encoder":
             digest_there = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained)))).digest
-        elif digest is None:
-            raise UserError(
-                f"{str(file)!r} was measured with a two-tower model, and --model is a text encoder alone. Give the "
-                "two-tower model, or leave out --scores."
-            )
-        else:
-            digest_there = digest
         report, words = read_json_object(file), name.replace("_", "-")
         with explain_failure(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`"):
             digests = report["digests"]["encoders"]
@@ -188,7 +182,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
         if not encoders:
             raise UserError(
                 f"{str(file)!r} was measured with another model than --model, by weights, configuration and tokenizer. "
-                "Evaluate that model, or leave out --scores."
+                f"Evaluate that model ({evaluation.needs}), or leave out --scores."
             )
         sections.append(section)
     if not sections:
@@ -207,13 +201,13 @@ def _command(program: str, settings: Mapping, options: type) -> str:
         default = list(default) if isinstance(default, tuple) else default
         if value in (None, [], default) or field.name in ("output", "workers", "device"):
             continue
-        name = field.name.replace("_", "-")
+        option = flag(field.name)
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
+            words.append(option if value else option.replace("--", "--no-", 1))
             continue
         given = value if isinstance(value, list) and all(isinstance(part, str) for part in value) else [value]
         texts = (_public(part) if isinstance(part, str) else json.dumps(part) for part in given)
-        words.append(" ".join([f"--{name}", *map(shlex.quote, texts)]))
+        words.append(" ".join([option, *map(shlex.quote, texts)]))
     return " ".join(words).replace("```", "")
 
 
@@ -227,8 +221,7 @@ def _hub_repository(model: str | None, pretrained: str | None) -> str | None:
         import open_clip
 
         return (open_clip.get_pretrained_cfg(model, pretrained) or {}).get("hf_hub", "").strip("/") or None
-    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) and not Path(model).exists() and not model.startswith("toy/")
-    return model if is_id else None
+    return model if may_be_hub_id(model) and not model.startswith("toy/") else None
 
 
 def _public(name: str) -> str:

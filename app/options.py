@@ -143,8 +143,8 @@ class AblateConfig(Checked):
         search: probe measures each head alone and leaves no ablation; single takes the head that alone raises mean-R
             most, naive all that raise it; ga is the genetic algorithm; bp learns each head's beta by gradient descent;
             all tries every set of heads, of up to 16.
-        recall: What mean-R is of, by which probe, single and naive judge a head: text_to_image, as in the paper, or both
-            directions.
+        recall: What mean-R is of, by which probe, single and naive judge a head: text_to_image, as in the paper, or
+            both directions.
         tower: image, as in the paper, or text.
         way: suppress, as in the paper, moves attention to the first token; mean lets an ablated head always give what
             it gives on average over the pairs of the search, which ordinary weights can hold.

@@ -2,14 +2,15 @@
 
 import csv
 import io
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from debias_diffusion.data.bad_records import printable
+from debias_diffusion.data.captions import parse_object
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
@@ -66,16 +67,15 @@ def read_prompts(
         UserError: it is of another kind, a CSV is broken or has other columns, or no entry is valid.
     """
     path = Path(path)
-    entries = _READERS.get(path.suffix.lower())
-    if entries is None:
+    if path.suffix.lower() not in _READERS:
         raise UserError(f"The file of prompts {str(path)!r} ends in {path.suffix!r}. Give {_SHAPES}.")
     text = read_file(path).decode("utf-8-sig", errors="surrogateescape")  # which `check_text` refuses by entry
-    prompts, left_out = [], {}
+    (entries, parse), prompts, left_out = _READERS[path.suffix.lower()], [], {}
     for number, (line, entry) in enumerate(entries(path, text)):
         try:
-            prompt = _prompt(entry, ImagePrompt("", seed + number, negative_prompt))
+            prompt = _prompt(parse(entry), ImagePrompt("", seed + number, negative_prompt))
             prompts.append(ImageTask(f"{number:05}", prompt, f"line {line}"))
-        except UserError as error:
+        except ValueError as error:
             left_out[f"line {line}"] = printable(str(error))
     if not prompts:
         first = next((f" The first fault: {where}: {why}" for where, why in left_out.items()), "")
@@ -83,27 +83,13 @@ def read_prompts(
     return prompts, left_out
 
 
-# A raw entry: values by column, or, in words, why it cannot be read.
-Entry = dict | str
+def _lines(path: Path, text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
+        if line.strip():
+            yield number, line.strip()
 
 
-def _text_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
-    for line, prompt in enumerate(io.StringIO(text, newline=None), 1):
-        if prompt.strip():
-            yield line, {"prompt": prompt}
-
-
-def _json_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
-    for line, raw in enumerate(io.StringIO(text, newline=None), 1):
-        try:
-            if raw.strip():
-                entry = json.loads(raw)
-                yield line, entry if isinstance(entry, dict) else f"Not an object but a {type(entry).__name__}."
-        except (ValueError, RecursionError) as error:
-            yield line, f"Not JSON: {getattr(error, 'msg', error)}; it begins {raw.strip()[:40]!r}."
-
-
-def _csv_entries(path: Path, text: str) -> Iterator[tuple[int, Entry]]:
+def _csv_entries(path: Path, text: str) -> Iterator[tuple[int, dict]]:
     """A broken row ends the file: where the next one begins is a guess, and skipping it could drop many prompts."""
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
@@ -148,17 +134,16 @@ def _columns(names: Iterable[str]) -> list[str]:
     return columns
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[tuple[int, Entry]]]] = {
-    ".txt": _text_entries,
-    ".jsonl": _json_entries,
-    ".csv": _csv_entries,
+# What finds the entries of a file with their lines, and what makes values by column of one.
+_READERS: dict[str, tuple[Callable[[Path, str], Iterator[tuple[int, Any]]], Callable[[Any], dict]]] = {
+    ".txt": (_lines, lambda line: {"prompt": line}),
+    ".jsonl": (_lines, parse_object),
+    ".csv": (_csv_entries, dict),
 }
 
 
-def _prompt(entry: Entry, default: ImagePrompt) -> ImagePrompt:
+def _prompt(entry: dict, default: ImagePrompt) -> ImagePrompt:
     """An entry, with the default of what it does not say. Raises UserError."""
-    if isinstance(entry, str):
-        raise UserError(entry)
     entry = {name: value for name, value in entry.items() if value is not None}
     entry = dict(zip(_columns(entry), entry.values(), strict=True))
     if "prompt" not in entry:

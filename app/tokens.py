@@ -8,9 +8,9 @@ from typing import get_args
 
 from transformers import CLIPTokenizer
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec, Kind
-from debias_diffusion.errors import UserError, reason
 from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptLayout, PromptReader
 from debias_diffusion.pipelines.rendering.checkpoints import PIPELINES, SDXL, Checkpoint
 from debias_diffusion.pipelines.rendering.renderer import cleaned
@@ -34,10 +34,8 @@ def show_tokens(config: TokensConfig) -> None:
     layouts = {}
     for reading in readings:
         options = LongPromptOptions(reading=reading, emphasis=config.emphasis)
-        try:
+        with explain_failure("The prompt cannot be read"):
             layouts[reading] = PromptReader(encoders, options).layout(cleaned(config.prompt, options))
-        except ValueError as error:
-            raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
     if config.json:
         print(json.dumps({reading: layout._asdict() for reading, layout in layouts.items()}))
         return

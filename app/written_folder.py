@@ -28,11 +28,7 @@ def check_replaceable(folder: Path, command: str) -> None:
         raise UserError(f"The output {str(folder)!r} is a file. Give a new folder.")
     mark = read_json_object(folder / MARK)
     is_ours = mark.get("command") == command
-    try:
-        digests = _digests(folder, _LEFT_BY_OTHERS if is_ours else set())
-    except FileNotFoundError as error:
-        message = f"Another process is replacing {str(folder)!r}. Wait for it, or give another folder."
-        raise UserError(message) from error
+    digests = _digests(folder, _LEFT_BY_OTHERS if is_ours else set())
     for name, digest in digests.items():
         if not is_ours or mark["files"].get(name) != digest:
             raise UserError(

@@ -88,7 +88,7 @@ def loop(backbone: Backbone, pixels: Tensor, masks: Tensor) -> Tensor:
     """The features of one ablation after the other, [ablations, images, embed_dim]."""
     features = []
     for mask in masks:
-        ablation = Ablation.of_mask("image", mask, BETA)
+        ablation = Ablation.of_rows("image", torch.where(mask, BETA, 1.0).tolist())
         betas = enumerate(map(torch.tensor, ablation.beta))
         backbone.image.changes = {block: partial(Suppressed, beta) for block, beta in betas if beta.min() < 1}
         features.append(backbone.image(pixels))

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.rendering import RenderedImage, render_request
-from debias_diffusion.app.demo.request import Request
-from debias_diffusion.app.demo.toy import random_scene
+from debias_diffusion.app.demo.request import Request, demo_scene
 from debias_diffusion.app.options import AppConfig
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import labels
@@ -28,12 +27,10 @@ from debias_diffusion.toyworld.scenes import PLACES
 
 def scores(models: DemoModels, number: int) -> list[list[float]]:
     """[encoders, 2], in the demo's order: the share of the objects that are right, and of the empty places filled."""
-    scene = random_scene(number)
-    items = render_request(models, replace(Request.default(models), prompt=scene.caption))
-    seen = {
-        item.label: compare(read_image(item.image), scene.scene) for item in items if isinstance(item, RenderedImage)
-    }
-    count, empty = len(scene.objects), len(PLACES) - len(scene.objects)
+    scene, caption = demo_scene(number)
+    items = render_request(models, replace(Request.default(models), prompt=caption.text))
+    seen = {item.label: compare(read_image(item.image), scene) for item in items if isinstance(item, RenderedImage)}
+    count, empty = len(scene.things), len(PLACES) - len(scene.things)
     return [[sum(seen[label].correct.values()) / count, len(seen[label].invented) / empty] for label in models.labels]
 
 

@@ -99,12 +99,3 @@ def _compare(value: Any, hint: Any) -> tuple[bool, str]:
         return fits, f"{f'{size} ' if size else ''}values, each {_compare(value, parts[0])[1]}"
     fits = isinstance(value, origin or _KINDS.get(hint, hint)) and not (hint in _KINDS and isinstance(value, bool))
     return fits, _WORDS.get(hint, "names with values")
-
-
-def check_pixels(height: int, width: int) -> None:
-    """Raises UserError for a picture of more pixels than Pillow opens without a warning."""
-    if height * width > MOST_PIXELS:
-        raise UserError(
-            f"A picture of {height} x {width} pixels has {height * width:,}; at most {MOST_PIXELS:,} can be drawn. "
-            "Give a smaller height or width."
-        )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.clip.model_files import explain_failure
-from debias_diffusion.data.bad_records import BadRecord, print_left_out
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_out
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file, read_json, write_text
 
 from .options import AllConfig, ReportConfig, check_output
@@ -122,13 +122,11 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
     files = [file for name in EVALUATIONS for file in folder.rglob(f"{name}.json")]
     results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
-        try:
-            with explain_failure("its tables cannot be made"):
-                result = Result(file, read_json(file))
-                EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
+        # Others are of another program, or of another version of this one.
+        with leave_out(str(file.relative_to(folder)), bad), explain_failure("no result of this version"):
+            result = Result(file, read_json(file))
+            EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
             results.append(result)
-        except UserError as error:  # of another program
-            bad.append(BadRecord(str(file.relative_to(folder)), "no result of this version", reason(error)))
     if not results:
         raise UserError(
             f"The folder {str(folder)!r} holds no results ({', '.join(f'{name}.json' for name in EVALUATIONS)})"

@@ -13,7 +13,7 @@ from debias_diffusion.data.retrieval_sets import find_root
 
 from .image_features import PairSession
 from .intervals import by_group, drawn_ratios, hits_interval, paired_difference, percent_ends
-from .options import RetrievalConfig, RobustnessConfig
+from .options import RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
 from .retrieval_examples import write_examples
 from .session import compare_encoders
@@ -27,8 +27,8 @@ def hits(ranks: Sequence[int], k: int) -> np.ndarray:
     return 100.0 * (np.asarray(ranks) <= k)
 
 
-def _retrieve(session: PairSession, label: str, backbone: Backbone) -> dict:
-    """One encoder's ranks, see `PairSession.rank`, and what they are of."""
+def retrieve(session: PairSession, label: str, backbone: Backbone) -> dict:
+    """One encoder's ranks of every query's match, see `PairSession.rank`, and what they are of."""
     readable, window = session.read(label, backbone), backbone.tokenizer.context_length
     ranks = session.rank(readable, readable.captions, f"captions, {label}")
     return ranks | {"groups": readable.groups, "window": window}
@@ -55,7 +55,7 @@ def mean_recall(result: dict) -> tuple[dict[str, float], dict[str, list[float]]]
     """Mean-R, the mean of R@1, R@5 and R@10 in percent (Lin et al., Not All Attention Heads Are What You Need, Table 1)
 
     Args:
-        result: see `retrieval_ranks`.
+        result: see `retrieve`.
 
     Returns:
         by direction, as in the paper, and of "both": mean-R, and [low, high] of the 95% interval over groups.
@@ -73,19 +73,6 @@ def mean_recall(result: dict) -> tuple[dict[str, float], dict[str, list[float]]]
 
 def in_words(direction: str) -> str:
     return direction.replace("_", " ")
-
-
-def retrieval_ranks(config: RobustnessConfig) -> dict[str, dict]:
-    """The rank of every query's match, by encoder, for one data set. Writes no report, only the cache.
-
-    Returns:
-        {label: {"ranks": {direction: ranks from 1}, "groups": {direction: the name of each query's group}, ...}}
-
-    Raises:
-        UserError: the data or an encoder cannot be used.
-    """
-    session = PairSession("retrieval", config)
-    return session.by_encoder(partial(_retrieve, session))
 
 
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
@@ -121,7 +108,7 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
 
 def _evaluate(config: RetrievalConfig) -> dict:
     session = PairSession("retrieval", config)
-    results = session.by_encoder(partial(_retrieve, session))
+    results = session.by_encoder(partial(retrieve, session))
     if config.examples:
         write_examples(session, {label: result["ranks"]["text_to_image"] for label, result in results.items()})
     first = next(iter(results.values()))

@@ -59,7 +59,8 @@ class EditedHits:
         return self.of(EDITS[edit].base, direction) - self.of(edit, direction)
 
 
-def _evaluate(session: PairSession, label: str, backbone: Backbone, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
+def rank_edits(session: PairSession, label: str, backbone: Backbone, edits: Sequence[str] = tuple(EDITS)) -> EditedHits:
+    """Which queries of one encoder succeed under these of `EDITS`."""
     readable, tokenizer = session.read(label, backbone), backbone.tokenizer
     captions = [split_sentences(caption) for caption in readable.captions]
     longer, succeeded, similarities = {}, {}, {}
@@ -165,19 +166,6 @@ def _compared(results: Mapping[str, EditedHits], shares: Mapping[str, Mapping[st
     return lines + compare_encoders(kept, lambda a, b, _: share_difference(a, b))
 
 
-def hits_by_edit(config: RobustnessConfig, edits: Sequence[str]) -> dict[str, EditedHits]:
-    """Which queries succeed under each edit, by encoder. Writes no report, only the cache.
-
-    Args:
-        edits: of `EDITS`.
-
-    Raises:
-        UserError: the data or an encoder cannot be used.
-    """
-    session = PairSession("robustness", config)
-    return session.by_encoder(partial(_evaluate, session, edits=edits))
-
-
 def evaluate_robustness(config: RobustnessConfig) -> dict:
     """R@1 under every edit of `EDITS`; writes `robustness.json` and `.png` into `config.output` and prints tables.
 
@@ -196,7 +184,7 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("robustness", config)
-    results = session.by_encoder(partial(_evaluate, session))
+    results = session.by_encoder(partial(rank_edits, session))
     shares = {  # of R@1, kept when the first sentence is removed
         label: {
             way: share_kept(result.of("remove", way), result.of("keep", way), groups)

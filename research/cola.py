@@ -21,7 +21,7 @@ from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_o
 from debias_diffusion.data.captions import check_caption, fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import encode_texts, ranks_among
+from debias_diffusion.data.retrieval import TIE, encode_texts
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
@@ -143,9 +143,11 @@ def right_items(image_features: Tensor, text_features: Tensor, image_of: Sequenc
         text_features: of two captions an item, one after the other, [2 * items, D].
         image_of: the row of each caption's image, [2 * items].
     """
-    items = [list(image_of[start : start + 2]) for start in range(0, len(image_of), 2) for _ in range(2)]
-    ranks = ranks_among(image_features, text_features, image_of, items)
-    return (100.0 * (ranks.view(-1, 2) == 1).all(dim=1)).tolist()
+    images, texts = (F.normalize(part.double(), dim=1) for part in (image_features, text_features))
+    own = torch.as_tensor(image_of)
+    other = own.view(-1, 2).flip(1).flatten()
+    similar, wrong = ((texts * images[rows]).sum(dim=1) for rows in (own, other))
+    return (100.0 * ((wrong < similar - TIE) | (other == own)).view(-1, 2).all(dim=1)).tolist()
 
 
 def class_precisions(image_features: Tensor, text_features: Tensor, present: Tensor, hard: Tensor) -> dict[int, float]:

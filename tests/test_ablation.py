@@ -126,7 +126,7 @@ def test_text_heads_are_suppressed_in_packed_rows_and_in_populations(pooling, be
     features = Population(backbone.text, beta).features(batches, masks)
     for mask, row in zip(masks, features, strict=True):
         if mask.any():
-            Ablation.of_mask("text", mask, beta).apply(backbone)
+            Ablation.of_rows("text", torch.where(mask, beta, 1.0).tolist()).apply(backbone)
         close(row, torch.cat([backbone.encode_text(batch) for batch in batches]), atol=1e-6)
         backbone.replace_attention("text", {}, None)
     if pooling == "eot":

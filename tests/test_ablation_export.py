@@ -38,7 +38,7 @@ MASKS = {
 }
 ABLATIONS = {
     "image": Ablation("image", ((1.0, 0.1), (0.0, 0.5))),
-    "text": Ablation.of_mask("text", MASKS["text"], 0.0),
+    "text": Ablation.of_rows("text", 1.0 - MASKS["text"].double()),
     "soft": Ablation("text", ((1.0,) * 4, (1.0, 1.0, 0.1, 1.0), (1.0,) * 4)),
 }
 
@@ -58,7 +58,7 @@ def folders(tmp_path_factory) -> SimpleNamespace:
 
 def replaced(backbone: Backbone, tower: str) -> tuple[Backbone, Ablation]:
     """The model with heads replaced by their mean."""
-    ablation = replace(Ablation.of_mask(tower, MASKS[tower], 0.0), means=means_of(backbone, tower))
+    ablation = replace(Ablation.of_rows(tower, 1.0 - MASKS[tower].double()), means=means_of(backbone, tower))
     ablation.apply(backbone)
     return backbone, ablation
 

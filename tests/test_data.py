@@ -71,7 +71,7 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.json", b'{"a": 1}', "is not a JSON list .it begins with '{\"a\": 1}'"),
+        ("d.json", b'{"a": 1}', "is not a JSON list: it begins with '{\"a\": 1}'"),
         ("d.json", b"[1, 2]", "no usable record, and 2 bad ones.*entry 0: not an object"),
         ("d.jsonl", b"{}\n\nx", "no usable record, and 2 bad ones.*line 1: no image path"),
     ],

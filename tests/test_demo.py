@@ -21,8 +21,7 @@ from debias_diffusion.app.demo.launch import AppConfig, is_of_other_site, open_a
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.reading import attention, count_tokens, movement
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, render_request
-from debias_diffusion.app.demo.request import Request, check, from_png, without_weights
-from debias_diffusion.app.demo.toy import random_scene
+from debias_diffusion.app.demo.request import Request, check, demo_scene, from_png, without_weights
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec
@@ -36,7 +35,7 @@ from debias_diffusion.text.tokens import clean
 
 CPU = torch.device("cpu")
 TOYS = ["toy/clip", "toy/long-clip", "toy/debias-clip"]
-PROMPT = random_scene(3).caption  # of 93 tokens in 9 sentences
+PROMPT = demo_scene(3)[1].text  # of 93 tokens in 9 sentences
 
 
 @pytest.fixture(scope="module")
@@ -416,13 +415,12 @@ def test_movement_is_that_of_the_chunks_mean_embedding(toy, reading):
 
 def test_scenes_are_what_their_captions_say():
     for number in range(10):
-        scene = random_scene(number)
-        sentences = split_sentences(scene.caption)
-        assert 9 <= len(sentences) <= 14 and scene.reference.size == (48, 48)
-        for (name, place), thing in zip(scene.objects, scene.scene.things, strict=True):
-            assert name == f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
-            assert thing.place in sentences[place - 1] and thing.kind in sentences[place - 1]
-        assert scene.marks(scene.reference) == f"{len(scene.objects)} of {len(scene.objects)} objects right."
+        scene, caption = demo_scene(number)
+        sentences, first_mentions = split_sentences(caption.text), caption.first_mentions()
+        assert 9 <= len(sentences) <= 14
+        for thing in scene.things:
+            assert thing.description == f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
+            assert all(word in sentences[first_mentions[thing.place]] for word in (thing.place, thing.kind))
 
 
 # ---- access

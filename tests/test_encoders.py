@@ -152,7 +152,7 @@ def test_a_digest_is_of_the_files_that_are_loaded(here, monkeypatch):
     assert parse("ViT-L-14-quickgelu:openai").digest == "ViT-L-14-quickgelu:openai"
     assert parse("original").digest == "original"
     monkeypatch.setattr(encoders, "path_digest", Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(UserError, match="The model 'weights.pt' cannot be read .*Permission denied"):
+    with pytest.raises(PermissionError):
         assert parse("weights.pt").digest
 
 

@@ -248,9 +248,9 @@ def test_csv_and_json_lines_and_a_bad_line_keeps_its_number(folder, many, capsys
     assert images(many("csv", rows, kind="csv")) == images(folder)
     entries = [{"prompt": line, "seed": i} for i, line in enumerate(LINES)]
     mended = many("jsonl", [*entries[:2], "no json", *entries[2:5]], kind="jsonl", seed=99)
-    assert "Left out: line 3: Not JSON: Expecting value" in capsys.readouterr().out
+    assert "Left out: line 3: bad JSON: Expecting value" in capsys.readouterr().out
     [left_out] = lines_of(mended / "left-out.jsonl")
-    assert left_out["where"] == "line 3" and left_out["reason"].startswith("Not JSON")
+    assert left_out["where"] == "line 3" and left_out["reason"].startswith("bad JSON")
     # Mending it moves no other image.
     before = images(mended)
     assert [name[:6] for name in before] == ["00000-", "00001-", "00003-", "00004-", "00005-"]

@@ -55,7 +55,7 @@ def test_what_image_folders_hold_is_opened_whatever_its_name(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["EPS", "TGA", "ICO", "DDS", "PDF"])
 def test_other_formats_are_refused_by_name(tmp_path, kind):
     colours().save(tmp_path / "a.jpg", kind)
-    with pytest.raises(OSError, match="cannot identify it as JPEG, PNG, "):
+    with pytest.raises(ValueError, match="cannot identify it as JPEG, PNG, "):
         opened(tmp_path, "a.jpg")
 
 
@@ -73,7 +73,7 @@ def test_no_picture_starts_ghostscript(tmp_path, monkeypatch):
         lambda: dpg_bench.load_images([path], 1),
         lambda: plot_examples(["A."], [colours()], {"x": [path]}),
     ):
-        with pytest.raises((OSError, UserError), match=r"cannot identify it as JPEG"):
+        with pytest.raises(ValueError, match=r"cannot identify it as JPEG"):
             read()
     assert not started.exists()
     with pytest.raises(OSError), Image.open(path) as image:

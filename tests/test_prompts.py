@@ -59,7 +59,7 @@ def test_csv(tmp_path):
     ("name", "line", "why"),
     [
         ("p.txt", b"\xff\xfe", r"The prompt holds '\udcff', which is no character."),
-        ("p.jsonl", b"a cat", "Not JSON: Expecting value; it begins 'a cat'."),
+        ("p.jsonl", b"a cat", "bad JSON: Expecting value, it begins 'a cat'"),
         ("p.jsonl", b'{"prompt": 3}', "The prompt must be text, got '3'."),
         ("p.jsonl", rb'{"prompt": "\ud800"}', r"The prompt holds '\ud800', which is no character."),
         (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from debias_diffusion.data import json_files
 from debias_diffusion.data.captions import LONGEST_CAPTION
-from debias_diffusion.data.json_files import BrokenList, read_data_file, read_entries
+from debias_diffusion.data.json_files import read_data_file, read_entries
 from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.sources import read_captions
 from debias_diffusion.errors import UserError
@@ -64,7 +64,7 @@ def test_a_list_whole_or_damaged_is_read_as_the_json_module_reads_it(data, mark,
     try:
         with patch.object(json_files, "_CHUNK", piece):
             parts = list(read_entries(io.BytesIO(content)))
-    except BrokenList:
+    except ValueError:
         assert not isinstance(whole, list)
     else:
         if whole is None:
@@ -83,7 +83,7 @@ def test_a_broken_file_says_where(tmp_path):
         (text.replace('"2.jpg"', '"2.jpg", "a": ' + "[" * 100_000), r"recursion.*: byte \d+, after 2"),
     ):
         (tmp_path / "d.json").write_text(broken)
-        with pytest.raises(UserError, match=f"is not a JSON list .*{message}"):
+        with pytest.raises(UserError, match=f"is not a JSON list: .*{message}"):
             read_data_file(tmp_path / "d.json")
 
 
@@ -145,10 +145,10 @@ def test_one_rule_for_captions_wherever_they_lie(tmp_path):
 def test_records_are_a_sequence_whose_slices_are_views():
     records = [Record(str(index), f"{index}.jpg", f"Größe {index}. 猫 \u2028 " * index) for index in range(10)]
     packed = PackedRecords.pack(iter(records))
-    assert len(packed) == 10 and packed == records and packed[-1] == records[-1]
-    assert packed[::-3][1:] == records[::-3][1:] and packed != records[1:]
+    assert len(packed) == 10 and list(packed) == records and packed[-1] == records[-1]
+    assert list(packed[::-3][1:]) == records[::-3][1:]
     part = packed[4:][:2]
-    assert part._content is packed._content and part == pickle.loads(pickle.dumps(part)) == records[4:6]
+    assert part._content is packed._content and list(part) == list(pickle.loads(pickle.dumps(part))) == records[4:6]
 
 
 def test_workers_and_threads_read_the_file_and_are_sent_none_of_it(tmp_path, on_disk):

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFilter
+from transformers import CLIPTokenizer
 
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.text.tokens import load_tokenizer
 from debias_diffusion.toyworld import shipped
 from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_image
 from debias_diffusion.toyworld.grammar import STYLES, short_prompt
@@ -68,7 +68,7 @@ def test_the_checker_agrees_with_labels_given_by_looking():
 
 
 def test_short_prompts_name_all_their_objects_within_77_tokens():
-    tokenizer = load_tokenizer(shipped.WEIGHTS / "clip" / "tokenizer")
+    tokenizer = CLIPTokenizer.from_pretrained(shipped.WEIGHTS / "clip" / "tokenizer")
     for index, style in product(range(60), STYLES):
         its, prompt = short_prompt("development", index, style)
         assert {thing.place for thing in its.things} == set(prompt.first_mentions()) and 1 <= len(its.things) <= 3

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
+from transformers import CLIPTokenizer
 
 from debias_diffusion.data.toy_scenes import family, toy_scene
 from debias_diffusion.text.sentences import split_sentences
-from debias_diffusion.text.tokens import CaptionTokenizer, load_tokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.toyworld.claims import Claim, Reference, resolve
 from debias_diffusion.toyworld.grammar import STYLES, full_caption, long_caption, short_caption
 from debias_diffusion.toyworld.render import SIZE, render
@@ -166,7 +167,7 @@ def check_relation(shown, text):
 
 
 def test_short_captions_are_the_summary_and_one_or_two_objects():
-    count = CaptionTokenizer(load_tokenizer(WEIGHTS / "clip" / "tokenizer"), 77)
+    count = CaptionTokenizer(CLIPTokenizer.from_pretrained(WEIGHTS / "clip" / "tokenizer"), 77)
     written = [short_caption(scene("train", i), generator("train", i, "short")) for i in range(300)]
     details = [[sentence.mentions for sentence in caption.sentences[1:]] for caption in written]
     assert all([len(places) for places in of_one if places] in ([1], [1, 1]) for of_one in details)

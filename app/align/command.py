@@ -16,7 +16,6 @@ from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders.spec import FIRST, ORIGINAL, SECOND, EncoderSpec
 from debias_diffusion.encoders.text_encoders import import_text_encoder, make_encoder, prefixed_state
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
-from debias_diffusion.files import explain_full_disk
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint, load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.logs import make_accelerator
@@ -48,9 +47,7 @@ def align(config: AlignConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     Checkpoint.parse(config.base).check_kind()
-    accelerator = make_accelerator(config)
-    with explain_full_disk():
-        return Alignment(config, accelerator).run()
+    return Alignment(config, make_accelerator(config)).run()
 
 
 class Alignment(Run):

@@ -4,8 +4,9 @@ import os
 import sys
 from urllib.parse import urlsplit
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.devices import DTYPES, pick_device
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file
 
 from ..options import AppConfig
@@ -62,8 +63,9 @@ def open_app(config: AppConfig):
     hosts = [*LOCAL, "[::1]"] if host in LOCAL else ["*"]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
     middleware += [Middleware(OtherSitesRefused)] if host in LOCAL else []
-    try:
-        blocks = page.build(models, config.budget, MOST_WAITING, notice)
+    blocks = page.build(models, config.budget, MOST_WAITING, notice)
+    advice = "Give another --port, from 1 to 65535, or another --host."
+    with explain_failure(f"Cannot listen on host {host!r}, port {config.port}", advice):
         _, url, _ = blocks.launch(
             server_name=f"[{host}]" if ":" in host else host,
             server_port=config.port,
@@ -79,11 +81,6 @@ def open_app(config: AppConfig):
             css=page.STYLE,
             app_kwargs={"middleware": middleware},
         )
-    except OSError as error:
-        raise UserError(
-            f"Cannot listen on host {host!r}, port {config.port} ({reason(error)}). Give another --port, from 1 to "
-            "65535, or another --host."
-        ) from error
     return blocks, url
 
 

@@ -15,14 +15,17 @@ from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import open_regular
 from debias_diffusion.text.chunks import MOST_SHARPENING, Emphasis, Reading
+from debias_diffusion.toyworld.checker import describe, judge, read_image
+from debias_diffusion.toyworld.grammar import Caption
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import Scene
 
 from ..prompts import parse_seed
 from .examples import examples
 from .models import DemoModels
 from .reading import attention, count_tokens, movement
 from .rendering import RenderedImage, render_request
-from .request import MOST_IMAGES, Request, from_png
-from .toy import MOST_SCENES, ToyScene, random_scene, scene_of
+from .request import MOST_IMAGES, MOST_SCENES, Request, demo_scene, from_png, scene_of
 
 TITLE = "See what your encoder reads"
 KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
@@ -254,21 +257,23 @@ def choose(example: str | int | None) -> tuple:
     if isinstance(example, str):
         return example, None, []
     number = random.randrange(MOST_SCENES) if example is None else example
-    toy_scene = random_scene(number)
-    return toy_scene.caption, number, _reference(toy_scene)
+    scene, caption = demo_scene(number)
+    return caption.text, number, _reference((scene, caption))
 
 
-def _reference(toy_scene: ToyScene | None) -> list[tuple]:
-    """The reference image of the prompt's scene, if it has one."""
+def _reference(toy_scene: tuple[Scene, Caption] | None) -> list[tuple]:
+    """The reference image of the prompt's scene, if it has one, with its objects and the sentences that mention them
+    first."""
     if toy_scene is None:
         return []
-    objects = "; ".join(f"{name} (sentence {sentence})" for name, sentence in toy_scene.objects)
-    return [(toy_scene.reference, f"Reference image: {objects}")]
+    scene, first_mentions = toy_scene[0], toy_scene[1].first_mentions()
+    objects = "; ".join(f"{one.description} (sentence {first_mentions[one.place] + 1})" for one in scene.things)
+    return [(render(scene), f"Reference image: {objects}")]
 
 
-def _marks(image: Image.Image, toy_scene: ToyScene | None) -> str:
+def _marks(image: Image.Image, toy_scene: tuple[Scene, Caption] | None) -> str:
     """What an image shows of the prompt's scene, to end its caption with."""
-    return "" if toy_scene is None else f". {toy_scene.marks(image)}"
+    return "" if toy_scene is None else f". {describe(judge(read_image(image), toy_scene[0]), toy_scene[0])}"
 
 
 def _attention(label: str, share: dict) -> gr.HighlightedText:

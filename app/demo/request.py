@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.clip.model_files import explain_failure
+from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
 from debias_diffusion.pipelines.rendering.options import ImageOptions
@@ -14,12 +15,13 @@ from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings
 from debias_diffusion.text.chunks import Emphasis, Reading, join_runs
 from debias_diffusion.text.weighting import parse_prompt
+from debias_diffusion.toyworld.grammar import Caption
+from debias_diffusion.toyworld.scenes import Scene
 
 from ..prompts import check_prompt, check_text, parse_seed
 from .models import DemoModels
-from .toy import scene_of
 
-MOST_IMAGES = 8
+MOST_IMAGES, MOST_SCENES = 8, 2**31
 
 
 @dataclass
@@ -101,6 +103,19 @@ def check(request: Request, models: DemoModels, budget: int | None = None) -> Re
     return replace(request, encoders=encoders, scene=scene)
 
 
+def demo_scene(number: int) -> tuple[Scene, Caption]:
+    """A scene and its caption, by the scene's number from 0, of a split that no model was trained on."""
+    return toy_scene(f"test-demo/{number}")
+
+
+def scene_of(number: int | None, prompt: str) -> tuple[Scene, Caption] | None:
+    """The scene of a number, with its caption, if that is the prompt."""
+    if number is None or not 0 <= number < MOST_SCENES:
+        return None
+    scene, caption = demo_scene(number)
+    return (scene, caption) if caption.text == prompt else None
+
+
 def check_text_settings(request: Request, models: DemoModels) -> None:
     """Raises UserError for texts (which may be empty) that cannot be used, and without an encoder."""
     unknown = [repr(label) for label in request.encoders if label not in models.labels]
@@ -115,10 +130,8 @@ def check_text_settings(request: Request, models: DemoModels) -> None:
 
 def without_weights(text: str, options: LongPromptOptions) -> str:
     """A prompt as written, without the syntax of weights if they are read. Raises UserError for one beyond limits."""
-    try:
+    with explain_failure("The prompt's weights cannot be read"):
         parts = parse_prompt(text, options.reading, options.weights)
-    except ValueError as error:
-        raise UserError(f"The prompt's weights cannot be read: {reason(error)}.") from error
     return join_runs([run for part in parts for run, _ in part.runs])[0]
 
 

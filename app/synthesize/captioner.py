@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from debias_diffusion.clip.model_files import check_folder, explain_failure
+from debias_diffusion.clip.model_files import explain_failure, load_pretrained
 from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.encoders.spec import check_model
@@ -71,14 +71,10 @@ class Captioner:
 
     def __init__(self, model: str, device: torch.device, precision: str, max_new_tokens: int, batch: int):
         with _explain(model):
-            check_folder(model, repr(model))
             processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
-            loaded, info = AutoModelForImageTextToText.from_pretrained(
-                model, dtype=DTYPES[precision], trust_remote_code=False, output_loading_info=True
-            )
-            if missing := sorted(info["missing_keys"]):
-                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            options = {"dtype": DTYPES[precision], "trust_remote_code": False}
+            loaded = load_pretrained(AutoModelForImageTextToText, model, repr(model), **options)
             if not getattr(processor, "chat_template", None):
                 raise ValueError("it has no chat template, so it cannot be asked")
             tokenizer, self.image_processor = processor.tokenizer, processor.image_processor
@@ -86,7 +82,7 @@ class Captioner:
         tokenizer.padding_side = "left"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        self.pipeline = pipeline("image-text-to-text", model=loaded.eval(), processor=processor, device=device)
+        self.pipeline = pipeline("image-text-to-text", model=loaded, processor=processor, device=device)
         self.batch, self.max_new_tokens = batch, max_new_tokens
         self.shapes = lru_cache(_SIZES)(self._shapes)
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from ..clip.backbone import Backbone
 from ..clip.blocks import after_attention, before_attention, block_forward, causal_attention
 from ..clip.image_tower import ImageTower
+from ..clip.model_files import explain_failure
 from ..clip.text_tower import TextTower
-from ..errors import UserError, reason
+from ..errors import UserError
 from ..limits import Tower
 from ..text.tokens import TokenBatch
 from .suppression import Suppressed
@@ -56,11 +57,6 @@ class Ablation:
     def of_rows(cls, tower: Tower, beta: Iterable[Iterable[float]], means: Tensor | None = None) -> "Ablation":
         """From rows of any kind, such as JSON's. Raises TypeError or ValueError where they hold no numbers."""
         return cls(tower, tuple(tuple(map(float, row)) for row in beta), means)
-
-    @classmethod
-    def of_mask(cls, tower: Tower, mask: Tensor, beta: float) -> "Ablation":
-        """From the ablated heads, [blocks, heads], and the beta of all of them."""
-        return cls.of_rows(tower, [[beta if ablated else 1.0 for ablated in row] for row in mask.tolist()])
 
     @property
     def by_name(self) -> dict[str, float]:
@@ -148,23 +144,8 @@ def suppressed_heads(backbone: Backbone, tower: Tower) -> Ablation | None:
     description = backbone.image_attention if tower == "image" else backbone.text_attention
     if not description or description.get("kind") != KIND:
         return None
-    try:
+    with explain_failure("The suppressed heads in the model's configuration cannot be read", "Export it again."):
         return Ablation.of_rows(tower, description["beta"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"The suppressed heads in the model's configuration cannot be read ({reason(error)}). Export it again."
-        ) from error
-
-
-def apply_saved(backbone: Backbone) -> None:
-    """Applies the ablations that a model's configuration notes.
-
-    Raises:
-        UserError: they cannot be read, or are of another shape than its towers.
-    """
-    for tower in TOWERS:
-        if ablation := suppressed_heads(backbone, tower):
-            ablation.apply(backbone)
 
 
 @torch.inference_mode()

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
+from ..clip.model_files import explain_failure
 from ..clip.weight_files import save_tensors
-from ..errors import UserError, reason
 from ..files import atomic_file, read_json_object, sha256, write_json
 
 if TYPE_CHECKING:
@@ -34,11 +34,6 @@ def write_ablation(file: Path, model: str, backbone: "Backbone", ablation: "Abla
     write_json(file, content | more)
 
 
-def is_ablation(folder: str | os.PathLike) -> bool:
-    """Whether a search has left its result there."""
-    return (Path(folder) / FILE).is_file()
-
-
 def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
     """(name of the base model, its `Backbone.digest`, the suppressed heads).
 
@@ -48,7 +43,7 @@ def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
     from .heads import MEAN, Ablation  # open_clip is optional
 
     file = Path(folder) / FILE
-    try:
+    with explain_failure(f"{str(file)!r} cannot be read", "Search again, or give the model alone."):
         content, means = read_json_object(file), None
         if content["kind"] == MEAN:
             if sha256(file.parent / MEANS_FILE) != content["means_sha256"]:
@@ -56,7 +51,3 @@ def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
             means = load_file(file.parent / MEANS_FILE)["means"]
         ablation = Ablation.of_rows(content["tower"], content["beta"], means)
         return str(content["model"]), str(content["model_sha256"]), ablation
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise UserError(
-            f"{str(file)!r} cannot be read: {reason(error)}. Search again, or give the model alone."
-        ) from error

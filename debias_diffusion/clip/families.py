@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from open_clip.tokenizer import get_clean_fn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerBase
 
 from ..errors import UserError
-from ..text.tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, load_tokenizer, save_tokenizer
+from ..text.tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, save_tokenizer
 from .model_files import explain_failure
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -80,7 +80,8 @@ class Family:
             if self.hub_tokenizer:
                 tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             else:
-                tokenizer = load_tokenizer(place) if place else clip_tokenizer(text_cfg["context_length"])
+                length = text_cfg["context_length"]
+                tokenizer = CLIPTokenizer.from_pretrained(place) if place else clip_tokenizer(length)
             return self.caption_tokenizer(tokenizer, text_cfg)
 
     def _find_tokenizer(self, folder: Path) -> Path | None:

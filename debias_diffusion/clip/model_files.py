@@ -203,7 +203,7 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> Non
 
 
 def load_pretrained(cls: type[_Model], source: str | Path, label: str, **options) -> _Model:
-    """`cls.from_pretrained(source, **options)`, in eval mode, with every weight from the files.
+    """`cls.from_pretrained(source, **options)`, in eval mode, with every weight from the files, but for a pooler's.
 
     Raises:
         UserError: weights are missing, of other sizes, or not finite; `label` is the model in words. Errors of
@@ -215,7 +215,8 @@ def load_pretrained(cls: type[_Model], source: str | Path, label: str, **options
     wrong = [f"{part[0]} is {tuple(part[1])}, not {tuple(part[2])}" for part in info["mismatched_keys"]]
     blocks = {_any_block(name) for name in model.state_dict()}  # more of them than the configuration says
     wrong += [f"{name} has no place in it" for name in sorted(info["unexpected_keys"]) if _any_block(name) in blocks]
-    check_fit(sorted(info["missing_keys"]), wrong, label)
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))
+    check_fit(missing, wrong, label)
     check_finite(model.state_dict().items(), label)
     for weight in model.parameters():  # where they lie in a file's memory map decides the last bits of sums
         weight.data = weight.data.clone()

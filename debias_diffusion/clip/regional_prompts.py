@@ -8,12 +8,14 @@ So what the prompts attend to is read by nothing: they are keys and values alone
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Literal
 
 import torch
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
 from ..errors import UserError
+from ..limits import Checked, PositiveInt
 from .blocks import Attention, before_attention, full_attention
 
 MASKS = ("bands", "none")
@@ -22,7 +24,7 @@ _DEVIATION = 0.02  # of the prompts at the start
 
 
 @dataclass(frozen=True)
-class PromptSettings:
+class PromptSettings(Checked):
     """How an image tower uses its prompts: what its weights do not say.
 
     Attributes:
@@ -38,16 +40,9 @@ class PromptSettings:
         UserError: a value is none of these.
     """
 
-    count: int
-    mask: str = "bands"
-    layers: str = "own"
-
-    def __post_init__(self):
-        if type(self.count) is not int or self.count < 1:
-            raise UserError(f"prompts must be a whole number from 1, or 0 for none, got {self.count!r}.")
-        for name, known in (("mask", MASKS), ("layers", LAYERS)):
-            if getattr(self, name) not in known:
-                raise UserError(f"prompt_{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+    count: PositiveInt
+    mask: Literal[MASKS] = "bands"
+    layers: Literal[LAYERS] = "own"
 
     @classmethod
     def from_config(cls, config: Mapping) -> "PromptSettings":

@@ -219,12 +219,8 @@ class PaddedTextTower(TextTower):
         sums = (inside.to(states)[..., None] * states).sum(dim=1)
         return sums / tokens.lengths.to(states)[:, None]
 
-    def token_states(self, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Raises UserError, as `penultimate_states`."""
-        self.penultimate_states(tokens, tokens.pad)
-
-    def penultimate_states(self, tokens: TokenBatch, pad: int) -> torch.Tensor:
-        """Raises UserError: SDXL's UNet reads the states of a causal text tower."""
+    def _check_changes(self, tokens: TokenBatch) -> None:
+        """Raises UserError, of what only a causal text tower has."""
         raise UserError(
             "This text tower has no causal mask, and SDXL's UNet reads the hidden states of a CLIPTextModel, which has "
             "one. Give a CLIP, for example ViT-L-14."

@@ -96,10 +96,6 @@ def is_long_clip(state: dict[str, torch.Tensor]) -> bool:
     return _LONG_CLIPS in state or TEXT + _LONG_CLIPS in state
 
 
-def has_text_prefix(state: dict[str, torch.Tensor]) -> bool:
-    return f"{TEXT}token_embedding.weight" in state
-
-
 def without_text_prefix(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A two-tower's weights with the text tower's names as OpenAI's."""
     renamed = {name.removeprefix(TEXT): tensor for name, tensor in state.items()}

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..errors import UserError
 from ..files import append, read_file
-from .images import as_unreadable
+from .images import image_fault
 from .records import Record
 
 BAD_RECORDS = "bad-records.jsonl"
@@ -59,8 +59,8 @@ def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
     except UserError:
         raise
     except Exception as error:
-        fault = as_unreadable(error)
-        return BadRecord(record.image, fault.kind, f"{record.image}: {fault}")
+        kind, detail = image_fault(error)
+        return BadRecord(record.image, kind, f"{record.image}: {detail}")
 
 
 def print_left_out(bad: Sequence, listed_in: str = "the report") -> None:

@@ -22,22 +22,8 @@ _MOST_LOPSIDED = 200  # times longer than wide, or the reverse
 _EIGHT_BIT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # modes that Pillow converts to RGB
 
 
-class UnreadableImage(OSError, ValueError):
-    """An image that cannot be used.
-
-    Attributes:
-        kind: "missing image", "absurdly large image" or "unreadable image".
-    """
-
-    def __init__(self, detail: str, kind: str = "unreadable image"):
-        super().__init__(detail)
-        self.kind = kind
-
-
-def as_unreadable(error: Exception) -> UnreadableImage:
-    """The UnreadableImage for whatever an image made a decoder, or the reading of its file, raise."""
-    if isinstance(error, UnreadableImage):
-        return error
+def image_fault(error: Exception) -> tuple[str, str]:
+    """Kind and details of whatever an image made a decoder, or the reading of its file, raise."""
     kind = "unreadable image"
     if isinstance(error, FileNotFoundError):
         kind = "missing image"
@@ -45,22 +31,13 @@ def as_unreadable(error: Exception) -> UnreadableImage:
         kind = "absurdly large image"
     # Other libraries' messages say little without the error's name ("index out of range").
     clear = isinstance(error, OSError | ValueError | SyntaxError | Image.DecompressionBombError)
-    return UnreadableImage(reason(error) if clear else f"{type(error).__name__}: {reason(error)}", kind)
+    return kind, reason(error) if clear else f"{type(error).__name__}: {reason(error)}"
 
 
 def open_image(path: str | os.PathLike) -> Image.Image:
-    """The decoded RGB image of a file of unknown origin (see `decode_image`).
-
-    Raises:
-        UnreadableImage: it cannot be had, for whatever reason. No other Exception is raised.
-    """
-    try:
-        with open_regular(path) as file:
-            return decode_image(file)
-    except UnreadableImage:
-        raise
-    except Exception as error:  # a damaged file makes a decoder raise almost anything
-        raise as_unreadable(error) from error
+    """The decoded RGB image of a file of unknown origin. Raises whatever `decode_image` and opening it raise."""
+    with open_regular(path) as file:
+        return decode_image(file)
 
 
 def decode_image(file: BinaryIO) -> Image.Image:
@@ -70,19 +47,20 @@ def decode_image(file: BinaryIO) -> Image.Image:
     `Image.convert("RGB")` does: a pixel keeps its colour however transparent it is.
 
     Raises:
-        UnreadableImage: it is of none of `FORMATS`, has pixels that cannot become RGB faithfully (floating point
+        ValueError: it is of none of `FORMATS`, has pixels that cannot become RGB faithfully (floating point
             numbers, integers of 32 bits, LAB), or is so lopsided that resizing its shorter side to what a model reads
             would make the other enormous.
-        Exception: Pillow cannot decode it, or it has more pixels than Pillow decodes.
+        Exception: Pillow cannot decode it, for which a damaged file makes it raise almost anything, or it has more
+            pixels than Pillow decodes.
     """
     Image.init()  # or formats of plugins that nothing has needed so far would be missing
     try:
         image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
     except Image.UnidentifiedImageError:
-        raise UnreadableImage(f"cannot identify it as {', '.join(FORMATS)}") from None
+        raise ValueError(f"cannot identify it as {', '.join(FORMATS)}") from None
     with image:
         if max(*image.size, 1) > _MOST_LOPSIDED * min(image.size):
-            raise UnreadableImage(f"{image.width} x {image.height} pixels are no picture")
+            raise ValueError(f"{image.width} x {image.height} pixels are no picture")
         image.load()
         with suppress(Exception):  # what reads EXIF raises almost anything, too
             ImageOps.exif_transpose(image, in_place=True)
@@ -93,7 +71,7 @@ def decode_image(file: BinaryIO) -> Image.Image:
         if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
             upper = (np.asarray(image) >> 8).astype(np.uint8)  # convert would make all above 255 white
             return Image.fromarray(upper).convert("RGB")
-        raise UnreadableImage(
+        raise ValueError(
             f"its pixels are of mode {image.mode}, which has no certain white. Save it as RGB, or as grey of 8 bits"
         )
 
@@ -108,7 +86,7 @@ class ImageSource(Protocol):
     root: Path
 
     def open(self, image: str) -> Image.Image:
-        """The decoded RGB image. Raises UnreadableImage or any other Exception when it cannot be had."""
+        """The decoded RGB image. Raises any Exception when it cannot be had."""
 
     def stamp(self, image: str) -> bytes:
         """16 bytes that change when the image's file could have changed (`files.file_stamp`), or how it is opened.

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from ..errors import UserError
+from ..clip.model_files import explain_failure
 from ..files import open_regular, read_file
 from .bad_records import BadRecord, leave_out
 from .captions import Captions, caption_of, check_object, fold, is_text, parse_object, short_of, usable_captions
@@ -41,35 +41,24 @@ def read_data_file(path: str | os.PathLike) -> Captions:
     A large file stays on the disk. Its records are read from it when they are needed, and it must not change meanwhile.
 
     Raises:
-        UserError: the file is missing, is no JSON list, or has no usable entry.
+        OSError: the file cannot be read.
+        UserError: it is no JSON list, or has no usable entry.
     """
     path, places = Path(path), array("q")
     bad: list[BadRecord] = []
     is_lines = path.suffix.lower() == ".jsonl"
     shape = f"It must have the shape {f'{LINE_SHAPE} in each line' if is_lines else SHAPE}"
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            is_large = size > _IN_MEMORY
-            with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
-                for where, start, end, value in (_lines if is_lines else read_entries)(file):
-                    with leave_out(where, bad):
-                        _image_and_caption(parse_object(value) if isinstance(value, bytes) else check_object(value))
-                        places.extend((start, end))
-                    bar.update(end - bar.n)
-        content = InFile(path) if is_large else read_file(path)
-    except OSError as error:
-        raise UserError(f"Data file {str(path)!r} cannot be read ({error.strerror}). {shape}") from error
-    except BrokenList as error:
-        count = len(places) // 2 + len(bad)
-        raise UserError(
-            f"Data file {str(path)!r} is not a JSON list ({error}, after {count} whole entries). {shape}"
-        ) from None
+    with open_regular(path) as file, explain_failure(f"Data file {str(path)!r} is not a JSON list", shape):
+        size = os.fstat(file.fileno()).st_size
+        is_large = size > _IN_MEMORY
+        with tqdm(total=size, desc="reading records", unit="B", unit_scale=True, disable=not is_large) as bar:
+            for where, start, end, value in (_lines if is_lines else read_entries)(file):
+                with leave_out(where, bad):
+                    _image_and_caption(parse_object(value) if isinstance(value, bytes) else check_object(value))
+                    places.extend((start, end))
+                bar.update(end - bar.n)
+    content = InFile(path) if is_large else read_file(path)
     return usable_captions(f"Data file {str(path)!r}", PackedRecords(content, places, _record_at), bad, shape)
-
-
-class BrokenList(Exception):
-    """A file that is not a JSON list: "fault: byte ..." """
 
 
 def read_entries(file: BinaryIO) -> Parts:
@@ -79,11 +68,11 @@ def read_entries(file: BinaryIO) -> Parts:
     affects only its own entry. An entry that is not ASCII is given by its bytes, to be decoded as UTF-8.
 
     Raises:
-        BrokenList: the file is not a JSON list.
+        ValueError: the file is not a JSON list; says where.
     """
     text, base, separator = file.read(_CHUNK).decode("latin-1"), 0, _SPACE
     if not (opening := _OPENING.match(text)):
-        raise BrokenList(f"it begins with {text[:20]!r}: byte 0")
+        raise ValueError(f"it begins with {text[:20]!r}")
     at, number = opening.end(), 0
     while not (closing := _CLOSING.match(text, at)):
         fault, value, start, end = None, None, at, at
@@ -93,7 +82,8 @@ def read_entries(file: BinaryIO) -> Parts:
             start = separated.end()
             value, end = _DECODER.raw_decode(text, start)
         except (ValueError, RecursionError) as error:  # broken, or cut by the chunk
-            fault = BrokenList(f"{getattr(error, 'msg', error)}: byte {base + getattr(error, 'pos', start)}")
+            place = f"byte {base + getattr(error, 'pos', start)}, after {number} whole entries"
+            fault = ValueError(f"{getattr(error, 'msg', error)}: {place}")
         is_cut = fault or end + len("e+1") > len(text)  # a number may go on
         if is_cut and (more := file.read(max(_CHUNK, len(text) - at))):
             base, text, at = base + at, text[at:] + more.decode("latin-1"), 0
@@ -104,7 +94,7 @@ def read_entries(file: BinaryIO) -> Parts:
         yield f"entry {number}", base + start, base + end, value if entry.isascii() else entry.encode("latin-1")
         at, separator, number = end, _COMMA, number + 1
     if (text[closing.end() :] + file.read().decode("latin-1")).strip(" \t\n\r"):
-        raise BrokenList(f"Extra data: byte {base + closing.end()}")
+        raise ValueError(f"Extra data: byte {base + closing.end()}, after {number} whole entries")
 
 
 def _lines(file: BinaryIO) -> Parts:

@@ -6,7 +6,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import eq
 
 import numpy as np
 
@@ -55,11 +54,6 @@ class PackedRecords(Sequence[Record]):
         if isinstance(index, slice | np.ndarray):
             return PackedRecords(self._content, self._places[index], self._parse)
         return self._parse(self._content[slice(*self._places[index].tolist())])
-
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(map(eq, self, other))
 
 
 def _unpack(row: bytes | bytearray) -> Record:

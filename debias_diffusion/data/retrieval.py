@@ -80,24 +80,6 @@ def recall_ranks(
     return {"text_to_image": text_ranks, "image_to_text": image_ranks}
 
 
-def ranks_among(
-    image_features: Tensor, text_features: Tensor, image_of: Sequence[int], candidates: Sequence[Sequence[int]]
-) -> Tensor:
-    """The rank, from 1, of each caption's image among candidates of its own, [M], as in `recall_ranks`.
-
-    Args:
-        image_features: [N, D]
-        text_features: [M, D]
-        image_of: the row of each caption's image, [M].
-        candidates: [M, K] rows of the images that each caption is ranked among, its own one of them.
-    """
-    rows = torch.as_tensor(candidates, device=image_features.device)  # [M, K]
-    is_partner = rows == torch.as_tensor(image_of, device=rows.device)[:, None]
-    similarity = (_unit(text_features)[:, None] * _unit(image_features)[rows]).sum(dim=-1)
-    best = similarity.masked_fill(~is_partner, -torch.inf).amax(dim=1, keepdim=True)
-    return 1 + (~is_partner & (similarity >= best - TIE)).sum(dim=1)
-
-
 def _ranks(images: Tensor, texts: Tensor, owners: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """The ranks, from 1, of each caption's image [M] and of each image's best caption [N], last among equals.
 

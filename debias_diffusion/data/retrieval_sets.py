@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from ..clip.model_files import explain_failure
 from ..errors import UserError, near_matches
 from ..files import bytes_digest, open_regular, read_file, read_json
 from ..limits import SHAREGPT4V_HELD_OUT
 from .bad_records import BadRecord, leave_out
-from .captions import answer_of, check_object, fold, is_text, parse_object, utf8
+from .captions import answer_of, check_object, fold, is_text, parse_object, usable_captions, utf8
 from .images import ImageFolder, ImageSource, is_there
 
 FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
@@ -84,11 +85,8 @@ def _matches(root: Path, name: str, pattern: re.Pattern, bad: list[BadRecord]) -
 
 
 def _open_text(path: Path, newline: str | None = None) -> TextIO:
-    """A file of the benchmark itself; what is no UTF-8 becomes U+FFFD. Raises UserError where it cannot be read."""
-    try:
-        return io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline=newline)
-    except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be read ({error.strerror}). {_AGAIN}") from None
+    """A file of the benchmark itself; what is no UTF-8 becomes U+FFFD. Raises OSError where it cannot be read."""
+    return io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", errors="replace", newline=newline)
 
 
 def _json_lines(root: Path, name: str, bad: list[BadRecord]) -> Iterator[tuple[str, dict]]:
@@ -144,13 +142,11 @@ def _dci(root: Path, bad: list[BadRecord]) -> Entries:
 
 def _long_dci(root: Path, bad: list[BadRecord]) -> Entries:
     path = root / "dci_long.csv"
-    with _open_text(path, newline="") as file:
-        try:
-            for row in csv.DictReader(file, delimiter="\t"):
-                image = row.get("filepath")
-                yield Entry(f"dci_long.csv, image {image}", image, (row.get("title"),))
-        except csv.Error as error:
-            raise UserError(f"{str(path)!r} cannot be read as tab-separated values ({error}). {_AGAIN}") from None
+    failure = f"{str(path)!r} cannot be read as tab-separated values"
+    with _open_text(path, newline="") as file, explain_failure(failure, _AGAIN):
+        for row in csv.DictReader(file, delimiter="\t"):
+            image = row.get("filepath")
+            yield Entry(f"dci_long.csv, image {image}", image, (row.get("title"),))
 
 
 def _docci(root: Path, bad: list[BadRecord]) -> Entries:
@@ -385,9 +381,7 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         if not is_text(entry.image):
             raise UserError(f"{entry.where} of {label} names no image, found {entry.image!r}. Download it again.")
         by_image.setdefault(entry.image, []).append(entry)
-    if not by_image:
-        first = f" The first fault: {bad[0]}." if bad else ""
-        raise UserError(f"{label} has no entry that can be read.{first} Download it again.")
+    usable_captions(label, list(by_image), bad, _AGAIN)
     missing = [image for image in by_image if not is_there(source, image)]
     if missing:
         raise UserError(

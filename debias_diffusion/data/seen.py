@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ..clip.model_files import explain_failure
 from ..encoders.single_file import written_metadata
 from ..encoders.spec import EncoderSpec
-from ..errors import UserError
 from ..files import read_json, write_json
 
 SEEN = "seen.json"  # the record's file; in a single file of weights the key of its metadata
@@ -30,12 +30,10 @@ def read_seen(encoder: EncoderSpec) -> Seen:
     # Text encoders and their weights lie in folders of a folder that was written as a whole.
     levels = 3 if place.is_file() else 2 if place.is_dir() else 0
     files = (folder / SEEN for folder in [place, *place.parents][:levels])
-    try:
+    with explain_failure(f"{SEEN} of {encoder.name!r}, what it was trained on, is damaged", "Get it again."):
         if not (content := place.is_file() and json.loads(written_metadata(place).get(SEEN, "{}"))):
             content = next((read_json(file) for file in files if file.is_file()), {})
         return {data: [(int(first), int(end)) for first, end in ranges] for data, ranges in content.items()}
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{SEEN} of {encoder.name!r}, what it was trained on, is damaged. Get it again.") from error
 
 
 def add_seen(records: Iterable[Seen], data: str, positions: range) -> Seen:

@@ -11,36 +11,23 @@ from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
-from ..ablation.heads import apply_saved
+from ..ablation.heads import TOWERS, suppressed_heads
 from ..clip.backbone import SHORT_POSITIONS_FILE, Backbone
 from ..clip.families import Family, find_family
 from ..clip.image_tower import add_prompts
-from ..clip.model_files import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    check_finite,
-    check_sizes,
-    explain_failure,
-    find_file,
-)
+from ..clip.model_files import CONFIG_FILE, WEIGHTS_FILE, check_finite, check_sizes, explain_failure, find_file
 from ..clip.positions import FACTOR, KEEP, stretched_length
 from ..clip.regional_prompts import PromptSettings
 from ..clip.text_tower import set_positions, set_short_positions
-from ..clip.weight_files import (
-    POSITIONS,
-    TEXT,
-    fold_long_clip,
-    has_text_prefix,
-    is_long_clip,
-    read_state,
-    without_text_prefix,
-)
+from ..clip.weight_files import POSITIONS, TEXT, fold_long_clip, is_long_clip, read_state, without_text_prefix
 from ..errors import UserError, near_matches
 from ..files import read_json
 from ..text.tokens import CaptionTokenizer
+from ..toyworld.shipped import shipped
 
 _HUB = "hf-hub:"
 _WITH_WEIGHTS = ("local-dir:", _HUB)
+DIFFERENCE, STEPS = "difference.safetensors", "steps"  # of a fine-tuned toy CLIP: its file, and a tensor in it
 _BIG_VISION = (".npz", ".npy")  # which only open_clip reads, and refuses where a shape differs
 
 
@@ -80,7 +67,25 @@ def load_backbone(place: str, weights: str | None = None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
-    apply_saved(backbone)
+    for tower in TOWERS:
+        if ablation := suppressed_heads(backbone, tower):
+            ablation.apply(backbone)
+    return backbone
+
+
+def load_fine_tuned(folder: Path) -> Backbone:
+    """A fine-tuned toy CLIP: toy/clip, stretched, with the difference that `python -m research toymodels` wrote.
+
+    Raises:
+        UserError: the file is damaged, or of another model.
+    """
+    file, backbone = folder / DIFFERENCE, load_backbone(shipped("toy/clip"))
+    backbone.stretch()
+    state, counts = backbone.model.state_dict(), read_state(file)  # the first shares the model's memory
+    steps = counts.pop(STEPS)
+    check_finite([(STEPS, steps)], f"The fine-tuned model {str(file)!r}")
+    for name, step in zip(sorted(state), steps, strict=True):
+        state[name].add_(counts[name] * step)
     return backbone
 
 
@@ -191,7 +196,8 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
             for broken or hostile files and other sizes pass through.
     """
     state = {} if file.suffix in _BIG_VISION else read_state(file)
-    long_clip, is_prefixed, tower = is_long_clip(state), has_text_prefix(state), getattr(clip, "text", clip)
+    long_clip, is_prefixed = is_long_clip(state), f"{TEXT}token_embedding.weight" in state
+    tower = getattr(clip, "text", clip)
     if long_clip:
         if not quick_gelu and not is_prefixed:
             raise UserError(

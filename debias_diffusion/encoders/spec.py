@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ..errors import UserError, near_matches, reason
+from ..errors import UserError, near_matches
 from ..files import json_digest, path_digest, read_json_object
 from ..jobs import Job
 from ..text.chunks import TRAINED_POSITIONS, Reading
@@ -111,15 +111,12 @@ class EncoderSpec:
         after the id; of an open_clip tag its name, because its file never changes.
 
         Raises:
-            UserError: a file cannot be read.
+            OSError: a file cannot be read.
         """
-        try:
-            if self.weights and os.path.exists(self.weights):
-                return f"{self.place}:{self._digest_of(self.weights)}"
-            if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
-                return self._digest_of(self.place)
-        except OSError as error:
-            raise UserError(f"The model {self.name!r} cannot be read ({reason(error)}). Give another one.") from error
+        if self.weights and os.path.exists(self.weights):
+            return f"{self.place}:{self._digest_of(self.weights)}"
+        if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
+            return self._digest_of(self.place)
         if "/" in self.place:
             from .hub import place_digest
 
@@ -213,8 +210,7 @@ class EncoderSpec:
 
     def _read_two_tower(self) -> "Backbone":
         from .clip_model import read_chinese_clip, read_clip_model
-        from .loading import load_backbone
-        from .weight_difference import load_fine_tuned
+        from .loading import load_backbone, load_fine_tuned
 
         source = self._source()
         if os.path.isfile(source):
@@ -229,7 +225,7 @@ class EncoderSpec:
             case Kind.ABLATION:
                 return _load_ablated(Path(source))
             case Kind.DIFFERENCE:
-                return load_fine_tuned(source)
+                return load_fine_tuned(Path(source))
             case Kind.CHINESE_CLIP:
                 return read_chinese_clip(source)
             case Kind.ORIGINAL:

@@ -143,16 +143,9 @@ def chunk_length(context: int, reading: Reading) -> int:
     return min(context, TRAINED_POSITIONS) if reading in PROGRAMS else context
 
 
-def tokenize_text(
-    text: str, tokenizer: PreTrainedTokenizerBase, split_special_tokens: bool = False
-) -> tuple[Tokens, list[tuple[int, int]]]:
-    """The tokens of a text, all of weight 1, and their spans (start and end in `text`, in characters).
-
-    Args:
-        split_special_tokens: names of special tokens in the text are text, as in transformers. The pad token of SDXL's
-            second tokenizer is "!".
-    """
-    return _tokenize_runs([(text, 1.0)], tokenizer, "overlap", split_special_tokens)
+def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list[tuple[int, int]]]:
+    """The tokens of a text, all of weight 1, and their spans (start and end in `text`, in characters)."""
+    return _tokenize_runs([(text, 1.0)], tokenizer, "overlap", split_special_tokens=False)
 
 
 _FAST = WeakKeyDictionary()  # by tokenizer of transformers 4: the number of its tokens, and its fast twin

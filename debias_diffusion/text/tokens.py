@@ -83,13 +83,8 @@ def make_clip_tokenizer(vocabulary: dict[str, int], merges: Sequence[tuple[str, 
         return CLIPTokenizer(*map(str, files), **settings)
 
 
-def load_tokenizer(folder: str | os.PathLike) -> CLIPTokenizer:
-    """A CLIPTokenizer saved in `folder`; nothing in it is executed."""
-    return CLIPTokenizer.from_pretrained(Path(folder), local_files_only=True)
-
-
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | os.PathLike) -> None:
-    """Writes a tokenizer for `load_tokenizer`: the same files whatever it was last called with."""
+    """Writes a tokenizer: the same files whatever it was last called with."""
     if tokenizer.is_fast:  # each call sets these two anew, and leaves them
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()

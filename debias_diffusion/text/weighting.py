@@ -145,44 +145,38 @@ def parse_weights(prompt: str) -> list[Part]:
         for each part between BREAKs (at least one), its runs of text in order, which end at brackets and at words with
         signs; no run is empty.
     """
-    parts: list[list[list]] = [[["", 1.0]]]  # of [text, weight]; text goes to the last
-    strengths = [1.0]
-    opened: list[tuple[str, int, int]] = []  # bracket, start of its content: part, run
-
-    def multiply(part: int, run: int, factor: float) -> None:
-        for index in range(part, len(parts)):
-            for entry in parts[index][run if index == part else 0 :]:
-                entry[1] *= factor
-
-    def end_run() -> None:
-        parts[-1].append(["", 1.0])
+    runs: list[list] = [["", 1.0]]  # text and weight; text goes to the last
+    starts, strengths = [0], [1.0]  # of parts
+    opened: list[tuple[str, int]] = []  # bracket, start of its content
 
     for match in _PIECE.finditer(prompt):
         kind, groups = match.lastgroup, match.groupdict()
         if kind == "open":
-            end_run()
-            opened.append((groups["open"], len(parts) - 1, len(parts[-1]) - 1))
+            opened.append((groups["open"], len(runs)))
+            runs.append(["", 1.0])
             _check_nested(len(opened))
         elif kind == "number" and opened and opened[-1][0] == _ROUND:
-            multiply(*opened.pop()[1:], float(groups["number"]))
-            end_run()
+            _multiply(runs, opened.pop()[1], float(groups["number"]))
+            runs.append(["", 1.0])
         elif groups["close"] and opened and opened[-1][0] == _PAIRS[groups["close"]]:
-            bracket, *since = opened.pop()
+            bracket, start = opened.pop()
             number, signs = groups["close_number"], groups["close_signs"]
             step = STEP if bracket == _ROUND else 1 / STEP
-            multiply(*since, float(number) if number else _signed(signs) if signs else step)
-            end_run()
+            _multiply(runs, start, float(number) if number else _signed(signs) if signs else step)
+            runs.append(["", 1.0])
         elif kind == "break":
-            parts.append([["", 1.0]])
+            starts.append(len(runs))
+            runs.append(["", 1.0])
             strengths.append(float(groups["strength"] or 1))
         elif kind == "word_signs":
-            parts[-1] += [[groups["word"], _signed(groups["word_signs"])], ["", 1.0]]
+            runs += [[groups["word"], _signed(groups["word_signs"])], ["", 1.0]]
         else:
-            parts[-1][-1][0] += groups["escaped"] or match[0]
-    for bracket, *since in opened:
-        multiply(*since, STEP if bracket == _ROUND else 1 / STEP)
-    runs = [[(text, weight) for text, weight in part if text] for part in parts]
-    return [Part(part, strength) for part, strength in zip(runs, strengths, strict=True)]
+            runs[-1][0] += groups["escaped"] or match[0]
+    for bracket, start in opened:
+        _multiply(runs, start, STEP if bracket == _ROUND else 1 / STEP)
+    parts = itertools.starmap(slice, itertools.pairwise([*starts, None]))
+    texts = [[(text, weight) for text, weight in runs[part] if text] for part in parts]
+    return [Part(part, strength) for part, strength in zip(texts, strengths, strict=True)]
 
 
 def _signed(signs: str) -> float:

@@ -1,14 +1,13 @@
 """Checkpoints, each one item of the run's job, with everything a run resumes from; and the models it leaves."""
 
-import pickle
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
 from ..clip.backbone import Backbone
+from ..clip.model_files import explain_failure
 from ..data.seen import Seen, write_seen
-from ..errors import UserError, reason
 from ..files import write_json
 from ..jobs import Job
 from .optimizer import AdamW
@@ -72,7 +71,8 @@ def load_checkpoint(job: Job, model: nn.Module, optimizer: AdamW, modules: nn.Mo
     path = job.path(names[-1]) if names else None
     if path is None:
         return TrainState()
-    try:
+    advice = "Remove it, and the same command continues from an older one, or begins anew."
+    with explain_failure(f"The checkpoint {str(path)!r} cannot be used", advice):
         content = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(content["model"])
         if modules is not None:
@@ -81,11 +81,6 @@ def load_checkpoint(job: Job, model: nn.Module, optimizer: AdamW, modules: nn.Mo
             modules.load_state_dict(content["modules"], strict=False)
         optimizer.load_state_dict(content["optimizer"])
         state = TrainState(**content["state"])
-    except (RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError) as error:
-        raise UserError(
-            f"The checkpoint {str(path)!r} cannot be used: {reason(error)}. Remove it, and the same command continues "
-            "from an older one, or begins anew."
-        ) from error
     if state.best_step and job.path(BEST) is None:  # which refuses a damaged one; a removed one is chosen anew
         state.best_r1, state.best_step = TrainState.best_r1, TrainState.best_step
     return state

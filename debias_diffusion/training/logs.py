@@ -10,8 +10,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from ..clip.model_files import explain_failure
 from ..devices import end_group_at_exit
-from ..errors import UserError, reason
+from ..errors import UserError
 from ..files import append, atomic_file, read_file
 from .config import RunConfig
 
@@ -75,10 +76,8 @@ def tracked(accelerator: Accelerator, config: RunConfig, settings: dict) -> Iter
         "resume": "allow",
     }
     plain = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, bool))}
-    try:
+    with explain_failure(f"The trackers {', '.join(config.trackers)} could not be started"):
         accelerator.init_trackers(PROJECT, config=plain, init_kwargs={"wandb": wandb})
-    except Exception as error:  # libraries raise anything for a missing login or network
-        raise UserError(f"The trackers {', '.join(config.trackers)} could not be started: {reason(error)}.") from error
     try:
         yield
     finally:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from debias_diffusion.data.bad_records import BadRecord
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.clip.model_files import explain_failure
+from debias_diffusion.data.bad_records import BadRecord, leave_out
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, open_regular, read_file, sha256
 from debias_diffusion.text.tokens import clean, clip_tokenizer
 
@@ -77,19 +78,14 @@ def read_dpg_bench(data: str) -> DpgBench:
     file, folder = Path(data, "dpg_bench.csv"), Path(data, "prompts")
     prompts, bad, digests = {}, [], [sha256(file)]
     for path in sorted(folder.glob("*.txt")):
-        try:
+        with leave_out(f"prompts/{path.name}", bad):
             content = read_file(path)
-        except OSError as error:
-            bad.append(BadRecord(f"prompts/{path.name}", "unreadable prompt", reason(error)))
-            continue
-        digests.append(f"{path.stem}\0{bytes_digest([content])}\n")
-        text = content.decode("utf-8", "replace").strip()
-        if 0 < len(text) <= MOST_CHARACTERS:
+            digests.append(f"{path.stem}\0{bytes_digest([content])}\n")
+            text = content.decode("utf-8", "replace").strip()
+            if not 0 < len(text) <= MOST_CHARACTERS:
+                kind = "too long prompt" if text else "empty prompt"
+                raise ValueError(f"{kind}: it has {len(text):,} characters, and 1 to {MOST_CHARACTERS:,} are read")
             prompts[path.stem] = text
-        else:
-            kind = "too long prompt" if text else "empty prompt"
-            detail = f"it has {len(text):,} characters, and 1 to {MOST_CHARACTERS:,} are read"
-            bad.append(BadRecord(f"prompts/{path.name}", kind, detail))
     propositions, bad_rows = parse_rows(_read_rows(file), prompts)
     bad += bad_rows
     for item in [item for item in prompts if item not in propositions]:
@@ -101,17 +97,16 @@ def read_dpg_bench(data: str) -> DpgBench:
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
-    try:
-        with io.TextIOWrapper(open_regular(file), encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, restval="")
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-            if missing:
-                raise UserError(
-                    f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}."
-                )
-            return list(reader)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise UserError(f"{str(file)!r} is no CSV file in UTF-8 ({reason(error)}). Download it again.") from error
+    failure = f"{str(file)!r} is no CSV file in UTF-8"
+    with (
+        explain_failure(failure, "Download it again."),
+        io.TextIOWrapper(open_regular(file), encoding="utf-8-sig", newline="") as lines,
+    ):
+        reader = csv.DictReader(lines, restval="")
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise UserError(f"{str(file)!r} lacks the column {missing[0]}. Its columns must be {', '.join(COLUMNS)}.")
+        return list(reader)
 
 
 def parse_rows(
@@ -129,15 +124,12 @@ def parse_rows(
     for place, row in enumerate(rows, 1):
         item = row["item_id"].strip()
         of_row = len(set(keywords[item])) > 1 or len(keywords[item]) == 1  # not the whole prompt's
-        try:
+        with leave_out(f"row {place}", bad), explain_failure("unusable row"):
             if item not in prompts:
                 raise ValueError(f"there is no prompts/{item}.txt")
             proposition = _parse(row, row["keywords"] if of_row else "", prompts[item], tokenizer)
             if proposition.number in by_item.get(item, ()):
                 raise ValueError(f"prompt {item} has a proposition {proposition.number} already")
-        except ValueError as error:
-            bad.append(BadRecord(f"row {place}", "unusable row", str(error)))
-        else:
             by_item.setdefault(item, {})[proposition.number] = (place, proposition)
     for numbered in by_item.values():
         bad += _drop_ungrounded(numbered)

@@ -14,9 +14,9 @@ from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, Featu
 from tqdm import tqdm
 from transformers import AutoModel
 
-from debias_diffusion.clip.model_files import check_finite, check_folder, explain_failure, quiet_logging
+from debias_diffusion.clip.model_files import check_finite, explain_failure, load_pretrained
 from debias_diffusion.clip.weight_files import model_digest, read_state
-from debias_diffusion.data.images import UnreadableImage, open_image
+from debias_diffusion.data.images import open_image
 from debias_diffusion.data.retrieval import encode_texts
 from debias_diffusion.encoders.spec import check_model, load_two_tower
 from debias_diffusion.errors import UserError
@@ -41,13 +41,9 @@ def load_image(image: ImageLike) -> Image.Image:
     """
     if callable(image):
         return image()
-    try:
+    advice = "Delete it, and start the command that generated it again."
+    with explain_failure(f"The image {os.fspath(image)!r} cannot be used", advice):
         return open_image(image)
-    except UnreadableImage as error:
-        raise UserError(
-            f"The image {os.fspath(image)!r} cannot be used: {error}. Delete it, and start the command that generated "
-            "it again."
-        ) from error
 
 
 def load_square(image: ImageLike, size: int) -> Image.Image:
@@ -140,22 +136,15 @@ class ClsFeatures:
             f"Give {option} a folder of a transformers vision model with config.json and its weights, or a hub id "
             f"(facebook/dino-vits16, facebook/dinov2-small) once the hub's cache holds it, or null to skip its score."
         )
-        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice), quiet_logging():
+        with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice):
             place = shipped(model)
             check_model(place)
-            check_folder(place, repr(os.fspath(model)))
             # Files other than safetensors are read with weights_only=True.
-            loaded, info = AutoModel.from_pretrained(
-                place, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
-            )
-            # The pooler is not used, and DINO's weights lack one.
-            missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
-            if missing:
-                raise ValueError(f"it lacks {len(missing)} of the model's weights, such as {missing[0]}")
+            options = {"dtype": torch.float32, "trust_remote_code": False}
+            loaded = load_pretrained(AutoModel, place, repr(os.fspath(model)), **options)
             if getattr(loaded, "pooler", None) is not None:
                 loaded.pooler = None  # random if its weights are missing, and the digest must not depend on it
-            check_finite(loaded.state_dict().items(), repr(os.fspath(model)))
-            self.model = loaded.to(device).eval()
+            self.model = loaded.to(device)
             self.size = self.model.config.image_size
             if self.model.config.model_type == "dinov2":
                 self.size = min(self.size, DINOV2_SIZE)

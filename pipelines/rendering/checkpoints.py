@@ -31,7 +31,7 @@ from debias_diffusion.encoders.spec import load_text_encoder, may_be_hub_id
 from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.encoders.transformers_folder import find_tokenizer, read_encoder
 from debias_diffusion.errors import UserError, reason
-from debias_diffusion.limits import Checked, Guidance, Steps, check_pixels
+from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps
 from debias_diffusion.toyworld.shipped import shipped
 
 from ..classes import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
@@ -143,7 +143,11 @@ class Checkpoint:
         if self.defaults.fixed_size and (height, width) != self.size:
             own = " x ".join(map(str, self.size))
             raise UserError(f"This checkpoint renders {own} pixels only, got {height} x {width}. Leave the size out.")
-        check_pixels(height, width)
+        if height * width > MOST_PIXELS:
+            raise UserError(
+                f"A picture of {height} x {width} pixels has {height * width:,}; at most {MOST_PIXELS:,} can be drawn. "
+                "Give a smaller height or width."
+            )
 
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""

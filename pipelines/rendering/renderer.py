@@ -24,6 +24,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
+from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.errors import FailedError, UserError, reason
 from debias_diffusion.jobs import Job
@@ -163,10 +164,8 @@ def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeli
 
 def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
     """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
-    try:
+    with explain_failure("The prompt cannot be read"):
         return pipe.prompt_layout(**_texts([prompt]), do_classifier_free_guidance=sampling.guidance_scale > 1)
-    except ValueError as error:
-        raise UserError(f"The prompt cannot be read: {reason(error)}.") from error
 
 
 def _texts(prompts: Sequence[ImagePrompt]) -> dict[str, list[str]]:

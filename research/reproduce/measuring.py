@@ -1,6 +1,7 @@
 """Scores of one model in one evaluation, by query where queries can be paired."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,11 @@ from debias_diffusion.app.command_line import make_options, make_parser
 from debias_diffusion.data.caption_edits import LOSING
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+from debias_diffusion.eval.image_features import PairSession
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import FEW
-from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieval_ranks
-from debias_diffusion.eval.robustness import RobustnessConfig, hits_by_edit
+from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieve
+from debias_diffusion.eval.robustness import RobustnessConfig, rank_edits
 
 from ..cola import evaluate_cola
 from ..options import ColaConfig
@@ -39,7 +41,8 @@ def checked(options: type, values: dict[str, Any]) -> Any:
 
 def retrieval_scores(settings: dict) -> Scores:
     """R@1 ("t2i", "i2t") and mean-R ("mean-R t2i", "mean-R i2t", "mean-R" of both) of every query, in percent."""
-    [result] = retrieval_ranks(checked(RetrievalConfig, settings)).values()
+    session = PairSession("retrieval", checked(RetrievalConfig, settings))
+    [result] = session.by_encoder(partial(retrieve, session)).values()
     scores, means, groups = {}, [], result["groups"]
     for short, direction in SHORT.items():
         means.append(np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0))
@@ -58,7 +61,8 @@ def robustness_scores(settings: dict) -> Scores:
     """R@1 of every query in percent under the edits in `settings` ("t2i EDIT"), and its drops ("t2i drop EDIT")."""
     edits = settings["edits"]
     config = checked(RobustnessConfig, {name: part for name, part in settings.items() if name != "edits"})
-    [result] = hits_by_edit(config, edits).values()
+    session = PairSession("robustness", config)
+    [result] = session.by_encoder(partial(rank_edits, session, edits=edits)).values()
     losing = [edit for edit in edits if edit in LOSING and LOSING[edit].base in edits]
     scores = {}
     for short, direction in SHORT.items():

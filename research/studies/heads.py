@@ -41,7 +41,7 @@ def suppress_best_heads(model: str, folder: Path, pairs: int = PAIRS) -> Ablatio
     read = every_mask(blocks - 1, heads)
     masks = torch.cat([read, torch.zeros(len(read), heads, dtype=torch.bool)], dim=1)
     best = masks[problem.fitness(problem.encode(masks), None).argmax()].view(blocks, heads)
-    ablation = Ablation.of_mask("text", best, 0.0)
+    ablation = Ablation.of_rows("text", 1.0 - best.double())
     folder.mkdir(parents=True, exist_ok=True)
     write_ablation(folder / FILE, model, backbone, ablation)
     return ablation

@@ -4,9 +4,9 @@ import time
 from contextlib import contextmanager
 
 from debias_diffusion.app.demo import launch
-from debias_diffusion.app.demo.toy import random_scene
+from debias_diffusion.app.demo.request import demo_scene
 
-LONG = random_scene(3).caption  # 93 tokens in 9 sentences; the page's first example
+LONG = demo_scene(3)[1].text  # 93 tokens in 9 sentences; the page's first example
 
 
 @contextmanager

@@ -52,16 +52,13 @@ def literal_text(backbone, tokens):
     return projection(pooled) if callable(projection) else pooled @ projection
 
 
-def literal_ranks(images, texts, image_of, candidates=None):
-    """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals.
-
-    Texts among all images, or each among its `candidates`, rows of images.
-    """
+def literal_ranks(images, texts, image_of):
+    """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals."""
     images, texts = ([row / row.norm() if row.norm() > 0 else row for row in rows.double()] for rows in (images, texts))
     cosine = [[float(image @ text) for text in texts] for image in images]
-    candidates, rows = candidates or [range(len(images))] * len(texts), range(len(texts))
+    rows = range(len(texts))
     text_ranks = [
-        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in candidates[t] if i != owner)
+        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in range(len(images)) if i != owner)
         for t, owner in enumerate(image_of)
     ]
     image_ranks = [

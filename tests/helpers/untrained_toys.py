@@ -4,12 +4,11 @@ from pathlib import Path
 
 import torch
 from diffusers import StableDiffusionXLPipeline
-from transformers import ViTConfig, ViTModel
+from transformers import CLIPTokenizer, ViTConfig, ViTModel
 
 from debias_diffusion.app.quickstart import Setup
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.encoders.text_encoders import to_transformers
-from debias_diffusion.text.tokens import load_tokenizer
 from debias_diffusion.toyworld.shipped import WEIGHTS
 from research.toymodels import sdxl
 from research.toymodels.clip import new_clip
@@ -19,7 +18,7 @@ from research.toymodels.vae import SIZE, new_vae
 
 def untrained_models() -> tuple[Backbone, StableDiffusionXLPipeline]:
     """(CLIP, SDXL with that CLIP's text encoder)"""
-    clip = new_clip(load_tokenizer(WEIGHTS / "clip" / "tokenizer"))
+    clip = new_clip(CLIPTokenizer.from_pretrained(WEIGHTS / "clip" / "tokenizer"))
     text_encoder, tokenizer = to_transformers(clip)
     return clip, sdxl.assemble(text_encoder, new_second_text_encoder(tokenizer), tokenizer, new_vae())
 

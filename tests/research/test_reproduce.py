@@ -390,7 +390,7 @@ def test_the_claims_file_finds_every_recorded_number():
 
 
 def test_a_score_that_was_not_measured_is_missing(monkeypatch):
-    """Without a network there is no FID, not a perfect one; scores of images keep each image's counts, and its group."""
+    """Without a network there is no FID, not a perfect one. Scores of images keep each image's counts and group."""
     scores = {"objects_right": {"value": 75.0}, "fid_64": {"value": None}, "clip_score_4": {"value": 0.5}}
     scores["objects_right_by_sentence"] = [{"sentence": 2, "value": 75.0}, {"sentence": 3, "value": None}]
     by_image = {"objects_right": {"above": [2, 1], "below": [2, 2]}, "clip_score_4": [None, 0.5]}
