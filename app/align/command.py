@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.data.seen import read_seen, write_seen
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders.spec import FIRST, ORIGINAL, SECOND, EncoderSpec
+from debias_diffusion.encoders.spec import FIRST, ORIGINAL, READINGS, SECOND, EncoderSpec
 from debias_diffusion.encoders.text_encoders import import_text_encoder, make_encoder, prefixed_state
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.files import explain_full_disk
@@ -29,7 +29,6 @@ from ..options import AlignConfig
 from .data import AlignBatch, AlignDataset, check_room, collate, frozen_vae, latent_shape
 from .encoders import make_slots, recompute_activations
 from .objective import TERMS, Objective
-from .plan import PROBE, print_plan
 
 MEASURED = 64  # held-out pairs, at most
 
@@ -78,6 +77,7 @@ class Alignment(Run):
         fitted = {name: slot.fitted.model for name, slot in slots if slot.fitted}
         self.model = nn.ModuleDict(fitted).to(device).train()
         pipe.unet.requires_grad_(False)
+        self.frozen = [*pipe.unet.parameters(), *(weight for slot in self.slots for weight in slot.frozen_parameters())]
         if config.checkpoint_activations:
             pipe.unet.enable_gradient_checkpointing()
             for encoder in fitted.values():
@@ -155,13 +155,20 @@ class Alignment(Run):
             self.say(f"step {state.step}: on {len(batch)} held-out pairs {named}")
         self.accelerator.wait_for_everyone()
 
-    def print_plan(self, start: int) -> None:
-        print_plan(self, start)
-
-    def probe(self) -> None:
-        """Both passes on the first pairs of the run, which leave nothing behind."""
-        self._backward(collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]]), PROBE)
-        self.optimizer.clear()
+    def describe(self) -> dict[str, str]:
+        config = self.config
+        names = zip((config.encoder, config.encoder_2), self.slots, strict=True)
+        encoders = [
+            f"{name} (in {'one piece' if slot.reads_on else READINGS[config.reading]}, {slot.reader.context_length} "
+            "positions)"
+            for name, slot in names
+            if name
+        ]
+        return {
+            "encoder": " and ".join(encoders),
+            "unet": f"{config.base}, frozen; images of {self.pixels} x {self.pixels} pixels",
+            "loss": f"denoising {config.denoising:g}, states {config.keep_states:g}, features {config.keep_features:g}",
+        }
 
     def finish(self, state: TrainState) -> Path:
         path = self.folder
