@@ -24,7 +24,7 @@ from debias_diffusion.data.shards import read_shards, verify_shards
 from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.errors import UserError
 
-SIZES = [(60, 40), (40, 60), (20, 20), (50, 50), (300, 30), (33, 90), (64, 64)]
+SIZES = [(60, 40), (40, 60), (20, 20), (50, 50), (300, 30), (34, 90), (64, 64)]
 
 
 def picture(index, size=(24, 24)):

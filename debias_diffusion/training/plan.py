@@ -72,7 +72,7 @@ def memory_advice(run) -> str:
 
 
 class Pace:
-    """What steps take: measured over the third step that compiled nothing and the one before, then over each tenth.
+    """What steps take: measured over the second and third step that compiled nothing, then over each tenth of the run.
 
     Args:
         total: steps of the run.
@@ -82,38 +82,34 @@ class Pace:
 
     def __init__(self, total: int, batch: int, device: torch.device):
         self.total, self.batch, self.device = total, batch, device
-        self._steps: list[tuple[float, float]] = []  # seconds, and those of them that it waited for data
-        self._graphs, self._is_known = counters["stats"]["unique_graphs"], False
+        self._steps: list[tuple[float, float]] = []  # of the next line: seconds, and those of them that it waited
+        self._graphs, self._lines = counters["stats"]["unique_graphs"], 0
 
-    def add(self, step: int, seconds: float, waited: float) -> dict:
-        """What log.jsonl has of the steps since the last such line; empty if none is due after this step.
+    def add(self, step: int, seconds: float, waited: float) -> tuple[dict, str]:
+        """For log.jsonl and for the user, what the steps since the last such line took; empty if none is due yet.
 
         Args:
             step: how many are made.
             seconds: that it took, with the wait for its batch.
+            waited: seconds that it waited for its batch.
         """
         before, self._graphs = self._graphs, counters["stats"]["unique_graphs"]
         self._steps = [*self._steps, (seconds, waited)] if self._graphs == before else []
-        tenth = max(3, ceil(self.total / 10))
-        if not (self._steps and step % tenth == 0 if self._is_known else len(self._steps) == 3):
-            return {}
-        steps = self._steps[0 if self._is_known else 1 :]  # the first step of all warms up
-        self._steps, self._is_known = [], True
+        is_due = step % max(3, ceil(self.total / 10)) == 0 if self._lines else len(self._steps) == 3
+        if not (is_due and self._steps):
+            return {}, ""
+        steps = self._steps[not self._lines :]  # the first of all warms up
+        self._steps, self._lines = [], self._lines + 1
         mean, waiting = (sum(column) / len(steps) for column in zip(*steps, strict=True))
-        measured = {"step": mean, "waiting": waiting, "left": mean * (self.total - step)}
-        peak = torch.cuda.max_memory_allocated(self.device) / GB if self.device.type == "cuda" else None
-        numbers = {"seconds": {name: round(value, 4) for name, value in measured.items()}}
-        return numbers | ({} if peak is None else {"peak_gb": round(peak, 2)})
-
-    def describe(self, measured: dict) -> str:
-        """In a line, with what to do where steps wait for data."""
-        step, waiting, left = measured["seconds"].values()
-        peak = f", {measured['peak_gb']:.1f} GB at the peak" if "peak_gb" in measured else ""
-        advice = "; more --workers, or small images by `debias-diffusion shards --size`, would be faster"
-        return (
-            f"{step:.2g} s a step, {self.batch / step:,.0f} pairs a second, {waiting / step:.0%} of the time waiting "
-            f"for data{peak}; {duration(left)} to the end{advice if waiting > _WAITS * step else ''}"
-        )
+        left = mean * (self.total - step)
+        numbers: dict = {"seconds": {"step": round(mean, 4), "waiting": round(waiting, 4), "left": round(left, 1)}}
+        line = f"{mean:.2g} s a step, {self.batch / mean:,.0f} pairs a second, {waiting / mean:.0%} of the time waiting"
+        line += f" for data; {duration(left)} to the end"
+        if self.device.type == "cuda":
+            numbers["peak_gb"] = round(torch.cuda.max_memory_allocated(self.device) / GB, 2)
+            line += f"; {numbers['peak_gb']} GB of memory at the peak"
+        slow = "; more --workers, or small images by `debias-diffusion shards --size`, would be faster"
+        return numbers, line + slow * (waiting > _WAITS * mean)
 
 
 def duration(seconds: float) -> str:

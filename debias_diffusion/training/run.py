@@ -234,11 +234,11 @@ class Run(ABC):
                     self._count_replaced(batch, state)
                     bar.update()
                     seconds = time.perf_counter() - started
-                    speed, measured = config.batch / seconds, pace.add(state.step, seconds, waited)
+                    speed, (measured, words) = config.batch / seconds, pace.add(state.step, seconds, waited)
                     bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
                     last = state.step == total
                     if measured:
-                        self.say(f"step {state.step}: {pace.describe(measured)}")
+                        self.say(f"step {state.step}: {words}")
                     if self.main and is_finite and (state.step % config.log_every == 0 or last or measured):
                         numbers = {name: value for name, value in report.items() if math.isfinite(value)}
                         epoch = round(state.step * config.batch / self.batches.records, 4)
