@@ -243,7 +243,8 @@ class Run(ABC):
                         numbers = {name: value for name, value in report.items() if math.isfinite(value)}
                         epoch = round(state.step * config.batch / self.batches.records, 4)
                         line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
-                        self.log(line | {"samples_per_second": round(speed, 2)} | measured)
+                        took = {"seconds": {"step": round(seconds, 4), "waiting": round(waited, 4)}}
+                        self.log(line | {"samples_per_second": round(speed, 2)} | took | measured)
                     if state.step % config.eval_every == 0 or last:
                         self.measure(state)
                     stop = request.asked() and not last
