@@ -12,12 +12,15 @@ Three minutes on one GPU at most. Prints a table and writes it to benchmarks/res
 
 import json
 import multiprocessing
+import os
 import random
 import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or a question for GPUs would keep forked processes from using them
 
 import numpy as np
 import open_clip
@@ -96,7 +99,7 @@ def run_peer(results, options, data: Path) -> None:
     peer, tokenize = load_peer(Path(options.peer), backbone.to(device)), open_clip.SimpleTokenizer(context_length=248)
     optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-6, weight_decay=1e-2)
     is_half = device.type == "cuda"
-    scaler = torch.amp.GradScaler(device.type, enabled=is_half)
+    scaler = torch.amp.GradScaler(device.type)  # which skips the steps whose gradient of the SVD is not finite
     pairs = PeerPairs(data, peer.visual.input_resolution)
     sampler = RandomSampler(pairs, replacement=True, num_samples=options.batch * 10**5)
     batches = iter(DataLoader(pairs, options.batch, sampler=sampler, num_workers=PEER_WORKERS, pin_memory=is_half))
@@ -163,7 +166,9 @@ def measure_training(options, data: Path, output: Path) -> tuple[tuple[int, floa
     lines = [line["seconds"] for line in logged(output)]
     start = next((number for number, line in enumerate(lines) if "left" in line), len(lines))
     steps = [(line["step"], line["waiting"]) for line in lines[start + 1 :] if "left" not in line]
-    return summed(steps), is_compiled, first[0] if first else options.limit
+    if not steps:
+        raise SystemExit(f"No step was measured in {options.limit:.0f} s. Give a larger --limit.")
+    return summed(steps), is_compiled, first[0]
 
 
 def logged(output: Path) -> Iterator[dict]:
@@ -188,17 +193,15 @@ def main() -> None:
             measured["Long-CLIP's loop"] = watched(run_peer, options, data)
     numbers = {}
     for name, (count, total, waited) in measured.items():
-        if not count:
-            raise SystemExit(f"No step of {name} was measured in {options.limit:.0f} s: give a larger --limit.")
-        shares = {"samples_per_second": round(count * options.batch / total, 1), "share_waiting": waited / total}
-        numbers[name] = {"steps": count} | shares
+        speed, share = round(count * options.batch / total, 1), round(waited / total, 3)
+        numbers[name] = {"steps": count, "samples_per_second": speed, "share_waiting": share}
     rows = [[name, *row.values()] for name, row in numbers.items()]
     device = pick_device()
     settings = {name: getattr(options, name) for name in ("model", "pairs", "width", "height", "train")}
-    result = settings | {"cores": usable_cores(), "seconds_to_first_measured_steps": round(first, 1)} | numbers
+    result = settings | {"cores": usable_cores(), "seconds_to_first_measured_steps": round(first, 1)}
     table = Table(["loop", "steps measured", "pairs a second", "share of the time waiting for data"], rows)
-    name = Path(options.model).name
-    publish(f"train_speed-{name}-{device.type}", result, table, f"First measured after {first:.0f} s.", device=device)
+    title, note = f"train_speed-{Path(options.model).name}-{device.type}", f"First measured after {first:.0f} s."
+    publish(title, result | {"loops": numbers}, table, note, device=device)
 
 
 if __name__ == "__main__":
