@@ -38,11 +38,11 @@ from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import OutOfMemory, UserError
-from debias_diffusion.training import loop, stop
+from debias_diffusion.training import loop, plan, stop
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone, train
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.plan import Pace, state_bytes
+from debias_diffusion.training.plan import Pace, check_disk, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -185,6 +185,14 @@ def test_the_bytes_of_weights_gradients_and_averages_are_counted_exactly():
     held += [state[name] for state in optimizer.adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
     run = SimpleNamespace(model=model, modules=None, frozen=list(frozen.parameters()))
     assert state_bytes(run) == sum(tensor.nbytes for tensor in held)
+
+
+def test_a_disk_without_room_is_named_and_what_a_run_has_written_counts_as_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    (tmp_path / "checkpoint").write_bytes(bytes(1000))
+    assert check_disk(tmp_path, 10**9 + 1000, "Checkpoints", "") == 10**9
+    with pytest.raises(UserError, match=r"^Checkpoints take 1\.0 GB in '.*', and 1\.0 GB are free\. Make room\.$"):
+        check_disk(tmp_path, 10**9 + 1001, "Checkpoints", "Make room.")
 
 
 def test_too_little_memory_names_a_chunk_and_leaves_nothing(world, finished_run, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,12 +22,13 @@ from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.optimizer import AdamW
+from debias_diffusion.training.plan import check_disk
 from debias_diffusion.training.run import Run
 from debias_diffusion.training.step import sum_over_processes
 from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
-from .data import AlignBatch, AlignDataset, check_room, collate, frozen_vae, latent_shape
+from .data import AlignBatch, AlignDataset, collate, frozen_vae, latent_shape
 from .encoders import make_slots, recompute_activations
 from .objective import TERMS, Objective
 
@@ -98,7 +100,9 @@ class Alignment(Run):
         read = {epoch: keys[keys[:, 0] == epoch, 1] for epoch in np.unique(keys[:, 0]).tolist()}
         trained = np.unique(keys[:, 1])
         records = [*self.held_out[:MEASURED], *(self.records[index] for index in trained.tolist())]
-        check_room(self.config.latent_folder(), self.latent_shape, len(records))
+        latents = f"The latents of {len(records):,} images"
+        advice = "Give another --latent-cache, smaller --pixels, or fewer --max-steps."
+        check_disk(self.config.latent_folder(), 4 * math.prod(self.latent_shape) * len(records), latents, advice)
         vae = frozen_vae(self.vae, self.pixels, self.accelerator)
         batch = max(1, min(32, 2**22 // self.pixels**2))
         bad = self.cache_features(vae, records, self.config.latent_folder(), batch, request)

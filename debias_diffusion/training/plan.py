@@ -14,14 +14,13 @@ GB = 1e9
 _WAITS = 0.1  # share of the time that steps wait for data, above which a run is told how to wait less
 
 
-def check_disk(folder: Path, needed: int) -> int:
+def check_disk(folder: Path, needed: int, contents: str, advice: str) -> int:
     """Free bytes on the disk of `folder`. Raises UserError if they and the files there already are below `needed`."""
+    folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    used = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    if free + used < needed:
+    if free + sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < needed:
         raise UserError(
-            f"The run needs about {needed / GB:.1f} GB on the disk of {str(folder)!r} for its checkpoints, and "
-            f"{free / GB:.1f} GB are free. Make room or give another output folder."
+            f"{contents} take {needed / GB:.1f} GB in {str(folder)!r}, and {free / GB:.1f} GB are free. {advice}"
         )
     return free
 
@@ -43,15 +42,16 @@ def print_plan(run, start: int) -> None:
     saved, trained = sum(p.nbytes for p in model), sum(p.nbytes for p in model if p.requires_grad)
     # Checkpoints, one more than are kept while it is written, and the models.
     disk = (saved + 2 * trained) * (config.keep + 1) + (2 if config.keep_best else 1) * saved
-    free = check_disk(run.folder, disk)
+    free = check_disk(run.folder, disk, "Checkpoints and models", "Make room, or give another --output.")
     total, made = batches.total_steps, f", {start} of them made" if start else ""
+    sized = f" (auto: {config.LARGEST_BATCH}, of small data fewer; --batch)" if run.given.batch == "auto" else ""
     chunks = f" in chunks of {config.chunk}" if config.chunk else ""
     rest = f"; the last {batches.remainder} pairs fill no step" if batches.remainder else ""
     chosen = " (auto: 1,000, of small data a tenth; --validation)" if run.given.validation == "auto" else ""
     choosing = f"; {config.keep_best} more choose the best model" if config.keep_best else ""
     lines = run.describe() | {
         "pairs": f"{batches.records} to train on; {len(run.held_out)} held out{chosen}{choosing}",
-        "steps": f"{total} of {run.pairs_a_step}{chunks} ({total * config.batch / batches.records:.2f} epochs)"
+        "steps": f"{total} of {config.batch} pairs{sized}{chunks} ({total * config.batch / batches.records:.2f} epochs)"
         f"{made}{rest}; {config.warmup} of warm-up",
         "machine": f"{run.accelerator.num_processes} x {run.accelerator.device.type}, {run.precision}; "
         f"{config.workers} workers read data for each",

@@ -297,12 +297,6 @@ class Run(ABC):
         first = count - len(self.records) if first is None else first
         return add_seen(self.seen_before, self.inputs["data"], range(first, count))
 
-    @property
-    def pairs_a_step(self) -> str:
-        """In words, for the plan."""
-        chosen = f" (auto: {self.config.LARGEST_BATCH}, of small data fewer; --batch)"
-        return f"{self.config.batch} pairs{chosen if self.given.batch == 'auto' else ''}"
-
     def say_done(self, state: TrainState, rest: str = "") -> None:
         few = f" {self.few_steps()} Give it another --output." if self.few_steps() else ""
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.{few}")
