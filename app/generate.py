@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from debias_diffusion.data.bad_records import print_left_out
-from debias_diffusion.devices import DTYPES, pick_device
+from debias_diffusion.devices import DTYPES, explain_memory, pick_device
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
@@ -26,7 +26,6 @@ from debias_diffusion.pipelines.rendering.renderer import (
     Renderer,
     Sampling,
     explain_failures,
-    explain_memory,
     read_layout,
     render_into,
 )

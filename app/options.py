@@ -381,16 +381,19 @@ class TokensConfig(Checked):
 
 @dataclass
 class ShardsConfig(Checked):
-    """Write image-caption pairs as WebDataset shards of small JPEGs, for `train --data`.
+    """Write image-caption pairs as WebDataset shards of small images, for `train --data`.
 
     Attributes:
         data: JSON file in ShareGPT4V's layout, or any other data that `train` reads.
         output: Folder to write. A stopped run continues there with the same settings.
         images: Folder that image paths in the data file start from.
-        size: Pixels of each image's shorter side. Smaller images are not enlarged.
+        size: Pixels of each image's shorter side, resized as CLIP's own preprocessing does. Smaller images are not
+            enlarged.
         per_shard: Pairs in a shard.
         quality: JPEG quality, from 1 to 100.
-        workers: Processes that read and shrink images; 0 uses the main process.
+        lossless: Write PNG instead of JPEG. With the size that a CLIP reads (224), training on the shards reads the
+            same pixels as on the original images; not with SigLIP, which squeezes images into squares.
+        workers: Processes that read and shrink images; 0 uses the main process. auto fits the cores: 2 to 16.
         max_bad: Largest share of bad records, from 0 to 1.
     """
 
@@ -400,7 +403,8 @@ class ShardsConfig(Checked):
     size: between(int, 1, 65500) = 256
     per_shard: PositiveInt = 5000
     quality: between(int, 1, 100) = 95
-    workers: NonNegativeInt = 2
+    lossless: bool = False
+    workers: NonNegativeInt | Literal["auto"] = "auto"
     max_bad: Share = 0.01
 
 
@@ -425,7 +429,7 @@ class SynthesizeConfig(Checked):
         seed: Of the choice of prompts.
         precision: fp32, bf16 or fp16 of the model. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
         per_part: Images in a part. A stopped run repeats at most one part for each process.
-        workers: Processes that read images, for each process that asks; 0 reads them there.
+        workers: Processes that read images, for each process that asks; 0 reads them there. auto fits the cores.
         max_bad: Largest share of unreadable images, from 0 to 1.
         device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
             process has its own.
@@ -441,7 +445,7 @@ class SynthesizeConfig(Checked):
     seed: Seed = 0
     precision: Precision = "auto"
     per_part: PositiveInt = 1000
-    workers: NonNegativeInt = 2
+    workers: NonNegativeInt | Literal["auto"] = "auto"
     max_bad: Share = 0.01
     device: str | None = None
 

@@ -1,4 +1,4 @@
-"""Writes image-caption pairs as WebDataset shards of small JPEGs, so that training need not decode large images."""
+"""Writes image-caption pairs as WebDataset shards of small images, so that training need not decode large ones."""
 
 import io
 import json
@@ -18,11 +18,13 @@ from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import FINISHED
 from debias_diffusion.data.sources import data_digest, open_data
-from debias_diffusion.data.workers import load_batches
+from debias_diffusion.data.workers import count_workers, load_batches
 from debias_diffusion.jobs import Job
 from debias_diffusion.training.check import look_for_images
 
 from .options import ShardsConfig
+
+_PNG = b"\x89PNG"  # begins the file
 
 
 def write_shards(config: ShardsConfig) -> Path:
@@ -37,12 +39,12 @@ def write_shards(config: ShardsConfig) -> Path:
     captions, images = open_data(config.data, config.images)
     records, pairs = captions.records, len(captions.records) + len(captions.bad)
     look_for_images(records, images, config.max_bad)
-    settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality")}
+    settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality", "lossless")}
     with Job.open(config.output, "shards", settings, {"data": data_digest(config.data, captions)}) as job:
         shards = divide(len(records), config.per_shard, "shard-{:06}.tar")
         missing = {name: part for name, part in shards.items() if job.path(name, damaged="absent") is None}
         indices = [index for part in missing.values() for index in part]
-        read = partial(_read_small, images, config.size, config.quality)
+        read = partial(_read_small, images, config.size, None if config.lossless else config.quality)
         bar = {"desc": "writing shards", "total": len(records), "initial": len(records) - len(indices)}
         with read_images(records, read, indices, config.workers, **bar) as small:
             for name, part in missing.items():
@@ -82,23 +84,24 @@ def read_images(
 ) -> Iterator[Iterator]:
     """What `read` makes of the images at `indices`, or BadRecords, in order. `bar`: options of the progress bar."""
     # Results come in the sampler's order, whichever worker is ready first.
-    loader = DataLoader(_Read(records, read), batch_size=None, sampler=indices, num_workers=workers)
+    loader = DataLoader(_Read(records, read), batch_size=None, sampler=indices, num_workers=count_workers(workers))
     with load_batches(loader) as results, tqdm(results, unit=" images", **bar) as shown:
         yield iter(shown)
 
 
-def _read_small(images: ImageSource, size: int, quality: int, image: str) -> bytes:
+def _read_small(images: ImageSource, size: int, quality: int | None, image: str) -> bytes:
     return shrink(images.open(image), size, quality)
 
 
-def shrink(image: Image.Image, size: int, quality: int) -> bytes:
-    """An RGB image as JPEG, shrunk until its shorter side has `size` pixels."""
-    scale = size / max(1, min(image.size))
-    if scale < 1:
-        sides = [max(size, round(side * scale)) for side in image.size]
-        image = image.resize(sides, Image.Resampling.BICUBIC)
+def shrink(image: Image.Image, size: int, quality: int | None) -> bytes:
+    """An RGB image as JPEG, or as PNG for None, shrunk until its shorter side has `size` pixels.
+
+    It is resized as open_clip's transform for CLIP does, which then finds nothing left to resize.
+    """
+    if (shorter := min(image.size)) > size:
+        image = image.resize([int(size * side / shorter) for side in image.size], Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=quality)
+    image.save(buffer, "JPEG" if quality else "PNG", quality=quality, compress_level=1)
     return buffer.getvalue()
 
 
@@ -116,7 +119,7 @@ def _write_shard(
                 continue
             caption = {"id": record.sample_id, "caption": record.caption}
             caption |= {} if record.short is None else {"short_caption": record.short}
-            yield f"{index:09}.jpg", image
+            yield f"{index:09}.{'png' if image.startswith(_PNG) else 'jpg'}", image
             yield f"{index:09}.json", json.dumps(caption).encode()
 
     write_tar(job, name, members(), left_out=left_out)

@@ -12,6 +12,7 @@ Prints Markdown, and writes benchmarks/results/align.json.
 import copy
 import statistics
 import tempfile
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from generate import random_sdxl
 from harness import CPU, by_turns, publish, read_options
 from machine import seconds
+from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import CLIPTextModelWithProjection
 
@@ -26,7 +28,6 @@ from debias_diffusion.app.align.command import Alignment
 from debias_diffusion.app.align.data import AlignBatch, collate
 from debias_diffusion.app.align.encoders import recompute_activations
 from debias_diffusion.app.align.objective import TERMS, Encoder, Objective, Slot
-from debias_diffusion.app.align.plan import measure_cost
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.eval.report import Table
 from debias_diffusion.text.chunks import Cut, Tokens
@@ -37,6 +38,27 @@ from debias_diffusion.training.stop import StopRequest
 TOKENS, PAIRS = 240, 16
 META = torch.device("meta")
 FITTED = {"the first encoder": (True, False), "the second": (False, True), "both": (True, True)}
+
+
+def count_cost(backward: Callable[[], None], weights: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """(operations of `backward`, which makes both passes, bytes that are kept for the backward pass)
+
+    Args:
+        weights: which do not count, though they are kept for the backward pass too.
+    """
+    # Not by their addresses, which are all 0 on the meta device.
+    known, saved = {weight.untyped_storage()._cdata for weight in weights}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with FlopCounterMode(display=False) as counter, hooks:
+        backward()
+    return counter.get_total_flops(), sum(saved.values())
 
 
 def slot(encoder: CLIPTextModelWithProjection, tokenizer, fitted: bool) -> Slot:
@@ -72,9 +94,9 @@ def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
     batch = AlignBatch(["0"], latents, latents, torch.empty(1, device=META), [(text, text)], [None], [])
     trained = [weight for model in models for weight in model.parameters()]
     frozen = [*unet.parameters(), *(weight for part in slots for weight in part.frozen_parameters())]
-    cost = measure_cost(lambda: sum(objective.losses(batch).values()).sum().backward(), [*trained, *frozen], META)
+    flop, kept = count_cost(lambda: sum(objective.losses(batch).values()).sum().backward(), [*trained, *frozen])
     state = sum(weight.nbytes for weight in frozen) + 16 * sum(weight.numel() for weight in trained)
-    return {"tflop": cost.flop / 1e12, "activations_gb": cost.activation_bytes / 1e9, "state_gb": state / 1e9}
+    return {"tflop": flop / 1e12, "activations_gb": kept / 1e9, "state_gb": state / 1e9}
 
 
 def time_toy(repeats: int) -> dict:

@@ -1,15 +1,17 @@
-"""The device and precision that a model runs in, and the processes that share its work."""
+"""The device, memory and precision that a model runs in, and the processes that share its work."""
 
 import atexit
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NoReturn
 
 import torch
 import torch.distributed
+from accelerate.utils.memory import should_reduce_batch_size
 
-from .errors import UserError
+from .errors import OutOfMemory, UserError, reason
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
@@ -46,6 +48,19 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
+
+
+@contextmanager
+def explain_memory(device: torch.device, advice: str) -> Iterator[None]:
+    """Turns an out-of-memory error into an OutOfMemory with advice."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
+            raise
+        raise OutOfMemory(
+            f"The memory of {device} does not suffice ({reason(error)}). What is finished stays. {advice}"
+        ) from error
 
 
 def _grouped() -> bool:

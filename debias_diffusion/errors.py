@@ -35,6 +35,10 @@ class FailedError(UserError):
     exit_code = 1
 
 
+class OutOfMemory(UserError):
+    """The memory of a device does not suffice."""
+
+
 def near_matches(name: str, allowed: Iterable[str], most: int = 3) -> str:
     """A hint that names the allowed values closest to `name`, or an empty string where none is close.
 

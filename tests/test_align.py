@@ -181,6 +181,7 @@ def test_a_run_fits_both_encoders_and_nothing_else(finished, settings):
     assert weights_digest(tower.text.tower) != weights_digest(before.text.tower)
     steps = [line for line in log(finished) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["step"] for line in steps if "left" in line["seconds"]] == [3]
     for line in steps:
         weighted = 10 * line["denoising_loss"] + line["state_error"] + 10 * line["feature_distance"]
         assert line["loss"] == pytest.approx(weighted, rel=1e-4)

@@ -16,7 +16,7 @@ from debias_diffusion.data.dataset import CaptionDataset, collate
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import read_captions
-from debias_diffusion.data.workers import load_batches
+from debias_diffusion.data.workers import count_workers, load_batches, usable_cores
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS as RECIPES
 from debias_diffusion.text.tokens import CaptionTokenizer
@@ -136,6 +136,24 @@ class _BlockedSignals:
 
     def __getitem__(self, index):
         return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_workers_share_the_cores_that_affinity_and_cgroups_leave(tmp_path, monkeypatch):
+    """In a container the root has the quota, under a batch system any group above this process's own."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(40)))
+    assert usable_cores(tmp_path) == 40 and count_workers("auto", tmp_path) == 16 and count_workers(3) == 3
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("1:cpu:/\n0::/job/step\n")
+    own = tmp_path / "sys" / "fs" / "cgroup" / "job" / "step"
+    own.mkdir(parents=True)
+    for folder, quota, cores in ((own, "max", 40), (own.parent, "1250000", 12), (own.parents[1], "50000", 1)):
+        (folder / "cpu.max").write_text(f"{quota} 100000\n")
+        assert usable_cores(tmp_path) == cores
+    assert count_workers("auto", tmp_path) == 2
+    (own.parents[1] / "cpu.max").write_text("max 100000\n")
+    assert count_workers("auto", tmp_path) == 11
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert count_workers("auto", tmp_path) == 3
 
 
 def test_workers_hear_no_stop_signal_even_while_they_start():

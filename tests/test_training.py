@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import open_clip
 import pytest
@@ -35,10 +37,14 @@ from debias_diffusion.data.retrieval import recall_at_k
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
-from debias_diffusion.errors import UserError
-from debias_diffusion.training import loop, stop
+from debias_diffusion.errors import OutOfMemory, UserError
+from debias_diffusion.training import loop, plan, stop
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone, train
+from debias_diffusion.training.optimizer import AdamW
+from debias_diffusion.training.plan import Pace, check_disk, state_bytes
+
+CPU = torch.device("cpu")
 
 
 def world_with(world, folder, **changes):
@@ -135,6 +141,78 @@ def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
     assert last.logit_bias.item() != base.logit_bias.item()
     with pytest.raises(UserError, match=r"label_smoothing is 0.1, but the sigmoid loss"):
         train(config(world, tmp_path / "other", label_smoothing=0.1))
+
+
+# ---- what a run takes
+
+
+def test_the_pace_is_printed_and_logged_after_the_third_step_and_each_tenth(world, tmp_path, capsys):
+    train(config(world, tmp_path, max_steps=6, log_every=6, eval_every=9, checkpoint_every=9))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "a step" in line]
+    assert re.fullmatch(r"step 3: \S+ s a step, \d+ pairs a second, \d+% of the time waiting for data; .*", lines[0])
+    assert re.match(r"step 6: .*; 0 s to the end", lines[1]) and len(lines) == 2
+    steps = [line for line in log(tmp_path) if "loss" in line]
+    assert [line["step"] for line in steps] == [3, 6]
+    assert steps[0]["seconds"]["left"] == pytest.approx(3 * steps[0]["seconds"]["step"], abs=0.1)
+
+
+def test_the_first_steps_and_those_that_compile_are_not_measured():
+    double, given = torch.compile(lambda number: 2 * number, backend="eager", dynamic=False), torch.ones(3)
+    pace, due, lines = Pace(100, 8, CPU), {}, {}
+    for step in range(1, 21):
+        compiles = step in (2, 8)
+        double(given[: 2 + (step > 7)]) if step > 1 else None
+        seconds = 100.0 if compiles or step in (1, 3) else 0.5 + step / 100
+        numbers, line = pace.add(step, seconds, waited=seconds / (5 if step < 10 else 20))
+        if numbers:
+            due[step], lines[step] = numbers, line
+    assert list(due) == [5, 10, 20]
+    assert due[5] == {"seconds": {"step": 0.545, "waiting": 0.109, "left": 51.8}}
+    assert due[10]["seconds"]["step"] == pytest.approx((0.59 + 0.60) / 2, abs=1e-4)  # of the two since it compiled
+    assert due[20]["seconds"]["step"] == pytest.approx(0.655, abs=1e-4)
+    text = "0.55 s a step, 15 pairs a second, 20% of the time waiting for data; 52 s to the end"
+    assert lines[5].startswith(f"{text}; more --workers, or")
+    assert re.fullmatch(r"0.6\d s a step, 12 pairs .* 5% of the time waiting for data; 52 s to the end", lines[20])
+
+
+def test_the_bytes_of_weights_gradients_and_averages_are_counted_exactly():
+    model, frozen = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), torch.nn.Linear(4, 4)
+    model[1].requires_grad_(False)
+    optimizer = AdamW(dict(model.named_parameters()), 0.0, (0.9, 0.999), 1e-8)
+    model(torch.ones(1, 3)).sum().backward()
+    held = [*model.parameters(), *frozen.parameters(), *(weight.grad for weight in model[0].parameters())]
+    optimizer.adamw.step()
+    held += [state[name] for state in optimizer.adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    run = SimpleNamespace(model=model, modules=None, frozen=list(frozen.parameters()))
+    assert state_bytes(run) == sum(tensor.nbytes for tensor in held)
+
+
+def test_a_disk_without_room_is_named_and_what_a_run_has_written_counts_as_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
+    (tmp_path / "checkpoint").write_bytes(bytes(1000))
+    assert check_disk(tmp_path, 10**9 + 1000, "Checkpoints", "") == 10**9
+    with pytest.raises(UserError, match=r"^Checkpoints take 1\.0 GB in '.*', and 1\.0 GB are free\. Make room\.$"):
+        check_disk(tmp_path, 10**9 + 1001, "Checkpoints", "Make room.")
+
+
+def test_too_little_memory_names_a_chunk_and_leaves_nothing(world, finished_run, tmp_path, monkeypatch):
+    failing = Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 2.00 GiB"))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "backward", failing)
+        message = r"memory of cpu .*2\.00 GiB.* GB of weights.* of 8 pairs\. Start the same command with --chunk 4"
+        with pytest.raises(OutOfMemory, match=message):
+            train(config(world, tmp_path / "new"))
+        (tmp_path / "old").mkdir()
+        (tmp_path / "old" / "notes.txt").write_text("mine")
+        with pytest.raises(OutOfMemory, match="--checkpoint-activations"):
+            train(config(world, tmp_path / "old", chunk=1))
+        killed = killed_copy(finished_run, tmp_path / "killed")
+        with pytest.raises(OutOfMemory, match="--chunk 1,"):
+            train(config(world, killed, chunk=3))
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "killed"}
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["notes.txt"]
+    train(config(world, killed))
+    is_the_same_run(killed, finished_run)
 
 
 # ---- steps that go wrong

@@ -1,5 +1,6 @@
 """Fits SDXL's text encoders to the frozen UNet that reads them: a resumable run, as training is."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,22 +14,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.data.seen import read_seen, write_seen
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders.spec import FIRST, ORIGINAL, SECOND, EncoderSpec
+from debias_diffusion.encoders.spec import FIRST, ORIGINAL, READINGS, SECOND, EncoderSpec
 from debias_diffusion.encoders.text_encoders import import_text_encoder, make_encoder, prefixed_state
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint, load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.optimizer import AdamW
+from debias_diffusion.training.plan import check_disk
 from debias_diffusion.training.run import Run
 from debias_diffusion.training.step import sum_over_processes
 from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
-from .data import AlignBatch, AlignDataset, check_room, collate, frozen_vae, latent_shape
+from .data import AlignBatch, AlignDataset, collate, frozen_vae, latent_shape
 from .encoders import make_slots, recompute_activations
 from .objective import TERMS, Objective
-from .plan import PROBE, print_plan
 
 MEASURED = 64  # held-out pairs, at most
 
@@ -75,6 +76,7 @@ class Alignment(Run):
         fitted = {name: slot.fitted.model for name, slot in slots if slot.fitted}
         self.model = nn.ModuleDict(fitted).to(device).train()
         pipe.unet.requires_grad_(False)
+        self.frozen = [*pipe.unet.parameters(), *(weight for slot in self.slots for weight in slot.frozen_parameters())]
         if config.checkpoint_activations:
             pipe.unet.enable_gradient_checkpointing()
             for encoder in fitted.values():
@@ -95,7 +97,9 @@ class Alignment(Run):
         read = {epoch: keys[keys[:, 0] == epoch, 1] for epoch in np.unique(keys[:, 0]).tolist()}
         trained = np.unique(keys[:, 1])
         records = [*self.held_out[:MEASURED], *(self.records[index] for index in trained.tolist())]
-        check_room(self.config.latent_folder(), self.latent_shape, len(records))
+        latents = f"The latents of {len(records):,} images"
+        advice = "Give another --latent-cache, smaller --pixels, or fewer --max-steps."
+        check_disk(self.config.latent_folder(), 4 * math.prod(self.latent_shape) * len(records), latents, advice)
         vae = frozen_vae(self.vae, self.pixels, self.accelerator)
         batch = max(1, min(32, 2**22 // self.pixels**2))
         bad = self.cache_features(vae, records, self.config.latent_folder(), batch, request)
@@ -152,13 +156,20 @@ class Alignment(Run):
             self.say(f"step {state.step}: on {len(batch)} held-out pairs {named}")
         self.accelerator.wait_for_everyone()
 
-    def print_plan(self, start: int) -> None:
-        print_plan(self, start)
-
-    def probe(self) -> None:
-        """Both passes on the first pairs of the run, which leave nothing behind."""
-        self._backward(collate([self.dataset[key] for key in next(self.batches.iterate())[:PROBE]]), PROBE)
-        self.optimizer.clear()
+    def describe(self) -> dict[str, str]:
+        config = self.config
+        names = zip((config.encoder, config.encoder_2), self.slots, strict=True)
+        encoders = [
+            f"{name} (in {'one piece' if slot.reads_on else READINGS[config.reading]}, {slot.reader.context_length} "
+            "positions)"
+            for name, slot in names
+            if name
+        ]
+        return {
+            "encoder": " and ".join(encoders),
+            "unet": f"{config.base}, frozen; images of {self.pixels} x {self.pixels} pixels",
+            "loss": f"denoising {config.denoising:g}, states {config.keep_states:g}, features {config.keep_features:g}",
+        }
 
     def finish(self, state: TrainState) -> Path:
         path = self.folder

@@ -1,11 +1,8 @@
 """What one pair gives a step: a latent, computed once and cached on disk, noise, a time, and texts."""
 
-import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.data.dataset import RecordDataset
-from debias_diffusion.errors import UserError
 from debias_diffusion.methods.base import Key
 from debias_diffusion.methods.sampling import draw_generator
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, split_text
@@ -25,7 +21,6 @@ from debias_diffusion.text.reading import tokenize_text
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.training.feature_cache import FrozenEncoder
-from debias_diffusion.training.plan import GB
 
 Text = tuple[Tokens, ...]  # one text, for each of SDXL's encoders
 
@@ -64,18 +59,6 @@ def frozen_vae(vae: AutoencoderKL, pixels: int, accelerator: Accelerator) -> Fro
     # With its scaling factor, means and standard deviations; names with a line before them say where it lies.
     settings = {name: value for name, value in config.items() if not name.startswith("_")}
     return FrozenEncoder(accelerator, read_pixels, encode, {"vae": model_digest(vae, settings), "pixels": pixels})
-
-
-def check_room(folder: Path, shape: tuple[int, int, int], images: int) -> None:
-    """Makes the cache's folder. Raises UserError if its disk has no room for the latents of so many images."""
-    folder.mkdir(parents=True, exist_ok=True)
-    needed = 4 * math.prod(shape) * images
-    free, used = shutil.disk_usage(folder).free, sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
-    if needed > free + used:
-        raise UserError(
-            f"The latents of {images:,} images take {needed / GB:.1f} GB in {str(folder)!r}, and {free / GB:.1f} GB "
-            "are free. Give another --latent-cache, smaller --pixels, or fewer --max-steps."
-        )
 
 
 @dataclass(frozen=True)

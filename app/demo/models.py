@@ -10,12 +10,13 @@ from typing import get_args
 
 import torch
 
+from debias_diffusion.devices import explain_memory
 from debias_diffusion.encoders.spec import ORIGINAL, READINGS, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.rendering.options import Scheduler
 from debias_diffusion.pipelines.rendering.png import SAMPLERS, sampler
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, explain_memory
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
 from debias_diffusion.text.chunks import Reading
 
 TOY = "toy/sdxl"

@@ -6,6 +6,7 @@ ends the run before its checkpoint. After a kill of the main process they look f
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,12 +14,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Literal
 
+from accelerate.utils import get_int_from_env
 from torch.utils.data import DataLoader
 
 from ..errors import UserError
+from ..files import read_file
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def count_workers(workers: int | Literal["auto"], root: Path = Path("/")) -> int:
+    """How many processes read data for each process that asks: for "auto" the cores, less one, that each of those on
+    this machine has, from 2 to 16."""
+    if workers != "auto":
+        return workers
+    return max(2, min(16, (usable_cores(root) - 1) // get_int_from_env(["LOCAL_WORLD_SIZE"], 1)))
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use, by its affinity and the quotas of its cgroups (version 2) below `root`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError):  # of Linux alone
+        group = re.search(rb"^0::/(.*)$", read_file(root / "proc/self/cgroup"), re.MULTILINE)
+        folder = root / "sys/fs/cgroup" / (group[1].decode() if group else "")
+        for limits in (parent / "cpu.max" for parent in (folder, *folder.parents)):
+            quota, period = read_file(limits).split() if limits.exists() else (b"max", b"1")
+            cores = cores if quota == b"max" else min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ..data.images import ImageSource, is_there
 from ..data.records import Record
 from ..data.shards import is_shards, verify_shards
 from ..data.sources import open_data
-from ..data.workers import load_batches
+from ..data.workers import count_workers, load_batches
 from ..errors import UserError
 from ..text.tokens import CaptionTokenizer
 from .config import RunConfig, TrainConfig
@@ -57,7 +57,7 @@ def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> None:
     """
     captions, images = open_data(config.data, config.images)
     records = _CheckedRecords(captions.records, images, tokenizer, config.make_method().reads_short)
-    loader = DataLoader(records, batch_size=None, num_workers=config.workers)
+    loader = DataLoader(records, batch_size=None, num_workers=count_workers(config.workers))
     with load_batches(loader) as rows:
         checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(records)))
     statistics, tokens = summarise(row[0] for row in checked), np.array([row[0].tokens for row in checked])

@@ -64,7 +64,8 @@ class RunConfig(Checked):
         precision: fp32, or bf16 or fp16 for mixed precision. auto is bf16 (fp16 where there is none) on a GPU and fp32
             elsewhere.
         checkpoint_activations: Recompute activations in the backward pass instead of keeping them.
-        workers: Processes that read the data, for each training process. 0 reads it in the training process.
+        workers: Processes that read the data, for each training process. 0 reads it in the training process. auto
+            shares the cores, less one, among the training processes of the machine: 2 to 16 each.
         eval_every: Steps between measurements on the held-out pairs.
         checkpoint_every: Steps between checkpoints.
         keep: How many of the newest checkpoints are kept.
@@ -107,7 +108,7 @@ class RunConfig(Checked):
     precision: Precision = "auto"
     checkpoint_activations: bool = False
     seed: RunSeed = 0
-    workers: NonNegativeInt = 2
+    workers: NonNegativeInt | Literal["auto"] = "auto"
     eval_every: PositiveInt = 500
     checkpoint_every: PositiveInt = 500
     keep: PositiveInt = 2

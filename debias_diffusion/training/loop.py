@@ -27,7 +27,6 @@ from .config import CHOOSING, TrainConfig, ablated
 from .feature_cache import frozen_tower
 from .logs import make_accelerator
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
-from .plan import PROBE, print_plan
 from .run import Run
 from .step import backward
 from .stop import StopRequest
@@ -105,9 +104,18 @@ class _Training(Run):
         settings = self.accelerator, self.precision, self.config.chunk, self.optimizer.scaler, self.modules
         return backward(self.backbone, self.method, batch, *settings)
 
-    def print_plan(self, start: int) -> None:
-        probe = self.collate([self.dataset[(0, index, index)] for index in range(min(PROBE, len(self.records)))])
-        print_plan(self, probe, start)
+    def describe(self) -> dict[str, str]:
+        config, backbone = self.config, self.backbone
+        stretched = backbone.config["debias_diffusion"]
+        origin = "RANDOM" if backbone.random_weights else config.pretrained or "its own"
+        is_fitted = self.settings["components"] != config.components
+        fitted = "; as many components as the batch allows (--components)" if is_fitted else ""
+        return {
+            "model": f"{config.model}, {origin} weights; context length {backbone.context_length}: the first "
+            f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
+            "recipe": f"{config.recipe}: {self.method.describe()}{fitted}",
+            "trained": "text tower, with cached image features" if config.freeze_image_tower else "both towers",
+        }
 
     def measure(self, state: TrainState) -> None:
         """R@1 on the held-out pairs, which decides nothing, and with `keep_best` on the pairs that choose.

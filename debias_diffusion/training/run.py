@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -19,9 +19,10 @@ from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_co
 from ..data.records import Record
 from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
-from ..data.workers import load_batches
-from ..devices import pick_precision
-from ..errors import UserError
+from ..data.workers import count_workers, load_batches
+from ..devices import explain_memory, pick_precision
+from ..errors import OutOfMemory, UserError
+from ..files import remove_path
 from ..jobs import Job
 from .batches import GlobalBatches
 from .check import continue_hint, look_for_images
@@ -30,6 +31,7 @@ from .config import RunConfig
 from .feature_cache import FrozenEncoder, cached_images
 from .logs import LOG, NOT_FINITE, add_line, cut_log, tracked
 from .optimizer import AdamW, learning_rate
+from .plan import Pace, memory_advice, print_plan
 from .stop import StopRequest
 
 FEW_STEPS, ENOUGH_STEPS = 100, 300  # a run of fewer is told how to make enough
@@ -42,7 +44,7 @@ class Run(ABC):
     """The state of one run in its folder.
 
     A subclass sets, in `__init__` and `prepare`, the attributes that this class leaves open, and writes `prepare`,
-    `backward`, `measure`, `print_plan` and `finish`.
+    `backward`, `measure`, `describe` and `finish`.
 
     Attributes:
         given: the settings as they were given; `config` has numbers in the place of `auto`.
@@ -60,6 +62,7 @@ class Run(ABC):
         seen_before: the records of the models that the run begins with.
         model: what is trained and what a checkpoint holds.
         modules: further modules that are trained, or None.
+        frozen: weights on the device that are neither.
         optimizer: of both.
         dataset: samples by key.
         collate: samples to a batch, with attributes `bad` and `sample_ids`.
@@ -71,6 +74,7 @@ class Run(ABC):
     seen_before: Sequence[Seen] = ()
     model: nn.Module
     modules: nn.Module | None = None
+    frozen: Sequence[Tensor] = ()
     optimizer: AdamW
     dataset: Dataset
     collate: Callable
@@ -96,7 +100,8 @@ class Run(ABC):
         self.batches = GlobalBatches(len(self.records), batch, config.epochs, config.seed, config.max_steps)
         self.precision = pick_precision(config.precision, accelerator.device)
         warmup = config.warmup_steps(self.batches.total_steps)
-        self.config = replace(config, validation=validation, batch=batch, warmup=warmup, precision=self.precision)
+        numbers = {"validation": validation, "batch": batch, "warmup": warmup, "workers": count_workers(config.workers)}
+        self.config = replace(config, precision=self.precision, **numbers)
         self.settings = self.config.settings()
 
     @abstractmethod
@@ -117,8 +122,8 @@ class Run(ABC):
         """Measures the model between two steps; called on every process."""
 
     @abstractmethod
-    def print_plan(self, start: int) -> None:
-        """Prints what the steps from `start` on will do and need."""
+    def describe(self) -> dict[str, str]:
+        """The first lines of the plan, by what they are about."""
 
     @abstractmethod
     def finish(self, state: TrainState) -> Path:
@@ -128,8 +133,21 @@ class Run(ABC):
         """Makes the steps that are left, and what follows. None if the run was asked to stop before the last.
 
         Raises:
-            UserError: the folder belongs to a run with other settings, or too many records are bad.
+            UserError: the folder belongs to a run with other settings, too many records are bad, or the memory does not
+                suffice. If it does not for the first step, the folder is left as it was before the run.
         """
+        before = set(self.folder.glob("*")) if self.folder.exists() else None
+        try:
+            return self._run()
+        except OutOfMemory:
+            if self.main and not self.job.names():
+                for path in set(self.folder.glob("*")) - (before or set()):
+                    remove_path(path)
+                if before is None:
+                    self.folder.rmdir()
+            raise
+
+    def _run(self) -> Path | None:
         request, job = StopRequest(self.accelerator), nullcontext(Job.read(self.folder))  # of processes that only read
         if self.main:
             job = Job.open(self.folder, self.command, self.settings, self.inputs, may_change=_PLACES)
@@ -173,7 +191,7 @@ class Run(ABC):
         state = load_checkpoint(self.job, self.model, self.optimizer, self.modules)
         if self.main:
             if state.step < total:
-                self.print_plan(state.step)
+                print_plan(self, state.step)
                 if self.missing:
                     print(f"  {self.missing} of the images that were looked up are missing; other pairs replace them.")
                 if few := self.few_steps():
@@ -188,15 +206,18 @@ class Run(ABC):
             num_workers=config.workers,
             pin_memory=accelerator.device.type == "cuda",
         )
+        pace = Pace(total, config.batch, accelerator.device)
         with tracked(accelerator, config, self.settings):
             if state.step == 0:
                 self.measure(state)
             with (
+                explain_memory(accelerator.device, memory_advice(self)),
                 load_batches(loader) as batches,
                 tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main) as bar,
             ):
                 started = time.perf_counter()  # to wait for the batch
                 for batch in batches:
+                    waited = time.perf_counter() - started
                     # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
                     torch.manual_seed((config.seed << 32) + state.step * world + rank)
                     rate = learning_rate(state.step, total, config.learning_rate, config.warmup)
@@ -212,14 +233,18 @@ class Run(ABC):
                         self._skip(batch, state, report)
                     self._count_replaced(batch, state)
                     bar.update()
-                    speed = config.batch / (time.perf_counter() - started)
+                    seconds = time.perf_counter() - started
+                    speed, (measured, words) = config.batch / seconds, pace.add(state.step, seconds, waited)
                     bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
                     last = state.step == total
-                    if self.main and is_finite and (state.step % config.log_every == 0 or last):
+                    if measured:
+                        self.say(f"step {state.step}: {words}")
+                    if self.main and is_finite and (state.step % config.log_every == 0 or last or measured):
                         numbers = {name: value for name, value in report.items() if math.isfinite(value)}
                         epoch = round(state.step * config.batch / self.batches.records, 4)
                         line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
-                        self.log(line | {"samples_per_second": round(speed, 2)})
+                        took = {"seconds": {"step": round(seconds, 4), "waiting": round(waited, 4)}}
+                        self.log(line | {"samples_per_second": round(speed, 2)} | took | measured)
                     if state.step % config.eval_every == 0 or last:
                         self.measure(state)
                     stop = request.asked() and not last
@@ -272,12 +297,6 @@ class Run(ABC):
         first = count - len(self.records) if first is None else first
         return add_seen(self.seen_before, self.inputs["data"], range(first, count))
 
-    @property
-    def pairs_a_step(self) -> str:
-        """In words, for the plan."""
-        chosen = f" (auto: {self.config.LARGEST_BATCH}, of small data fewer; --batch)"
-        return f"{self.config.batch} pairs{chosen if self.given.batch == 'auto' else ''}"
-
     def say_done(self, state: TrainState, rest: str = "") -> None:
         few = f" {self.few_steps()} Give it another --output." if self.few_steps() else ""
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.{few}")
@@ -295,7 +314,7 @@ class Run(ABC):
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""
         add_line(self.folder / LOG, line)
-        numbers = {name: value for name, value in line.items() if name != "step"}
+        numbers = {name: value for name, value in line.items() if name not in ("step", "seconds")}
         self.accelerator.log(numbers, step=line["step"])
 
     def say(self, line: str) -> None:

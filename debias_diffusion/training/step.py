@@ -24,9 +24,9 @@ def unpack(packed: torch.Tensor, shapes: dict[str, torch.Size]) -> dict[str, tor
     return {name: part.view(-1, *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def parameters(backbone: Backbone, modules: nn.Module | None) -> Iterator[nn.Parameter]:
+def parameters(model: nn.Module, modules: nn.Module | None) -> Iterator[nn.Parameter]:
     """Of the model and of the method's own modules."""
-    yield from backbone.parameters()
+    yield from model.parameters()
     if modules is not None:
         yield from modules.parameters()
 

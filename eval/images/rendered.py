@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from debias_diffusion.devices import explain_memory
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.rendering.renderer import (
@@ -19,7 +20,6 @@ from debias_diffusion.pipelines.rendering.renderer import (
     Rendered,
     Renderer,
     Sampling,
-    explain_memory,
     render_into,
 )
 from debias_diffusion.processes import Processes

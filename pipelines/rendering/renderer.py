@@ -19,7 +19,7 @@ from pathlib import Path
 import diffusers
 import numpy as np
 import torch
-from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+from accelerate.utils.memory import clear_device_cache
 from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
@@ -595,16 +595,3 @@ def _layouts(
     counts = sorted(Counter(layout.positions for layout in layouts.values()).items())
     print("Positions:", ", ".join(f"{length} for {count:,} image{'s' * (count > 1)}" for length, count in counts))
     return layouts
-
-
-@contextmanager
-def explain_memory(device: torch.device, advice: str) -> Iterator[None]:
-    """Turns an out-of-memory error into a UserError with advice."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not should_reduce_batch_size(error):
-            raise
-        raise UserError(
-            f"The memory of {device} does not suffice ({reason(error)}). What is finished stays. {advice}"
-        ) from error

@@ -56,7 +56,9 @@ def sharding(world, output) -> list[str]:
 
 def trained(output: Path) -> dict:
     lines = map(json.loads, (output / "run" / "log.jsonl").read_text().splitlines())
-    log = [{name: value for name, value in line.items() if name != "samples_per_second"} for line in lines]
+    log = [
+        {name: value for name, value in line.items() if name not in ("samples_per_second", "seconds")} for line in lines
+    ]
     weights = (load_file(output / "run" / folder / "open_clip_model.safetensors") for folder in ("best", "last"))
     return {"log": log, "weights": [{name: tensor.tolist() for name, tensor in part.items()} for part in weights]}
 

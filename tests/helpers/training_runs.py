@@ -29,7 +29,10 @@ def log(output):
 
 
 def without_clock(output):
-    return [{key: value for key, value in line.items() if key != "samples_per_second"} for line in log(output)]
+    return [
+        {key: value for key, value in line.items() if key not in ("samples_per_second", "seconds")}
+        for line in log(output)
+    ]
 
 
 def losses(output):
