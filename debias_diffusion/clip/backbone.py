@@ -1,7 +1,7 @@
 """One interface over CLIP-family two-towers from open_clip: load, encode images, encode text, save.
 
-The towers are open_clip's modules; only the text tower has a forward of its own, which skips what a causal mask hides
-(see `TextTower`). `families` says how CLIP and SigLIP differ.
+The towers are open_clip's modules, with forwards that skip what a causal mask hides (`TextTower`) and what is not
+pooled (`ImageTower`). `families` says how CLIP and SigLIP differ.
 """
 
 import json
@@ -25,7 +25,7 @@ from ..text.tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
 from .families import CHINESE_CLIP, find_family
-from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts
+from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts, has_plain_blocks
 from .model_files import CONFIG_FILE, WEIGHTS_FILE
 from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings
@@ -141,11 +141,9 @@ class Backbone(nn.Module):
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
         """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
-        images = self.as_floats(images)
-        if self.image_attention is None and self.prompt_settings is None:
-            return self.model.encode_image(images)
         self._check_attention("image")
-        return self.image(images)
+        encode = self.image if has_plain_blocks(self.model.visual) else self.model.visual
+        return encode(self.as_floats(images))
 
     @cached_property
     def image(self) -> ImageTower:
