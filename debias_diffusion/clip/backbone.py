@@ -15,7 +15,6 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
-from open_clip.transformer import VisionTransformer
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
@@ -279,16 +278,15 @@ class Backbone(nn.Module):
         self.text.checkpoint_activations()
 
     def compile(self, **options) -> None:
-        """Compiles both towers with torch.compile on their first use, which takes minutes and a C compiler.
+        """Compiles both towers with torch.compile on their first use, which takes a minute and a C compiler.
 
-        Values and gradients stay the same up to rounding; the names in the state dict do not change.
+        Values and gradients stay the same up to rounding; the names in the state dict do not change. Captions of other
+        lengths compile nothing anew, images of another number once.
 
         Args:
             options: of torch.compile, for example `backend`.
         """
-        self.model.visual.compile(**options)
-        if isinstance(self.model.visual, VisionTransformer):  # for methods that run it block by block
-            self.image.compile(**options)
+        (self.image if has_plain_blocks(self.model.visual) else self.model.visual).compile(**options)
         self.text.compile(**options)
 
     def save(self, folder: str | os.PathLike) -> None:

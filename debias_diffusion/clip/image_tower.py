@@ -12,8 +12,6 @@ from ..errors import UserError
 from .blocks import (
     Attention,
     TowerInput,
-    after_attention,
-    before_attention,
     block_numbers,
     full_attention,
     run_block,
@@ -75,7 +73,6 @@ class ImageTower:
             raise UserError("The image tower's blocks are not plain CLIP blocks. Give another, such as ViT-B-16.")
         self.visual = visual
         self.changes: dict[int, Callable[[Attention], Attention]] = {}
-        self._before, self._before_cls, self._after = before_attention, _before_attention_of_cls, after_attention
 
     @property
     def prompts(self) -> RegionalPrompts | None:
@@ -162,11 +159,8 @@ class ImageTower:
         return features, self.project(hidden_states), states
 
     def compile(self, **options) -> None:
-        """Compiles everything but the attention."""
-        self._before, self._before_cls, self._after = (
-            torch.compile(part, dynamic=True, **options)
-            for part in (before_attention, _before_attention_of_cls, after_attention)
-        )
+        """Compiles all blocks together: every batch has the same number of tokens."""
+        self._run = torch.compile(self._run, **options)
 
     def _with_cls(self, patches: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
         """Patch embeddings -> the blocks' input [batch, 1 + patches, width]; `kept` [batch, visible] leaves out others.
@@ -185,9 +179,9 @@ class ImageTower:
         numbers, cls_states = block_numbers(self.transformer, blocks), {}
         cls_alone = self.visual.attn_pool is None and self.visual.pool_type == "tok"
         for block in range(self.depth):
-            pooled = [_cls_of] if cls_alone and block == self.depth - 1 else []
-            parts = {"before": self._before_cls if pooled else self._before, "after": self._after}
-            hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), *pooled, **parts)
+            is_pooled = cls_alone and block == self.depth - 1
+            pooled = {"pooled": _cls_of, "before": _before_attention_of_cls} if is_pooled else {}
+            hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), **pooled)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
         states = [cls_states[number] for number in numbers]

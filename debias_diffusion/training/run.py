@@ -103,6 +103,9 @@ class Run(ABC):
     def prepare(self, request: StopRequest) -> None:
         """Sets `dataset`. Features that are computed before the first step are computed here."""
 
+    def begin(self, state: TrainState) -> None:  # noqa: B027
+        """Called on every process before the steps that are left."""
+
     @abstractmethod
     def backward(self, batch) -> dict[str, float]:
         """Leaves the gradients of the global batch's loss in the parameters, on every process.
@@ -191,6 +194,7 @@ class Run(ABC):
         with tracked(accelerator, config, self.settings):
             if state.step == 0:
                 self.measure(state)
+            self.begin(state)
             with (
                 load_batches(loader) as batches,
                 tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main) as bar,

@@ -97,6 +97,23 @@ def backward(
     return _numbers(report | {"gradient_norm": norm / scaler.get_scale()})
 
 
+def rehearse(
+    backbone: Backbone, method: Method, batch: Batch, device: torch.device, precision: str, modules: nn.Module | None
+) -> None:
+    """Both passes of the towers for a chunk, so that they compile. Weights, buffers, gradients and seed stay."""
+    seed, buffers = torch.initial_seed(), {name: buffer.clone() for name, buffer in backbone.named_buffers()}
+    try:
+        with autocast(precision, device):
+            features = pack(method.encode(backbone, batch.to(device), modules))
+        features.float().sum().backward()
+    finally:
+        for parameter in parameters(backbone, modules):
+            parameter.grad = None
+        for name, buffer in backbone.named_buffers():
+            buffer.copy_(buffers[name])
+        torch.manual_seed(seed)
+
+
 def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
     # One copy from the device instead of one, waited for, per number.
     return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
