@@ -11,7 +11,9 @@ from helpers.literal import literal_info_nce, literal_rebuilt, literal_sigmoid, 
 from helpers.steps import CPU, assert_same_gradients, assert_split_exactly, gradients, in_two_processes, prepared
 from helpers.tiny_clip import tiny_clip, tiny_siglip
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from debias_diffusion.clip.packing import arranged
 from debias_diffusion.methods import METHODS as RECIPES
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.training.optimizer import Optimizer
@@ -140,6 +142,27 @@ def test_features_instead_of_images_leave_the_image_tower_alone():
         backbone.zero_grad()
         backward(backbone, recipe, replace(batch, images=features, cached_features=True), CPU, chunk=chunk)
         assert_same_gradients(gradients(backbone), expected)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a host would wait for: numbers, and sizes that depend on them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("case", ["debias-clip", "long-clip", "no-short"])
+def test_a_step_waits_for_one_copy_of_numbers_alone(case):
+    backbone, recipe, _, batch = setup(case)
+    batch = replace(batch, tokens=arranged(batch.tokens, is_ragged=False))
+    with Waits() as waits:
+        backward(backbone, recipe, batch, CPU)
+        assert waits.count == 0
+        bool(backbone.logit_scale > 0)
+    assert waits.count == 1
 
 
 def test_a_loss_that_is_not_finite_leaves_no_gradients():

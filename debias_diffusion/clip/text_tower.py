@@ -81,7 +81,7 @@ class TextTower:
             final norm.
         """
         self._check_changes(tokens)
-        layout = Layout(tokens, tokens.ids.device)
+        layout = Layout.of(tokens)
         packed = self._pack(tokens, layout)
         numbers, eot_states, hidden_states = block_numbers(self.transformer, blocks), {}, packed.hidden_states
         last = len(self.transformer.resblocks) - 1
@@ -102,7 +102,7 @@ class TextTower:
             UserError: pads stand before SOT, so that token 0 is no SOT.
         """
         self._check_sot(tokens)
-        return self._pack(tokens, Layout(tokens, tokens.ids.device))
+        return self._pack(tokens, Layout.of(tokens))
 
     def _pack(self, tokens: TokenBatch, layout: Layout) -> TowerInput:
         attend, is_average = partial(attend_all, layout), self.pooling == "average"
@@ -149,7 +149,7 @@ class TextTower:
             `tokens.ids`.
         """
         self._check_changes(tokens)
-        layout = Layout(tokens, tokens.ids.device)
+        layout = Layout.of(tokens)
         hidden_states = self._embed(tokens, layout)
         for block in range(len(self.transformer.resblocks) - 1):
             hidden_states = self._run(block, hidden_states, partial(attend_all, layout))

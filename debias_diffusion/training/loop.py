@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from ..clip.backbone import Backbone
+from ..clip.packing import arranged
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, collate
 from ..data.records import Record
@@ -88,9 +89,11 @@ class _Training(Run):
         self.backbone.to(accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
-        self.collate = partial(
-            collate, tokenizer=self.backbone.tokenizer, recipe=self.method, cached_features=config.freeze_image_tower
-        )
+        given = {"recipe": self.method, "cached_features": config.freeze_image_tower}
+        if self.backbone.family.causal and not config.chunk:  # a chunk has a layout of its own
+            is_ragged = accelerator.device.type == "cuda" and self.precision != "fp32"
+            given["arrange"] = partial(arranged, is_ragged=is_ragged)
+        self.collate = partial(collate, tokenizer=self.backbone.tokenizer, **given)
 
     def prepare(self, request: StopRequest) -> None:
         """With a frozen image tower, whose features are then the images, and which rests from then on."""

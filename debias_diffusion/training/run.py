@@ -262,8 +262,10 @@ class Run(ABC):
             add_bad(batch.bad, self.folder)
             first = batch.bad[0]
             tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder / BAD_RECORDS})")
-        count = torch.tensor(len(batch.bad), device=self.accelerator.device)
-        count = int(self.accelerator.reduce(count, reduction="sum"))
+        count = len(batch.bad)
+        if self.accelerator.num_processes > 1:  # one alone need not wait for the device
+            count = torch.tensor(count, device=self.accelerator.device)
+            count = int(self.accelerator.reduce(count, reduction="sum"))
         state.replaced += count
         if count:
             # The share of a few samples says nothing about the rest.

@@ -1,5 +1,6 @@
 """One exact step over the global batch, however many processes share it."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -31,6 +32,12 @@ def parameters(backbone: Backbone, modules: nn.Module | None) -> Iterator[nn.Par
         yield from modules.parameters()
 
 
+def clear(backbone: Backbone, modules: nn.Module | None) -> None:
+    """Removes all gradients."""
+    for parameter in parameters(backbone, modules):
+        parameter.grad = None
+
+
 def backward(
     backbone: Backbone,
     method: Method,
@@ -58,8 +65,7 @@ def backward(
         modules: the method's own, on the device.
 
     Returns:
-        The loss, the method's report and the gradient's norm. If the loss is not finite, the report ends there and no
-        gradients are left.
+        The loss, the method's report and the gradient's norm. If the loss is not finite, no gradients are left.
     """
     chunks = batch.chunks(chunk or len(batch))
     at_once = len(chunks) == 1
@@ -81,9 +87,6 @@ def backward(
     gathered = accelerator.gather(local).requires_grad_()
     losses, report = method.losses(unpack(gathered, shapes), backbone.logit_scale.exp(), backbone.logit_bias)
     total = torch.stack(list(losses.values())).sum()
-    report = {"loss": total.detach(), **report}
-    if not total.isfinite():
-        return _numbers(report)
     scaler.scale(total).backward()
     # Every process holds the whole gradient of scale and bias; summed below, it must count once.
     for parameter in (backbone.logit_scale, backbone.logit_bias):
@@ -94,7 +97,12 @@ def backward(
         part = encoded[number] if at_once else encode_chunk(number)
         part.backward(gradient.to(part.dtype))
     norm = sum_over_processes(parameters(backbone, modules), accelerator)
-    return _numbers(report | {"gradient_norm": norm / scaler.get_scale()})
+    report = {"loss": total.detach(), **report, "gradient_norm": norm / scaler.get_scale()}
+    # The only wait for the device in a step: whether the loss is finite is asked when everything is under way.
+    numbers = dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
+    if not math.isfinite(numbers["loss"]):
+        clear(backbone, modules)
+    return numbers
 
 
 def rehearse(
@@ -107,16 +115,10 @@ def rehearse(
             features = pack(method.encode(backbone, batch.to(device), modules))
         features.float().sum().backward()
     finally:
-        for parameter in parameters(backbone, modules):
-            parameter.grad = None
+        clear(backbone, modules)
         for name, buffer in backbone.named_buffers():
             buffer.copy_(buffers[name])
         torch.manual_seed(seed)
-
-
-def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
-    # One copy from the device instead of one, waited for, per number.
-    return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
 
 
 def sum_over_processes(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> torch.Tensor:
