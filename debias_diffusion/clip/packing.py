@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,9 +68,6 @@ class Layout:
         ragged, ragged_last: the same attention in one call, of all tokens and of the captions' last ones.
     """
 
-    # What is on the device of the tokens; the last three are made when they are first asked for.
-    _ON_DEVICE = ("ids", "positions", "last", "back", "groups", "ragged", "ragged_last")
-
     def __init__(self, batch: TokenBatch):
         self._batch = batch
         self.n_prefix = len(batch.prefix_ids)
@@ -99,16 +95,17 @@ class Layout:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
         """A copy with other tensors for a device: pinned ones, or copies there."""
-        layout = copy(self)
-        vars(layout).update({name: _map(vars(self)[name], change) for name in self._ON_DEVICE if name in vars(self)})
+        layout, made = copy(self), vars(self)
+        changed = {name: change(made[name]) for name in ("ids", "positions", "last", "back")}
+        changed |= {name: made[name].map(change) for name in ("ragged", "ragged_last") if name in made}
+        vars(layout).pop("groups", None)
+        vars(layout).update(changed)
         return layout
-
-    def _moved(self, made: Any) -> Any:
-        return _map(made, partial(_to_device, device=self.ids.device))
 
     @cached_property
     def groups(self) -> list[Group]:
-        return self._moved([self._group(self._batch, group) for group in self._order.split(self.captions)])
+        members, device = self._order.split(self.captions), self.ids.device
+        return [self._group(self._batch, group, device) for group in members]
 
     @cached_property
     def ragged(self) -> Ragged:
@@ -120,7 +117,7 @@ class Layout:
 
     def _ragged(self, **queries: bool) -> Ragged:
         rows = self._batch.n_prefix[self._order], self._batch.lengths[self._order], self.n_prefix
-        return self._moved(Ragged.of(*rows, **queries))
+        return Ragged.of(*rows, **queries).map(partial(_to_device, device=self.ids.device))
 
     @staticmethod
     def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
@@ -135,7 +132,7 @@ class Layout:
         return [group for group in members if len(group)]
 
     @staticmethod
-    def _group(batch: TokenBatch, members: torch.Tensor) -> Group:
+    def _group(batch: TokenBatch, members: torch.Tensor, device: torch.device) -> Group:
         lengths, n_prefix = batch.lengths[members, None], batch.n_prefix[members, None]
         size, text, prefix = len(members), int(lengths.max()), int(n_prefix.max())
         inside = torch.arange(text) < lengths
@@ -145,9 +142,9 @@ class Layout:
         mask = None
         if prefix > int(batch.shared_sot):
             causal = torch.ones(text, text, dtype=torch.bool).tril()
-            mask = torch.cat([before.expand(-1, -1, text, -1), causal.expand(size, 1, -1, -1)], dim=-1)
-        seen = torch.cat([before, inside[:, None, None]], dim=-1)
-        return Group(slots, size, text, prefix, seen, mask)
+            mask = torch.cat([before.expand(-1, -1, text, -1), causal.expand(size, 1, -1, -1)], dim=-1).to(device)
+        seen = torch.cat([before, inside[:, None, None]], dim=-1).to(device)
+        return Group(slots.to(device), size, text, prefix, seen, mask)
 
 
 def arranged(tokens: TokenBatch, is_ragged: bool) -> TokenBatch:
@@ -161,17 +158,6 @@ def arranged(tokens: TokenBatch, is_ragged: bool) -> TokenBatch:
     if is_ragged:
         layout.ragged, layout.ragged_last  # noqa: B018
     return replace(tokens, layout=layout)
-
-
-def _map(part: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A tensor, or all tensors of a list, a `Group` or a `Ragged`."""
-    if isinstance(part, torch.Tensor):
-        return change(part)
-    if isinstance(part, list):
-        return [_map(one, change) for one in part]
-    if isinstance(part, Group | Ragged):
-        return replace(part, **{name: _map(value, change) for name, value in vars(part).items()})
-    return part
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -81,6 +81,11 @@ class Ragged:
             int(key_lengths.max()),
         )
 
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Ragged":
+        """The same with other tensors: pinned ones, or copies on a device."""
+        tensors = (self.rows, self.places, self.copies, self.query_ends, self.key_ends)
+        return Ragged(*map(change, tensors), self.most_queries, self.most_keys)
+
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Callable | None = None
     ) -> torch.Tensor:
