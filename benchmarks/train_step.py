@@ -1,10 +1,11 @@
 """One training step, ours against a padded one, at ShareGPT4V-like lengths.
 
-    python benchmarks/train_step.py [--model ViT-B-16] [--batch 8] [--repeats 3] [--peer FOLDER] [--fix-clip]
+    python benchmarks/train_step.py [--model ViT-B-16] [--batch 8] [--compile] [--peer FOLDER] [--fix-clip]
 
 (a) padded    open_clip's own forward passes on rows padded to the window, long and short captions one after the other,
               and an SVD for the components
 (b) ours      captions up to their EOT, the shared beginning once
+    compiled  the same compiled, with --compile
 (c) kept      ours with --keep-states, of every fourth sample, the share that training draws
 (d) frozen    ours with a frozen image tower whose features are at hand
 (e) peer      Long-CLIP's released model and losses, where FOLDER is a checkout of github.com/beichenzbc/Long-CLIP; it
@@ -224,7 +225,14 @@ def fix_clip_steps(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = read_options(
-        __doc__, model="ViT-B-16", batch=8, repeats=3, precision=("fp32", "bf16"), peer=None, fix_clip=False
+        __doc__,
+        model="ViT-B-16",
+        batch=8,
+        repeats=3,
+        precision=("fp32", "bf16"),
+        compile=False,
+        peer=None,
+        fix_clip=False,
     )
     if options.fix_clip:
         fix_clip_steps(options)
@@ -247,9 +255,13 @@ def main() -> None:
     peer = load_peer(Path(options.peer), backbone) if options.peer else None
     peer_optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-6, weight_decay=1e-2) if peer else None
 
-    def step(step_optimizer: Optimizer, compute_gradients: Callable, *given, **settings) -> None:
+    if options.compile:
+        backbone.compile()
+
+    def step(step_optimizer: Optimizer, compute_gradients: Callable, *given, stance="force_eager", **settings) -> None:
         backbone.model.visual.requires_grad_(step_optimizer is optimizer)
-        compute_gradients(*given, **settings)
+        with torch.compiler.set_stance(stance):
+            compute_gradients(*given, **settings)
         step_optimizer.step(1e-6)
 
     def peer_step(images: torch.Tensor, rows: torch.Tensor) -> None:
@@ -264,7 +276,7 @@ def main() -> None:
         rows = batch.tokens.padded()
         computed.append(len(batch.tokens.prefix_ids) + len(batch.tokens.ids))
         padded.append(rows.numel())
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             cached = replace(batch, images=backbone.encode_image(batch.images), cached_features=True)
             pixels = backbone.as_floats(batch.images)
         given = accelerator, precision
@@ -274,10 +286,15 @@ def main() -> None:
             "kept": partial(step, optimizer, backward, backbone, keeping, batch, *given, modules=teacher),
             "frozen": partial(step, text_optimizer, backward, backbone, method, cached, *given),
         }
+        if options.compile:
+            steps["compiled"] = partial(steps["ours"], stance="default")
         return steps | ({"peer": partial(peer_step, pixels, rows)} if peer else {})
 
     peak, flops = peak_flops(device), {}
     for name, one in steps_of(0).items() if peak else ():
+        if name == "compiled":  # what is counted would be compiled for the count
+            flops[name] = flops["ours"]
+            continue
         with FlopCounterMode(display=False) as counter:
             one()
         flops[name] = counter.get_total_flops()

@@ -154,7 +154,7 @@ def test_help_lists_groups_flags_types_and_defaults(capsys):
 @pytest.mark.parametrize(
     ("command", "arguments", "values"),
     [
-        ("train", "--learning-rate=1e-3 --no-compile --check-data", {"learning_rate": 1e-3, "check_data": True}),
+        ("train", "--learning-rate=1e-3 --compile off --check-data", {"compile": "off", "check_data": True}),
         ("train", "--method.alpha 0.75 --betas [0.8,0.9]", {"method": {"alpha": 0.75}, "betas": [0.8, 0.9]}),
         ("train", "--trackers tensorboard wandb --chunk null", {"trackers": ["tensorboard", "wandb"], "chunk": None}),
         ("generate", "--reading separate --guidance-scale -1 star", {"reading": "separate", "guidance_scale": -1.0}),

@@ -46,12 +46,14 @@ def test_features_and_gradients_equal_open_clips(kind, checkpointing):
     expected = visual(images())
     expected_gradients = gradients(visual, expected)
     visual.set_grad_checkpointing(checkpointing)
-    visual.transformer.resblocks[1].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for block in visual.transformer.resblocks[1:]:
+        block.mlp.register_forward_pre_hook(lambda _, given: calls.append(given[0].shape[1]))
     features = ImageTower(visual)(images())
     torch.testing.assert_close(features, expected, rtol=1e-12, atol=1e-12)
     assert all(gradient.abs().max() > 0 for gradient in expected_gradients.values())
     torch.testing.assert_close(gradients(visual, features), expected_gradients, rtol=1e-9, atol=1e-12)
-    assert len(calls) == 1 + checkpointing
+    last = 17 if kind in ("mean", "attention pooling") else 1  # where CLS is pooled, it is computed alone
+    assert calls == [17, last] + [last, 17] * checkpointing
 
 
 def test_states_of_cls_are_those_after_the_blocks():
@@ -73,11 +75,12 @@ def test_replaced_attention_is_that_of_the_chosen_blocks_alone():
     visual = visual_of().double()
     tower = ImageTower(visual)
     plain = tower(images())
-    tower.changes = {1: lambda _: without_second_head}
+    tower.changes = dict.fromkeys((1, 2), lambda _: without_second_head)
     replaced = tower(images())
     torch.testing.assert_close(plain, visual(images()), rtol=0, atol=1e-12)
     with torch.no_grad():  # the second head's share of the block's output
-        visual.transformer.resblocks[1].attn.out_proj.weight[:, 16:] = 0
+        for block in visual.transformer.resblocks[1:]:
+            block.attn.out_proj.weight[:, 16:] = 0
     torch.testing.assert_close(replaced, visual(images()), rtol=0, atol=1e-12)
     assert not torch.allclose(replaced, plain, atol=1e-3)
 
@@ -116,11 +119,19 @@ def test_towers_of_another_kind_are_refused():
         siglip.replace_attention("image", {0: lambda attend: attend}, {"heads": [0]})
 
 
+@pytest.mark.parametrize("make", [tiny_clip, tiny_siglip])
+def test_a_two_tower_encodes_images_as_open_clip(make):
+    backbone = make().double()
+    pixels = torch.randint(0, 256, (2, 3, *[backbone.model.visual.image_size[0]] * 2), dtype=torch.uint8)
+    expected = backbone.model.encode_image(backbone.as_floats(pixels))
+    torch.testing.assert_close(backbone.encode_image(pixels), expected, rtol=0, atol=1e-12)
+
+
 def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
     backbone = tiny_clip().eval()
     pixels = images().float()
     plain, key, used = backbone.encode_image(pixels), backbone.image_digest(), backbone.digest()
-    assert torch.equal(plain, backbone.model.encode_image(pixels))
+    torch.testing.assert_close(plain, backbone.model.encode_image(pixels))
     backbone.replace_attention("image", {-1: lambda _: without_second_head}, {"without heads": {"1": [1]}})
     features = backbone.encode_image(pixels)
     assert not torch.allclose(features, plain, atol=1e-3)

@@ -41,7 +41,7 @@ def plain_kernel(query, key, value, query_ends, key_ends, most_queries, most_key
 @example(MANY, "SOT, pads, text", True, 0)
 @settings(max_examples=30)
 def test_one_call_gives_the_values_and_gradients_of_groups(captions, beginning, last, seed):
-    layout = Layout(batch_of(captions, beginning, seed), torch.device("cpu"))
+    layout = Layout(batch_of(captions, beginning, seed))
     rows, generator = len(layout.positions), torch.Generator().manual_seed(seed)
     queries = len(captions) if last else rows
     shapes = [(count, HEADS, CHANNELS) for count in (queries, rows, rows, queries)]

@@ -11,6 +11,7 @@ from helpers.vocabulary import EOS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from debias_diffusion.clip.packing import Layout, arranged
 from debias_diffusion.clip.text_tower import POOLINGS
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
@@ -49,6 +50,18 @@ def test_text_tower_equals_the_padded_rows_in_value_and_gradient(captions, begin
     direction = torch.randn(len(captions), 24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with pooled(backbone, pooling):
         assert_same_values_and_gradients(backbone, tokens, direction)
+
+
+@pytest.mark.parametrize("is_ragged", [True, False])
+def test_a_layout_made_beforehand_is_taken_by_the_whole_batch_alone(is_ragged, monkeypatch):
+    backbone, tokens = text_tower(), batch_of(MANY, "SOT, pads, text", 0)
+    expected, of_some = backbone.encode_text(tokens), backbone.encode_text(tokens.select([2, 0]))
+    tokens = arranged(tokens, is_ragged).to("cpu")
+    made = {"ragged", "ragged_last"} if is_ragged else set()
+    assert {"ragged", "ragged_last", "groups"} & vars(tokens.layout).keys() == made
+    assert torch.equal(backbone.encode_text(tokens.select([2, 0])), of_some)
+    monkeypatch.delattr(Layout, "__init__")
+    assert torch.equal(backbone.encode_text(tokens), expected)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -1,7 +1,7 @@
 """One interface over CLIP-family two-towers from open_clip: load, encode images, encode text, save.
 
-The towers are open_clip's modules; only the text tower has a forward of its own, which skips what a causal mask hides
-(see `TextTower`). `families` says how CLIP and SigLIP differ.
+The towers are open_clip's modules, with forwards that skip what a causal mask hides (`TextTower`) and what is not
+pooled (`ImageTower`). `families` says how CLIP and SigLIP differ.
 """
 
 import json
@@ -15,7 +15,6 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
-from open_clip.transformer import VisionTransformer
 from torch import nn
 from torchvision.transforms import Compose, PILToTensor
 
@@ -25,7 +24,7 @@ from ..text.tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
 from .chinese_clip import NOT_TRAINED, BertTower
 from .families import CHINESE_CLIP, find_family
-from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts
+from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts, has_plain_blocks
 from .model_files import CONFIG_FILE, WEIGHTS_FILE
 from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings
@@ -141,11 +140,9 @@ class Backbone(nn.Module):
 
     def encode_image(self, images: torch.Tensor) -> torch.Tensor:
         """[batch, 3, height, width] images, from `preprocess` or uint8 from `read_pixels` -> [batch, embed_dim]"""
-        images = self.as_floats(images)
-        if self.image_attention is None and self.prompt_settings is None:
-            return self.model.encode_image(images)
         self._check_attention("image")
-        return self.image(images)
+        encode = self.image if has_plain_blocks(self.model.visual) else self.model.visual
+        return encode(self.as_floats(images))
 
     @cached_property
     def image(self) -> ImageTower:
@@ -281,16 +278,15 @@ class Backbone(nn.Module):
         self.text.checkpoint_activations()
 
     def compile(self, **options) -> None:
-        """Compiles both towers with torch.compile on their first use, which takes minutes and a C compiler.
+        """Compiles both towers with torch.compile on their first use, which takes a minute and a C compiler.
 
-        Values and gradients stay the same up to rounding; the names in the state dict do not change.
+        Values and gradients stay the same up to rounding; the names in the state dict do not change. Captions of other
+        lengths compile nothing anew, images of another number once.
 
         Args:
             options: of torch.compile, for example `backend`.
         """
-        self.model.visual.compile(**options)
-        if isinstance(self.model.visual, VisionTransformer):  # for methods that run it block by block
-            self.image.compile(**options)
+        (self.image if has_plain_blocks(self.model.visual) else self.model.visual).compile(**options)
         self.text.compile(**options)
 
     def save(self, folder: str | os.PathLike) -> None:

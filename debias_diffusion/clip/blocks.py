@@ -85,14 +85,14 @@ def block_forward(
 
 
 def run_block(
-    transformer: Transformer, number: int, hidden_states: torch.Tensor, attend: Attention, *pooled, **parts
+    transformer: Transformer, number: int, hidden_states: torch.Tensor, attend: Attention, **parts
 ) -> torch.Tensor:
     """`block_forward` of a transformer's block of that number; under checkpointing it recomputes its activations."""
     run, block = partial(block_forward, **parts), transformer.resblocks[number]
     if transformer.grad_checkpointing and torch.is_grad_enabled():
         # A block draws no random numbers whose state would have to be kept.
-        return checkpoint(run, block, hidden_states, attend, *pooled, use_reentrant=False, preserve_rng_state=False)
-    return run(block, hidden_states, attend, *pooled)
+        return checkpoint(run, block, hidden_states, attend, use_reentrant=False, preserve_rng_state=False)
+    return run(block, hidden_states, attend)
 
 
 def block_numbers(transformer: Transformer, blocks: Sequence[int]) -> list[int]:

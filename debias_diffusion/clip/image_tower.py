@@ -12,8 +12,6 @@ from ..errors import UserError
 from .blocks import (
     Attention,
     TowerInput,
-    after_attention,
-    before_attention,
     block_numbers,
     full_attention,
     run_block,
@@ -47,9 +45,8 @@ class MaskedPatches:
 class ImageTower:
     """open_clip's vision transformer as parts: embed, run each block, project.
 
-    Values and gradients equal open_clip's own forward up to rounding. `Backbone.encode_image` uses that forward unless
-    attention was replaced or the tower has regional prompts.
-    A method that changes the tokens between blocks runs the parts itself:
+    Values and gradients equal open_clip's own forward up to rounding. Of the last block's output only CLS is computed,
+    where the tower pools there. A method that changes the tokens between blocks runs the parts itself:
 
         hidden_states = tower.embed(images)
         for block in range(tower.depth):
@@ -72,11 +69,10 @@ class ImageTower:
                 f"The image tower is a {type(visual).__name__}, which cannot be run block by block. Give a CLIP with "
                 "open_clip's own vision transformer, for example ViT-B-16."
             )
-        if not all(type(block) is ResidualAttentionBlock for block in visual.transformer.resblocks):
+        if not has_plain_blocks(visual):
             raise UserError("The image tower's blocks are not plain CLIP blocks. Give another, such as ViT-B-16.")
         self.visual = visual
         self.changes: dict[int, Callable[[Attention], Attention]] = {}
-        self._before, self._before_cls, self._after = before_attention, _before_attention_of_cls, after_attention
 
     @property
     def prompts(self) -> RegionalPrompts | None:
@@ -136,8 +132,7 @@ class ImageTower:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """`encode` for a tower that pools at CLS, and the features of a view of which patches are masked.
 
-        Both views go through the blocks as one batch, if they are of one length; of the last block's output only CLS is
-        computed.
+        Both views go through the blocks as one batch, if they are of one length.
 
         Args:
             images: [batch, 3, height, width], preprocessed.
@@ -148,27 +143,24 @@ class ImageTower:
             features [batch, embed_dim] of the whole images, and of the masked view or None; states of CLS in the whole
             images after the blocks, [batch, len(blocks), width].
         """
+        if masked is None:
+            features, states = self.encode(images, blocks)
+            return features, None, states
         # [batch, patches, width], before positions are added
         patches, batch = self.visual.conv1(images).flatten(2).transpose(1, 2), len(images)
-        if masked is None:
-            hidden_states, states = self._run(self._with_cls(patches), blocks, cls_alone=True)
-            return self.project(hidden_states), None, states
         if masked.vector is not None:
             vector = masked.vector.to(patches.dtype)
             hidden = torch.where(masked.is_masked[..., None], vector, patches)
-            views, states = self._run(self._with_cls(torch.cat([patches, hidden])), blocks, cls_alone=True)
+            views, states = self._run(self._with_cls(torch.cat([patches, hidden])), blocks)
             return *self.project(views).split(batch), states[:batch]
         visible = masked.visible()
-        features, _, states = self.encode_with_masked(images, blocks)
-        hidden_states, _ = self._run(self._with_cls(patches, visible), cls_alone=True)
+        features, states = self.encode(images, blocks)
+        hidden_states, _ = self._run(self._with_cls(patches, visible))
         return features, self.project(hidden_states), states
 
     def compile(self, **options) -> None:
-        """Compiles everything but the attention."""
-        self._before, self._before_cls, self._after = (
-            torch.compile(part, dynamic=True, **options)
-            for part in (before_attention, _before_attention_of_cls, after_attention)
-        )
+        """Compiles all blocks together: every batch has the same number of tokens."""
+        self._run = torch.compile(self._run, **options)
 
     def _with_cls(self, patches: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
         """Patch embeddings -> the blocks' input [batch, 1 + patches, width]; `kept` [batch, visible] leaves out others.
@@ -182,19 +174,14 @@ class ImageTower:
         cls = (visual.class_embedding.to(patches.dtype) + table[0]).expand(len(patches), 1, -1)
         return visual.ln_pre(torch.cat([cls, placed], dim=1))
 
-    def _run(
-        self, hidden_states: torch.Tensor, blocks: Sequence[int] = (), cls_alone: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The blocks' input -> their output, and the states of CLS after some of them.
-
-        Args:
-            cls_alone: only CLS of the last block's output is wanted, [batch, 1, width].
-        """
+    def _run(self, hidden_states: torch.Tensor, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks' input -> their output, of CLS alone where that is pooled, and CLS after some of them."""
         numbers, cls_states = block_numbers(self.transformer, blocks), {}
+        cls_alone = self.visual.attn_pool is None and self.visual.pool_type == "tok"
         for block in range(self.depth):
-            pooled = [_cls_of] if cls_alone and block == self.depth - 1 else []
-            parts = {"before": self._before_cls if pooled else self._before, "after": self._after}
-            hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), *pooled, **parts)
+            is_pooled = cls_alone and block == self.depth - 1
+            pooled = {"pooled": _cls_of, "before": _before_attention_of_cls} if is_pooled else {}
+            hidden_states = run_block(self.transformer, block, hidden_states, self._attention(block), **pooled)
             if block in numbers:
                 cls_states[block] = hidden_states[:, 0]
         states = [cls_states[number] for number in numbers]
@@ -208,6 +195,13 @@ class ImageTower:
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """Features [batch, embed_dim], not normalised."""
         return self.encode(images)[0]
+
+
+def has_plain_blocks(visual: nn.Module) -> bool:
+    """Whether `ImageTower` can run this image tower of open_clip."""
+    return isinstance(visual, VisionTransformer) and all(
+        type(block) is ResidualAttentionBlock for block in visual.transformer.resblocks
+    )
 
 
 def add_prompts(visual: nn.Module, settings: PromptSettings) -> None:

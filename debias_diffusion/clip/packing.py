@@ -1,15 +1,17 @@
 """Where the tokens of a packed batch of captions stand, and their attention."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..text.tokens import TokenBatch
-from .ragged import Ragged, has_kernel, to_device
+from .ragged import Ragged, has_kernel
 
 # Captions of similar length attend together, in at most so many groups without and so many with pads in front. More
 # groups waste calls, fewer waste padding.
@@ -66,37 +68,56 @@ class Layout:
         ragged, ragged_last: the same attention in one call, of all tokens and of the captions' last ones.
     """
 
-    def __init__(self, batch: TokenBatch, device: torch.device):
-        self._batch, self._device = batch, device
+    def __init__(self, batch: TokenBatch):
+        self._batch = batch
         self.n_prefix = len(batch.prefix_ids)
-        self._members = members = self._grouped(batch)
-        order = torch.cat(members)
-        self._seen = n_prefix, lengths = batch.n_prefix[order], batch.lengths[order]
+        members = self._grouped(batch)
+        self._order = order = torch.cat(members)
+        n_prefix, lengths = batch.n_prefix[order], batch.lengths[order]
         starts = lengths.cumsum(0) - lengths
         within = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
         in_batch = (batch.lengths.cumsum(0) - batch.lengths)[order]
-        self.ids = to_device(within + in_batch.repeat_interleave(lengths), device)
+        self.ids = within + in_batch.repeat_interleave(lengths)
         # A caption's tokens follow the part of the prefix that it sees.
         after_prefix = within + n_prefix.repeat_interleave(lengths)
         if batch.is_short is not None:
             after_prefix += batch.context_length * batch.is_short[order].repeat_interleave(lengths)
-        self.positions = to_device(torch.cat([torch.arange(self.n_prefix), after_prefix]), device)
-        self.last = to_device(self.n_prefix + starts + lengths - 1, device)
-        self.back = to_device(order.argsort(), device)
+        self.positions = torch.cat([torch.arange(self.n_prefix), after_prefix])
+        self.last = self.n_prefix + starts + lengths - 1
+        self.back = order.argsort()
         self.captions = [len(group) for group in members]
         self.tokens = [int(batch.lengths[group].sum()) for group in members]
 
+    @classmethod
+    def of(cls, tokens: TokenBatch) -> "Layout":
+        """That of a batch, on its device, whether it has one or not."""
+        return tokens.layout or cls(tokens).map(partial(_to_device, device=tokens.ids.device))
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
+        """A copy with other tensors for a device: pinned ones, or copies there."""
+        layout, made = copy(self), vars(self)
+        changed = {name: change(made[name]) for name in ("ids", "positions", "last", "back")}
+        changed |= {name: made[name].map(change) for name in ("ragged", "ragged_last") if name in made}
+        vars(layout).pop("groups", None)
+        vars(layout).update(changed)
+        return layout
+
     @cached_property
     def groups(self) -> list[Group]:
-        return [self._group(self._batch, group, self._device) for group in self._members]
+        members, device = self._order.split(self.captions), self.ids.device
+        return [self._group(self._batch, group, device) for group in members]
 
     @cached_property
     def ragged(self) -> Ragged:
-        return Ragged.of(*self._seen, self.n_prefix).to(self._device)
+        return self._ragged()
 
     @cached_property
     def ragged_last(self) -> Ragged:
-        return Ragged.of(*self._seen, self.n_prefix, last=True).to(self._device)
+        return self._ragged(last=True)
+
+    def _ragged(self, **queries: bool) -> Ragged:
+        rows = self._batch.n_prefix[self._order], self._batch.lengths[self._order], self.n_prefix
+        return Ragged.of(*rows, **queries).map(partial(_to_device, device=self.ids.device))
 
     @staticmethod
     def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
@@ -124,6 +145,24 @@ class Layout:
             mask = torch.cat([before.expand(-1, -1, text, -1), causal.expand(size, 1, -1, -1)], dim=-1).to(device)
         seen = torch.cat([before, inside[:, None, None]], dim=-1).to(device)
         return Group(slots.to(device), size, text, prefix, seen, mask)
+
+
+def arranged(tokens: TokenBatch, is_ragged: bool) -> TokenBatch:
+    """The batch with its layout, made where the batch is, so that a step need not wait for it.
+
+    Args:
+        is_ragged: for the attention in one call, which GPUs have. Groups are made in the step: workers would send them
+            as too many tensors.
+    """
+    layout = Layout(tokens)
+    if is_ragged:
+        layout.ragged, layout.ragged_last  # noqa: B018
+    return replace(tokens, layout=layout)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that a GPU fetches when its turn comes, instead of one that waits for everything before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # Not cuDNN's, which a Hopper GPU prefers in half precision: it plans anew for every new shape, and groups have many.

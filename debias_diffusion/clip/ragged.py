@@ -81,9 +81,10 @@ class Ragged:
             int(key_lengths.max()),
         )
 
-    def to(self, device: torch.device) -> "Ragged":
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Ragged":
+        """The same with other tensors: pinned ones, or copies on a device."""
         tensors = (self.rows, self.places, self.copies, self.query_ends, self.key_ends)
-        return Ragged(*(to_device(part, device) for part in tensors), self.most_queries, self.most_keys)
+        return Ragged(*map(change, tensors), self.most_queries, self.most_keys)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: Callable | None = None
@@ -117,8 +118,3 @@ class _WithCopies(torch.autograd.Function):
         row_gradients = gradient.index_select(0, places)
         row_gradients[: copies.shape[1]] += gradient.index_select(0, copies.flatten()).unflatten(0, copies.shape).sum(0)
         return row_gradients, None, None, None
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that a GPU fetches when its turn comes, instead of one that waits for everything before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -81,7 +81,7 @@ class TextTower:
             final norm.
         """
         self._check_changes(tokens)
-        layout = Layout(tokens, tokens.ids.device)
+        layout = Layout.of(tokens)
         packed = self._pack(tokens, layout)
         numbers, eot_states, hidden_states = block_numbers(self.transformer, blocks), {}, packed.hidden_states
         last = len(self.transformer.resblocks) - 1
@@ -89,7 +89,7 @@ class TextTower:
             hidden_states = self._run(block, hidden_states, packed.attend)
             if block in numbers:
                 eot_states[block] = hidden_states.index_select(0, layout.last)
-        hidden_states = self._run(last, hidden_states, packed.attend_last, packed.pooled)
+        hidden_states = self._run(last, hidden_states, packed.attend_last, pooled=packed.pooled)
         eot_states[last] = hidden_states.index_select(0, layout.last) if self.pooling == "average" else hidden_states
         features = packed.project(hidden_states)
         states = [eot_states[number].index_select(0, layout.back) for number in numbers]
@@ -102,7 +102,7 @@ class TextTower:
             UserError: pads stand before SOT, so that token 0 is no SOT.
         """
         self._check_sot(tokens)
-        return self._pack(tokens, Layout(tokens, tokens.ids.device))
+        return self._pack(tokens, Layout.of(tokens))
 
     def _pack(self, tokens: TokenBatch, layout: Layout) -> TowerInput:
         attend, is_average = partial(attend_all, layout), self.pooling == "average"
@@ -149,17 +149,17 @@ class TextTower:
             `tokens.ids`.
         """
         self._check_changes(tokens)
-        layout = Layout(tokens, tokens.ids.device)
+        layout = Layout.of(tokens)
         hidden_states = self._embed(tokens, layout)
         for block in range(len(self.transformer.resblocks) - 1):
             hidden_states = self._run(block, hidden_states, partial(attend_all, layout))
         prefix, texts = hidden_states.tensor_split([layout.n_prefix])
         return prefix, texts.index_select(0, layout.ids.argsort())
 
-    def _run(self, block: int, hidden_states: torch.Tensor, attend: Attention, *pooled: Callable) -> torch.Tensor:
+    def _run(self, block: int, hidden_states: torch.Tensor, attend: Attention, **pooled: Callable) -> torch.Tensor:
         attend = self.changes[block](attend) if block in self.changes else attend
-        parts = {"before": self._before, "after": self._after}
-        return run_block(self.transformer, block, hidden_states, attend, *pooled, **parts)
+        parts = {"before": self._before, "after": self._after} | pooled
+        return run_block(self.transformer, block, hidden_states, attend, **parts)
 
     def _check_changes(self, tokens: TokenBatch) -> None:
         if self.changes:

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from ..errors import UserError
 from ..methods.base import Batch, Caption, Key, Method
-from ..text.tokens import CaptionTokenizer
+from ..text.tokens import CaptionTokenizer, TokenBatch
 from .bad_records import BadRecord, read_or_bad
 from .images import ImageSource
 from .records import Record
@@ -106,17 +106,24 @@ class CaptionDataset(RecordDataset):
         return Sample(key, record.sample_id, image, captions, bad, views)
 
 
-def collate(samples: list[Sample], tokenizer: CaptionTokenizer, recipe: Method, cached_features: bool = False) -> Batch:
+def collate(
+    samples: list[Sample],
+    tokenizer: CaptionTokenizer,
+    recipe: Method,
+    cached_features: bool = False,
+    arrange: Callable[[TokenBatch], TokenBatch] = lambda tokens: tokens,
+) -> Batch:
     """Samples to a Batch.
 
     Args:
         cached_features: whether a sample's image is its features.
+        arrange: what else is made of the captions before the step, see `packing.arranged`.
     """
     return Batch(
         keys=[sample.key for sample in samples],
         sample_ids=[sample.sample_id for sample in samples],
         images=torch.stack([sample.image for sample in samples]),
-        tokens=recipe.collate([sample.captions for sample in samples], tokenizer),
+        tokens=arrange(recipe.collate([sample.captions for sample in samples], tokenizer)),
         bad=[record for sample in samples for record in sample.bad],
         views={name: torch.stack([sample.views[name] for sample in samples]) for name in samples[0].views},
         cached_features=cached_features,

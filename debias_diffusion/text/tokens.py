@@ -8,10 +8,11 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import ftfy
 import torch
@@ -122,6 +123,8 @@ class TokenBatch:
         shared_sot: whether the prefix begins with SOT.
         is_short: [batch] bool, True for captions that are read with the text tower's table for short ones; None: none.
             On the CPU.
+        layout: what a text tower computes of these for its packed rows, where that was done beforehand; see
+            `clip.packing.Layout`.
     """
 
     prefix_ids: torch.Tensor
@@ -132,17 +135,21 @@ class TokenBatch:
     pad: int
     shared_sot: bool
     is_short: torch.Tensor | None = None
+    layout: Any = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same batch with its ids on `device`; the bookkeeping stays on the CPU, where it is read."""
-        prefix_ids, ids = (part.to(device, non_blocking=True) for part in (self.prefix_ids, self.ids))
-        return replace(self, prefix_ids=prefix_ids, ids=ids)
+        return self._map(lambda part: part.to(device, non_blocking=True))
 
     def pin_memory(self) -> "TokenBatch":
-        return replace(self, prefix_ids=self.prefix_ids.pin_memory(), ids=self.ids.pin_memory())
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "TokenBatch":
+        layout = self.layout and self.layout.map(change)
+        return replace(self, prefix_ids=change(self.prefix_ids), ids=change(self.ids), layout=layout)
 
     def select(self, captions: Sequence[int]) -> "TokenBatch":
         """Some of the captions, in the order given, with no more of the prefix than they need."""
@@ -154,6 +161,7 @@ class TokenBatch:
             ids=torch.cat([texts[caption] for caption in captions]),
             lengths=self.lengths[list(captions)],
             is_short=None if self.is_short is None else self.is_short[list(captions)],
+            layout=None,
         )
 
     def padded(self) -> torch.Tensor:

@@ -27,6 +27,7 @@ class TrainState:
         best_step: the step of that measurement.
         replaced: unreadable records that others replaced.
         not_finite: the latest steps in a row that were skipped because their loss was not finite.
+        compiled: whether the steps run compiled, which the first of them decides; None: nothing can be compiled.
     """
 
     step: int = 0
@@ -34,6 +35,7 @@ class TrainState:
     best_step: int = 0
     replaced: int = 0
     not_finite: int = 0
+    compiled: bool | None = None
 
 
 def save_checkpoint(

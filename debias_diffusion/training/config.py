@@ -194,7 +194,9 @@ class TrainConfig(RunConfig):
         feature_cache: Folder of that cache, which runs can share; null is image-features beside the output folder.
         initial_scale: Multiplies the similarities at the start; null keeps the base model's scale. auto is 100 (the
             limit, as in Long-CLIP's code), and the base model's for SigLIP.
-        compile: Compile the towers with torch.compile, which takes minutes at the start.
+        compile: Compile the towers with torch.compile, which takes a minute at each start and a third off every step.
+            auto does so on a CUDA GPU with 1,000 steps or more to go, and goes on without where it fails; a run that
+            resumes keeps to what it began with. YAML needs quotes around on and off.
         seed: Of all random draws: random weights, order of samples, short captions.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
@@ -238,7 +240,7 @@ class TrainConfig(RunConfig):
     feature_cache: str | None = None
     epochs: PositiveInt = 3
     initial_scale: _Scale | Literal["auto"] | None = "auto"
-    compile: bool = False
+    compile: Literal["auto", "on", "off"] = "auto"
     check_data: bool = False
 
     def __post_init__(self):

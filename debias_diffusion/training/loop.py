@@ -1,15 +1,18 @@
 """The training run: set up, print the plan, make the steps, save the model."""
 
 import math
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 
 from ..clip.backbone import Backbone
+from ..clip.packing import arranged
 from ..data.bad_records import report_bad
 from ..data.dataset import CaptionDataset, collate
 from ..data.records import Record
@@ -17,7 +20,7 @@ from ..data.retrieval import encode_images, encode_texts, recall_at_k
 from ..data.seen import read_seen
 from ..devices import autocast
 from ..encoders.loading import load_tokenizer
-from ..errors import UserError
+from ..errors import UserError, reason
 from ..files import explain_full_disk, sha256
 from ..methods import Batch, Method
 from ..text.tokens import CaptionTokenizer
@@ -28,8 +31,10 @@ from .feature_cache import frozen_tower
 from .logs import make_accelerator
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
 from .run import Run
-from .step import backward
+from .step import backward, pack
 from .stop import StopRequest
+
+COMPILED_STEPS = 1000  # as few repay a minute of compilation
 
 
 def train(config: TrainConfig) -> Path | None:
@@ -83,9 +88,11 @@ class _Training(Run):
         self.backbone.to(accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
-        self.collate = partial(
-            collate, tokenizer=self.backbone.tokenizer, recipe=self.method, cached_features=config.freeze_image_tower
-        )
+        given = {"recipe": self.method, "cached_features": config.freeze_image_tower}
+        if self.backbone.family.causal and not config.chunk:  # a chunk has a layout of its own
+            is_ragged = accelerator.device.type == "cuda" and self.precision != "fp32"
+            given["arrange"] = partial(arranged, is_ragged=is_ragged)
+        self.collate = partial(collate, tokenizer=self.backbone.tokenizer, **given)
 
     def prepare(self, request: StopRequest) -> None:
         """With a frozen image tower, whose features are then the images, and which rests from then on."""
@@ -100,9 +107,55 @@ class _Training(Run):
         parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
         self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts)
 
+    def begin(self, state: TrainState) -> None:
+        """Decides whether the steps run compiled, as those before did. Raises UserError if other is asked for now."""
+        before, left = state.compiled, self.batches.total_steps - state.step
+        auto = self.accelerator.device.type == "cuda" and left >= COMPILED_STEPS if before is None else before
+        state.compiled = {"on": True, "off": False}.get(self.config.compile, auto)
+        if before not in (None, state.compiled):
+            raise UserError(
+                f"compile is {self.config.compile}, but the steps so far ran {'' if before else 'un'}compiled. Leave "
+                "it out, or give a new --output."
+            )
+        self.state, self._may_fail = state, self.config.compile == "auto" and before is None
+        self._must_compile = state.compiled
+
     def backward(self, batch: Batch) -> dict[str, float]:
+        if self._must_compile:
+            self._compile(batch)
         settings = self.accelerator, self.precision, self.config.chunk, self.optimizer.scaler, self.modules
-        return backward(self.backbone, self.method, batch, *settings)
+        with torch.compiler.set_stance("default" if self.state.compiled else "force_eager"):
+            return backward(self.backbone, self.method, batch, *settings)
+
+    def _compile(self, batch: Batch) -> None:
+        """Compiles the towers with what the first step needs; where any process cannot, none does.
+
+        Raises:
+            UserError: it cannot, and the steps before were compiled, or compile is on.
+        """
+        started, seed, device, error = time.perf_counter(), torch.initial_seed(), self.accelerator.device, ""
+        self.backbone.compile()
+        try:
+            chunk = batch.chunks(self.config.chunk or len(batch))[0].to(device)
+            with autocast(self.precision, device):
+                features = pack(self.method.encode(self.backbone, chunk, self.modules))
+            features.float().sum().backward()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as problem:  # torch's own, of Triton or of a C compiler
+            error = reason(problem)
+        finally:
+            self.optimizer.clear()
+            torch.manual_seed(seed)
+        errors = [error for error in gather_object([error]) if error]
+        if errors and not self._may_fail:
+            raise UserError(
+                f"The towers cannot be compiled here: {errors[0]}. Mend that, or begin anew with --compile off in a "
+                "new --output."
+            )
+        self.state.compiled, self._must_compile = not errors, False
+        seconds = f"{time.perf_counter() - started:.0f} s"
+        self.say(f"Not compiled: {errors[0]}" if errors else f"The towers were compiled in {seconds}.")
 
     def describe(self) -> dict[str, str]:
         config, backbone = self.config, self.backbone
@@ -122,6 +175,12 @@ class _Training(Run):
 
         The base model is measured too, but never the best: it is no result of this run.
         """
+        # Another number of images would compile anew.
+        with torch.compiler.set_stance("force_eager"):
+            self._measure(state)
+        self.accelerator.wait_for_everyone()
+
+    def _measure(self, state: TrainState) -> None:
         if self.main:
             self.backbone.eval()
             if self.held_out:
@@ -133,7 +192,6 @@ class _Training(Run):
                     state.best_r1, state.best_step = mean, state.step
                     save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)))
             self.backbone.train()
-        self.accelerator.wait_for_everyone()
 
     def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
         """R@1 in percent, logged and printed; `prefix` begins the names of the numbers."""
@@ -219,8 +277,6 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> tuple[Backbone,
         backbone.model.visual.requires_grad_(False)
     if config.checkpoint_activations:
         backbone.checkpoint_activations()
-    if config.compile:
-        backbone.compile()
     return backbone, method
 
 

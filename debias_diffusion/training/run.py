@@ -108,6 +108,9 @@ class Run(ABC):
     def prepare(self, request: StopRequest) -> None:
         """Sets `dataset`. Features that are computed before the first step are computed here."""
 
+    def begin(self, state: TrainState) -> None:  # noqa: B027
+        """Called on every process before the steps that are left."""
+
     @abstractmethod
     def backward(self, batch) -> dict[str, float]:
         """Leaves the gradients of the global batch's loss in the parameters, on every process.
@@ -210,6 +213,7 @@ class Run(ABC):
         with tracked(accelerator, config, self.settings):
             if state.step == 0:
                 self.measure(state)
+            self.begin(state)
             with (
                 explain_memory(accelerator.device, memory_advice(self)),
                 load_batches(loader) as batches,
@@ -283,8 +287,10 @@ class Run(ABC):
             add_bad(batch.bad, self.folder)
             first = batch.bad[0]
             tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder / BAD_RECORDS})")
-        count = torch.tensor(len(batch.bad), device=self.accelerator.device)
-        count = int(self.accelerator.reduce(count, reduction="sum"))
+        count = len(batch.bad)
+        if self.accelerator.num_processes > 1:  # one alone need not wait for the device
+            count = torch.tensor(count, device=self.accelerator.device)
+            count = int(self.accelerator.reduce(count, reduction="sum"))
         state.replaced += count
         if count:
             # The share of a few samples says nothing about the rest.

@@ -58,8 +58,7 @@ def backward(
         modules: the method's own, on the device.
 
     Returns:
-        The loss, the method's report and the gradient's norm. If the loss is not finite, the report ends there and no
-        gradients are left.
+        The loss, the method's report and the gradient's norm. If one of these is not finite, no gradient may be used.
     """
     chunks = batch.chunks(chunk or len(batch))
     at_once = len(chunks) == 1
@@ -81,9 +80,6 @@ def backward(
     gathered = accelerator.gather(local).requires_grad_()
     losses, report = method.losses(unpack(gathered, shapes), backbone.logit_scale.exp(), backbone.logit_bias)
     total = torch.stack(list(losses.values())).sum()
-    report = {"loss": total.detach(), **report}
-    if not total.isfinite():
-        return _numbers(report)
     scaler.scale(total).backward()
     # Every process holds the whole gradient of scale and bias; summed below, it must count once.
     for parameter in (backbone.logit_scale, backbone.logit_bias):
@@ -94,11 +90,8 @@ def backward(
         part = encoded[number] if at_once else encode_chunk(number)
         part.backward(gradient.to(part.dtype))
     norm = sum_over_processes(parameters(backbone, modules), accelerator)
-    return _numbers(report | {"gradient_norm": norm / scaler.get_scale()})
-
-
-def _numbers(report: dict[str, torch.Tensor]) -> dict[str, float]:
-    # One copy from the device instead of one, waited for, per number.
+    report = {"loss": total.detach(), **report, "gradient_norm": norm / scaler.get_scale()}
+    # The only wait for the device in a step, when all of it is under way; one copy instead of one for each number.
     return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
 
 
