@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, seconds
 from tqdm import tqdm
 
 from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
+from debias_diffusion.machine import machine_name, seconds
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
@@ -75,5 +75,5 @@ def publish(
     text = "\n\n".join(part.markdown() if isinstance(part, Table) else part for part in parts) + "\n"
     print("\n" + text)
     folder.mkdir(exist_ok=True)
-    write_json(folder / f"{name}.json", {"machine": machine(device), "versions": versions()} | measured)
+    write_json(folder / f"{name}.json", {"machine": machine_name(device), "versions": versions()} | measured)
     write_text(folder / f"{name}.md", text)

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import psutil
 from harness import CPU, publish, read_options
-from machine import PeakMemory
 from tqdm import tqdm
 
 from debias_diffusion.data.json_files import read_data_file
 from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import Table
+from debias_diffusion.machine import PeakMemory
 from debias_diffusion.text.sentences import split_sentences
 
 CAPTIONS = Path(__file__).parent.parent / "tests" / "photographs" / "captions.json"

@@ -6,14 +6,12 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 
-# Dense FLOP/s in half precision, from the makers' data sheets.
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
-
-def machine(device: torch.device) -> str:
+def machine_name(device: torch.device) -> str:
     """The GPU's name, or the processor's and how many threads PyTorch uses of it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -21,12 +19,6 @@ def machine(device: torch.device) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     return f"{next(names, platform.processor())}, {torch.get_num_threads()} threads"
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s that the device can do in half precision; None where that is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
 def seconds(run: Callable, device: torch.device) -> float:
@@ -68,3 +60,12 @@ class PeakMemory:
         status = Path("/proc/self/status")
         lines = status.read_text().splitlines() if status.exists() else []
         return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+
+
+def cost(run: Callable, device: torch.device) -> dict[str, float | None]:
+    """Median seconds of `run()`, after a first call, and by how many GB it makes memory grow (see `PeakMemory`)."""
+    memory = PeakMemory(device)
+    memory.start()
+    times = [seconds(run, device) for _ in range(2 if device.type == "cpu" else 6)]
+    peak = memory.read()
+    return {"seconds": round(median(times[1:]), 4), "gigabytes": None if peak is None else round(peak / 1e9, 3)}
