@@ -42,10 +42,8 @@ def check(config: CheckConfig) -> None:
         config = replace(config, height=config.height or height, width=config.width or width, steps=config.steps or 2)
         files = [checkpoint.file] if checkpoint.file else Path(checkpoint.configs).rglob("*.safetensors")
         weights, free = sum(file.stat().st_size for file in files) / 1e9, psutil.virtual_memory().available / 1e9
-        print(
-            f"On a CPU: images of {config.height} x {config.width} pixels in {config.steps} steps. The files of weights"
-        )
-        print(f"hold {weights:.2f} GB, and {free:.1f} GB of memory are free.", flush=True)
+        print(f"On a CPU: images of {config.height} x {config.width} pixels in {config.steps} steps.")
+        print(f"The files of weights hold {weights:.2f} GB; {free:.1f} GB of memory are free.", flush=True)
     results = _model_checks(config, device)
     clear_device_cache(garbage_collection=True)  # or those models and the ones that draw would be in memory together
     results["prompts in four ways"] = _result("prompts in four ways", lambda: draw_sheet(config))

@@ -167,7 +167,7 @@ def write_marking(output: Path, prompts: Sequence[ShowcasePrompt], images: Image
                 with open_regular(path) as file, Image.open(file) as image, atomic_file(copy) as unfinished:
                     image.convert("RGB").save(unfinished, "JPEG", quality=95)
             items.append({"image": digest[:16], "facts": [fact for _, fact in prompt.facts]})
-    write_page(output / "mark.html", "mark.html.j2", HERE, items=items, folder=MARKING)
+    write_page(output / "mark.html", "mark.html.j2", HERE, items=items, marking=MARKING)
 
 
 def read_marks(file: str, prompts: Sequence[ShowcasePrompt], images: Images) -> Marks:
