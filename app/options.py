@@ -348,22 +348,19 @@ def _parse_encoder(name: str | None, reading: Reading | None, default: Reading |
 
 @dataclass
 class CheckConfig(ImageOptions):
-    """Try an SDXL checkpoint on this machine: minutes on a GPU, and one file to publish.
+    """Try an SDXL checkpoint on this machine: what must hold, time and memory, and prompts drawn in four ways.
 
-    Short prompts must equal stock diffusers bit for bit, every reading and half precision must give finite numbers, and
-    sharpening must leave no trace; time and memory beside stock, and images of long prompts in four ways. A failure
-    does not stop the others.
+    A failure does not stop the other checks. On a CPU, images have at most 256 pixels and 2 steps unless you say more.
 
     Attributes:
         base: SDXL checkpoint: a folder in diffusers' layout, a hub id, a single .safetensors file, or toy/sdxl.
         output: Folder to write. What a stopped run has drawn is kept.
-        limit: Of the project's 100 prompts, how many are drawn, from 1 to 100.
-        seed: Prompt i, from 0, starts from noise of this seed + i, in each way the same.
+        limit: How many of the project's 100 prompts are drawn.
+        seed: Prompt i, from 0, starts from noise of this seed + i, in all ways.
         sharpen: The factor of the fourth way, whole and sharpened; above 0, at most 4.
         batch: Images drawn at once, of prompts of equal length.
-        low_memory: Encode all prompts before UNet and autoencoder are loaded, where images are drawn.
-        device: cpu, cuda, cuda:1, mps; the fastest available by default. On a CPU `check` draws 2 steps at 256 pixels
-            unless told otherwise.
+        low_memory: Where images are drawn, encode all prompts before UNet and autoencoder are loaded.
+        device: cpu, cuda, cuda:1, mps; the fastest available by default.
         precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
     """
 
@@ -385,15 +382,11 @@ class CheckConfig(ImageOptions):
 
 @dataclass
 class ShowcaseConfig(CheckConfig):
-    """Draw 100 long prompts in four ways, and have a person mark what is right in them.
-
-    A stopped run continues with the same command. On mark.html a person marks facts, blind to the way, and saves
-    marks.json.
+    """Draw 100 long prompts in four ways, on a page where a person marks what is right in them.
 
     Attributes:
-        output: Folder to write: images, index.html, mark.html, contact-sheet.png and showcase.json.
-        marks: File that mark.html has saved: facts right by way and sentence, with intervals, and the prompts nearest
-            to the median in the contact sheet.
+        output: Folder to write: images, index.html, mark.html, contact-sheet.png, showcase.json.
+        marks: File that mark.html has saved: then showcase.json counts facts right by way and sentence.
     """
 
     output: str = "runs/showcase"

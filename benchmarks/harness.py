@@ -1,6 +1,8 @@
 """What all benchmarks share: their options, rounds in turns, and where results are written."""
 
 import argparse
+import ctypes
+import gc
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -77,3 +79,33 @@ def publish(
     folder.mkdir(exist_ok=True)
     write_json(folder / f"{name}.json", {"machine": machine_name(device), "versions": versions()} | measured)
     write_text(folder / f"{name}.md", text)
+
+
+class PeakMemory:
+    """By how many bytes the memory in use grew at most since `start`: of the GPU's allocator, or of this process.
+
+    A process's peak can begin anew on Linux alone; elsewhere `read` gives None.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self._before = device, 0
+
+    def start(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif Path("/proc/self/clear_refs").exists():
+            ctypes.CDLL(None).malloc_trim(0)  # or what was freed and not given back would count as in use
+            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
+        self._before = self._peak() or 0
+
+    def read(self) -> int | None:
+        peak = self._peak()
+        return None if peak is None else peak - self._before
+
+    def _peak(self) -> int | None:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        status = Path("/proc/self/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)

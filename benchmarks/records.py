@@ -23,13 +23,12 @@ import time
 from pathlib import Path
 
 import psutil
-from harness import CPU, publish, read_options
+from harness import CPU, PeakMemory, publish, read_options
 from tqdm import tqdm
 
 from debias_diffusion.data.json_files import read_data_file
 from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import Table
-from debias_diffusion.machine import PeakMemory
 from debias_diffusion.text.sentences import split_sentences
 
 CAPTIONS = Path(__file__).parent.parent / "tests" / "photographs" / "captions.json"

@@ -31,14 +31,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from harness import by_turns, publish, read_options
+from harness import PeakMemory, by_turns, publish, read_options
 from torch.utils.flop_counter import FlopCounterMode
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.devices import autocast
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
-from debias_diffusion.machine import PeakMemory, seconds
+from debias_diffusion.machine import seconds
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE

@@ -1,7 +1,7 @@
 """`showcase`: long prompts in four ways by an SDXL checkpoint, pages to look at and to mark, and what marks say."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import chain, zip_longest
@@ -90,7 +90,7 @@ def showcase(config: ShowcaseConfig) -> Path:
         tables = mark_tables(result["marks"])
         print(*tables, sep="\n\n")
     write_json(output / "showcase.json", result)
-    write_sheet(output, images, prompts, grid(prompts, marks))
+    write_sheet(config, prompts, images, grid(prompts, marks))
     write_marking(output, prompts, images)
     write_page(page, "index.html.j2", HERE, prompts=prompts, images=images, tables=tables, result=result)
     print(f"Wrote {page}. Mark facts on {output / 'mark.html'}, then give --marks marks.json.")
@@ -100,7 +100,7 @@ def showcase(config: ShowcaseConfig) -> Path:
 def draw_sheet(config: CheckConfig) -> dict[str, dict[str, str]]:
     """Draws prompts in four ways, all in one contact sheet. Returns `digests`."""
     prompts, images = draw_ways(config)
-    write_sheet(Path(config.output), images, prompts, range(len(prompts)))
+    write_sheet(config, prompts, images, range(len(prompts)))
     return digests(images)
 
 
@@ -132,10 +132,10 @@ def digests(images: Images) -> dict[str, dict[str, str]]:
     return {way: {file.name: digest for file, digest in pairs} for way, pairs in images.items()}
 
 
-def write_sheet(output: Path, images: Images, prompts: Sequence[ShowcasePrompt], numbers: Collection[int]) -> None:
+def write_sheet(config: CheckConfig, prompts: Sequence[ShowcasePrompt], images: Images, numbers: Sequence[int]) -> None:
     """`contact-sheet.png` of the prompts of these numbers, in all ways side by side."""
     cells = [(pairs[number][0], way, prompts[number].text) for number in numbers for way, pairs in images.items()]
-    write_contact_sheets(output, cells)
+    write_contact_sheets(Path(config.output), cells)
 
 
 def grid(prompts: Sequence[ShowcasePrompt], marks: Marks | None = None) -> list[int]:
