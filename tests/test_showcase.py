@@ -102,6 +102,8 @@ def test_the_page_of_marks_tells_no_way(drawn):
     assert [item["facts"] for item in items] == [
         [fact for _, fact in prompt.facts] for prompt in PROMPTS[:2] for _ in WAYS
     ]
+    names = [item["image"] for item in items]
+    assert names == sorted(names[:4]) + sorted(names[4:])  # of each prompt by checksum, not by way
     for name in images_of(drawn):
         assert name.split("/")[1] not in source
     shown = [drawn / "marking" / f"{item['image']}.jpg" for item in items]
