@@ -191,7 +191,8 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
     assert [way["all"]["value"] for way in ways.values()] == [0.0, 100.0, 100.0, 100.0]
     assert ["whole - cut", "+100.0 (+100.0 to +100.0)"] in Page(page.read_text()).rows
     pairs = {way: [(drawn, digest) for digest in files.values()] for way, files in result.items()}
-    for content in ({"marks": []}, {}, {"marks": {name: [None] for name in marks}}, {"marks": {"0" * 16: [True]}}):
+    some = {name: [None, *given[1:]] for name, given in marks.items()}
+    for content in ({"marks": []}, {}, {"marks": some}, {"marks": {"0" * 16: [True]}}):
         file.write_text(json.dumps(content))
         with pytest.raises(UserError, match="marks all facts of none of these images. Give what this mark.html has"):
             read_marks(str(file), PROMPTS[:2], pairs)
