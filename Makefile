@@ -3,10 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 
-.PHONY: quickstart test slow golden mutants lowest fuzz docs lint format clean
+.PHONY: quickstart real showcase test slow golden mutants lowest fuzz docs lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
+
+real: .venv/installed  ## an SDXL checkpoint, BASE, on this machine: what must hold, time and memory, eight prompts in four ways
+	$(BIN)/debias-diffusion check --base "$(BASE)"
+
+showcase: .venv/installed  ## 100 prompts in four ways by an SDXL checkpoint, BASE, and a page to mark facts on
+	$(BIN)/debias-diffusion showcase --base "$(BASE)"
 
 # Files of tests are handed out whole, in the order of tests/conftest.py, to a process for each core.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --no-loadscope-reorder --durations=10

@@ -21,7 +21,7 @@ from debias_diffusion.limits import (
     Tower,
     between,
 )
-from debias_diffusion.pipelines.rendering.options import ImageOptions
+from debias_diffusion.pipelines.rendering.options import ImageOptions, Sharpening
 from debias_diffusion.text.chunks import Breaks, Emphasis, Reading
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
@@ -347,6 +347,54 @@ def _parse_encoder(name: str | None, reading: Reading | None, default: Reading |
             f"encoder is {name!r} and reading {reading!r}, but both say how prompts are read. Leave out one of them."
         )
     return spec
+
+
+@dataclass
+class CheckConfig(ImageOptions):
+    """Try an SDXL checkpoint on this machine: what must hold, time and memory, and prompts drawn in four ways.
+
+    A failure does not stop the other checks. On a CPU, images have at most 256 pixels and 2 steps unless you say more.
+
+    Attributes:
+        base: SDXL checkpoint: a folder in diffusers' layout, a hub id, a single .safetensors file, or toy/sdxl.
+        output: Folder to write. What a stopped run has drawn is kept.
+        limit: How many of the project's 100 prompts are drawn.
+        seed: Prompt i, from 0, starts from noise of this seed + i, in all ways.
+        sharpen: The factor of the fourth way, whole and sharpened; above 0, at most 4.
+        batch: Images drawn at once, of prompts of equal length.
+        low_memory: Where images are drawn, encode all prompts before UNet and autoencoder are loaded.
+        device: cpu, cuda, cuda:1, mps; the fastest available by default.
+        precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
+    """
+
+    base: str
+    output: str = "runs/real"
+    limit: between(int, 1, 100) = 8
+    seed: Seed = 0
+    sharpen: Sharpening = field(default=1.5, kw_only=True)
+    batch: PositiveInt = 1
+    low_memory: bool = False
+    device: str | None = None
+    precision: Precision = "auto"
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_output(self.output)
+        shipped(self.base)  # raises UserError for a misspelt toy model
+
+
+@dataclass
+class ShowcaseConfig(CheckConfig):
+    """Draw 100 long prompts in four ways, on a page where a person marks what is right in them.
+
+    Attributes:
+        output: Folder to write: images, index.html, mark.html, contact-sheet.png, showcase.json.
+        marks: File that mark.html has saved: then showcase.json counts facts right by way and sentence.
+    """
+
+    output: str = "runs/showcase"
+    limit: between(int, 1, 100) = 100
+    marks: str | None = None
 
 
 @dataclass

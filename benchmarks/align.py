@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from generate import random_sdxl
 from harness import CPU, by_turns, publish, read_options
-from machine import seconds
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import CLIPTextModelWithProjection
@@ -30,6 +29,7 @@ from debias_diffusion.app.align.encoders import recompute_activations
 from debias_diffusion.app.align.objective import TERMS, Encoder, Objective, Slot
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.eval.report import Table
+from debias_diffusion.machine import seconds
 from debias_diffusion.text.chunks import Cut, Tokens
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.logs import make_accelerator

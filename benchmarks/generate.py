@@ -17,12 +17,12 @@ import torch
 from accelerate import Accelerator
 from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
 from harness import by_turns, publish, read_options
-from machine import seconds
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
 from debias_diffusion.eval.report import Table
+from debias_diffusion.machine import seconds
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
 from debias_diffusion.text.tokens import clip_tokenizer

@@ -1,17 +1,19 @@
 """What all benchmarks share: their options, rounds in turns, and where results are written."""
 
 import argparse
+import ctypes
+import gc
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import machine, seconds
 from tqdm import tqdm
 
 from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
+from debias_diffusion.machine import machine_name, seconds
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
@@ -75,5 +77,35 @@ def publish(
     text = "\n\n".join(part.markdown() if isinstance(part, Table) else part for part in parts) + "\n"
     print("\n" + text)
     folder.mkdir(exist_ok=True)
-    write_json(folder / f"{name}.json", {"machine": machine(device), "versions": versions()} | measured)
+    write_json(folder / f"{name}.json", {"machine": machine_name(device), "versions": versions()} | measured)
     write_text(folder / f"{name}.md", text)
+
+
+class PeakMemory:
+    """By how many bytes the memory in use grew at most since `start`: of the GPU's allocator, or of this process.
+
+    A process's peak can begin anew on Linux alone; elsewhere `read` gives None.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self._before = device, 0
+
+    def start(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif Path("/proc/self/clear_refs").exists():
+            ctypes.CDLL(None).malloc_trim(0)  # or what was freed and not given back would count as in use
+            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
+        self._before = self._peak() or 0
+
+    def read(self) -> int | None:
+        peak = self._peak()
+        return None if peak is None else peak - self._before
+
+    def _peak(self) -> int | None:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        status = Path("/proc/self/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)

@@ -10,12 +10,12 @@ device) grows during forward and backward: activations and whatever else depends
 import ctypes
 
 from accelerate import Accelerator
-from harness import publish, read_options
-from machine import PeakMemory, seconds
+from harness import PeakMemory, publish, read_options
 from train_step import make_batch
 
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
+from debias_diffusion.machine import seconds
 from debias_diffusion.methods import find_method
 from debias_diffusion.training.step import backward
 

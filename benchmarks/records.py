@@ -23,8 +23,7 @@ import time
 from pathlib import Path
 
 import psutil
-from harness import CPU, publish, read_options
-from machine import PeakMemory
+from harness import CPU, PeakMemory, publish, read_options
 from tqdm import tqdm
 
 from debias_diffusion.data.json_files import read_data_file

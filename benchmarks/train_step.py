@@ -32,14 +32,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from harness import by_turns, publish, read_options
-from machine import PeakMemory, peak_flops, seconds
+from harness import PeakMemory, by_turns, publish, read_options
 from torch.utils.flop_counter import FlopCounterMode
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.devices import autocast
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
+from debias_diffusion.machine import seconds
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE
@@ -50,6 +50,14 @@ from debias_diffusion.training.step import backward
 
 # ShareGPT4V's captions: 173 tokens and 9 sentences on average.
 SENTENCES, SENTENCE_TOKENS = (6, 12), (12, 26)
+# Dense FLOP/s in half precision, from the makers' data sheets.
+_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s that the device can do in half precision; None where that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
 def random_sentences(rng: random.Random, words: int) -> list[list[int]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import harness
 from harness import CPU, read_options
-from machine import machine
+
+from debias_diffusion.machine import machine_name
 
 RESULTS = Path(__file__).parents[1] / "results"
 publish = partial(harness.publish, folder=RESULTS)
-__all__ = ["CPU", "RESULTS", "machine", "publish", "read_options"]
+__all__ = ["CPU", "RESULTS", "machine_name", "publish", "read_options"]

@@ -45,7 +45,7 @@ from research.toymodels.clip import draw_indices, draw_text, new_clip, render_al
 from research.toymodels.scenes import base_scene
 from research.toymodels.stage import run_stage
 
-from .harness import CPU, machine, publish, read_options
+from .harness import CPU, machine_name, publish, read_options
 
 TEACHER = "toy/clip"
 SCENES, BATCH = 8000, 64
@@ -133,7 +133,7 @@ def run_seed(job: Job, seed: int, steps: int) -> dict[str, dict]:
 
         recall = read_json(job.ensure(f"seed-{seed}/{name}", write_scores))
         lost = {f"lost {edit}": 100 * (1 - recall[edit] / recall[base]) for edit, base in BASES.items()}
-        results[name] = {"steps": steps, "machine": machine(CPU)} | recall | lost
+        results[name] = {"steps": steps, "machine": machine_name(CPU)} | recall | lost
     return results
 
 

@@ -50,5 +50,10 @@ def test_all_cells_run_in_order(tmp_path, monkeypatch, capsys):
     assert all(len(set(images)) == 3 for images in zip(*rows.values(), strict=True))
     assert names["chunks"].unet is names["stock"].unet is names["long_clip"].unet
     assert capsys.readouterr().out.count("stock reads 75") == 5
+    results = [json.loads((tmp_path / "real" / f"{name}.json").read_text()) for name in ("check", "showcase")]
+    assert results[1]["images"] == results[0]["checks"]["prompts in four ways"]["result"]
+    assert {len(files) for files in results[1]["images"].values()} == {8} and (
+        tmp_path / "real" / "mark.html"
+    ).is_file()
     with Image.open("long_prompts_sdxl.png") as sheet:
         assert sheet.size == (5 * 384, 3 * 408)

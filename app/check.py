@@ -1,0 +1,120 @@
+"""`check`: does an SDXL checkpoint read long prompts on this machine as this package promises?"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate.utils.memory import clear_device_cache
+from diffusers import StableDiffusionXLPipeline
+
+from debias_diffusion.clip.model_files import quiet_logging
+from debias_diffusion.devices import DTYPES, pick_device
+from debias_diffusion.encoders.spec import READINGS
+from debias_diffusion.errors import FailedError, reason
+from debias_diffusion.files import write_json
+from debias_diffusion.machine import cost
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.rendering.renderer import EMBEDDINGS, explain_memory
+
+from .options import CheckConfig
+from .showcase.command import draw_sheet, provenance
+
+SHORT, OTHER = "a red bus in front of an old stone house", "two grey cats on a roof at night, ink drawing"
+LONG = 34 * "A red bus passes the old stone house, and a man waits there in the rain. "  # 612 tokens
+
+
+def check(config: CheckConfig) -> None:
+    """Compares with stock diffusers, encodes, times, draws prompts in four ways, and writes `check.json`.
+
+    Raises:
+        UserError: the checkpoint cannot be loaded.
+        FailedError: some checks have failed, which stops no other; the file says how.
+    """
+    device, checkpoint = pick_device(config.device), Checkpoint.parse(config.base)
+    checkpoint.check_kind()
+    if device.type == "cpu":
+        height, width = (min(256, side) for side in checkpoint.size)
+        config = replace(config, height=config.height or height, width=config.width or width, steps=config.steps or 2)
+        files = [checkpoint.file] if checkpoint.file else Path(checkpoint.configs).rglob("*.safetensors")
+        weights, free = sum(file.stat().st_size for file in files) / 1e9, psutil.virtual_memory().available / 1e9
+        print(f"On a CPU: images of {config.height} x {config.width} pixels in {config.steps} steps.")
+        print(f"The files of weights hold {weights:.2f} GB; {free:.1f} GB of memory are free.", flush=True)
+    results = _model_checks(config, device)
+    clear_device_cache(garbage_collection=True)  # or those models and the ones that draw would be in memory together
+    results["prompts in four ways"] = _result("prompts in four ways", lambda: draw_sheet(config))
+    write_json(Path(config.output) / "check.json", provenance(config) | {"checks": results})
+    print(f"Wrote {config.output}/check.json.")
+    if failed := [name for name, result in results.items() if "failed" in result]:
+        raise FailedError(f"{len(failed)} of {len(results)} checks failed: {'; '.join(failed)}.")
+
+
+def _result(name: str, work: Callable) -> dict:
+    """What a check gives, or how it fails; printed."""
+    try:
+        with torch.no_grad(), quiet_logging():
+            result = {"result": work()}
+    except Exception as error:  # whatever it is, the others are still worth knowing
+        result = {"failed": f"{type(error).__name__}: {reason(error)}"}
+    print(f"{'FAILED' if 'failed' in result else 'ok'}: {name}: {str(*result.values())[:500]}", flush=True)
+    return result
+
+
+def _model_checks(config: CheckConfig, device: torch.device) -> dict[str, dict]:
+    """All checks but the images. The checkpoint is loaded once, for stock diffusers and for this package."""
+    with explain_memory(device, "Try --precision bf16."):
+        ours = load_pipeline(config.base, None, device, DTYPES.get(config.precision))
+    zeros = ours.config.force_zeros_for_empty_prompt
+    stock = StableDiffusionXLPipeline(**ours.components, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
+    ours.set_progress_bar_config(disable=True)
+    stock.set_progress_bar_config(disable=True)
+
+    def embed(pipe, prompt: str | list[str], **options) -> dict[str, torch.Tensor | None]:
+        embeddings = dict(zip(EMBEDDINGS, pipe.encode_prompt(prompt, device=device, **options), strict=True))
+        if bad := [name for name, value in embeddings.items() if value is not None and not value.isfinite().all()]:
+            raise ValueError(f"{', '.join(bad)} are not finite")
+        return embeddings
+
+    def latents(pipe, steps: int = 2, **call) -> torch.Tensor:
+        size = {"height": config.height, "width": config.width, "generator": torch.Generator().manual_seed(0)}
+        return pipe(**call, **size, num_inference_steps=steps, output_type="latent").images
+
+    def short_prompts() -> str:
+        cases = list(product((1, 2), (None, OTHER), (True, False), (None, 1)))
+        for batch, second, guidance, skip in cases:
+            call = {"prompt_2": second and [second] * batch, "do_classifier_free_guidance": guidance, "clip_skip": skip}
+            theirs, mine = (embed(pipe, [SHORT, OTHER][:batch], **call) for pipe in (stock, ours))
+            for name, value in theirs.items():
+                if value is not None and not torch.equal(value, mine[name]):
+                    raise ValueError(f"{name} of {batch} with {call} differ by {(value - mine[name]).abs().max():.3g}")
+        if not torch.equal(latents(stock, prompt=SHORT), latents(ours, prompt=SHORT)):
+            raise ValueError("latents differ, and embeddings do not")
+        return f"{len(cases)} cases of embeddings, and latents"
+
+    def sharpening() -> str:
+        sharpened = copy.copy(ours).set_long_prompt(sharpen=config.sharpen)
+        before, changed, after = (latents(pipe, prompt=LONG) for pipe in (ours, sharpened, ours))
+        if torch.equal(before, changed) or not torch.equal(before, after):
+            raise ValueError("latents are equal with and without it, or differ after it")
+        return f"latents differ by {(before - changed).abs().mean():.3g} in the mean"
+
+    def costs(pipe, count: int) -> dict[str, dict]:
+        prompt = "red " * (count - 2)
+        step = partial(latents, pipe, steps=1, **embed(pipe, prompt))
+        return {"encoding": cost(partial(embed, pipe, prompt), device), "step": cost(step, device)}
+
+    readings = {name: copy.copy(ours).set_long_prompt(reading=name) for name in READINGS}
+    load = partial(load_pipeline, config.base, None, device, part="encoders")
+    lengths = {"stock, 77": (stock, 77)} | {f"ours, {count}": (ours, count) for count in (77, 227, 527)}
+    checks = {
+        "short prompts equal stock diffusers": short_prompts,
+        "600 tokens are finite": lambda: [name for name in ("fp16", "bf16") if embed(load(DTYPES[name]), LONG)],
+        "every reading encodes": lambda: [name for name in READINGS if embed(readings[name], LONG)],
+        "sharpening differs and leaves no trace": sharpening,
+        "time and memory, by positions": lambda: {name: costs(*pair) for name, pair in lengths.items()},
+    }
+    return {name: _result(name, work) for name, work in checks.items()}

@@ -1,0 +1,118 @@
+"""The page of `showcase` on which a person marks facts, in a real browser, by keyboard alone; and `check`, whole."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from debias_diffusion.app.check import check
+from debias_diffusion.app.options import CheckConfig, ShowcaseConfig
+from debias_diffusion.app.showcase.command import CUT, WHOLE, read_showcase_prompts, showcase
+from debias_diffusion.errors import FailedError
+from debias_diffusion.pipelines.long_prompt import SDXLLongPromptMixin
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PROMPTS = read_showcase_prompts()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    output = str(tmp_path_factory.mktemp("showcase"))
+    settings = ShowcaseConfig("toy/sdxl", output, limit=2, steps=1, device="cpu")
+    showcase(settings)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None and "CI" not in os.environ:
+        pytest.skip("there is no chromium here (apt-get install chromium)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_facts_are_marked_by_keyboard_alone_and_give_the_numbers(config, browser, width, tmp_path):
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"file://{config.output}/mark.html")
+    result = json.loads((Path(config.output) / "showcase.json").read_text())["images"]
+    cut = {digest[:16] for digest in result[CUT].values()}
+    ids = json.loads(page.locator("#items").text_content())
+    status = page.get_by_role("status")
+    for number, item in enumerate(ids):
+        expect(status).to_have_text(f"Image {number + 1} of 8; {number} complete.")
+        image = page.get_by_alt_text("the image to mark")
+        assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") == 48
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        for fact in item["facts"]:
+            focused = page.locator("fieldset:focus-within")
+            assert focused.inner_text().startswith(fact)
+            top, bottom = focused.evaluate("field => [field.getBoundingClientRect().top, innerHeight]")
+            box = image.bounding_box()
+            assert 0 <= top < bottom and (width > 720 or top >= box["y"] + box["height"]), fact  # not under the image
+            page.keyboard.press("w" if item["image"] in cut else "r")
+    expect(status).to_have_text("Image 8 of 8; 8 complete.")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowUp")  # at the first fact, which stays marked
+    assert page.locator("input:checked").count() == len(ids[6]["facts"])
+    page.reload()  # marks stay in the browser
+    expect(status).to_have_text("Image 1 of 8; 8 complete.")
+    with page.expect_download() as download:
+        page.keyboard.press("s")
+    download.value.save_as(tmp_path / "marks.json")
+    page.close()
+    assert errors == []
+    showcase(replace(config, marks=str(tmp_path / "marks.json")))
+    marks = json.loads((Path(config.output) / "showcase.json").read_text())["marks"]
+    facts = sum(len(prompt.facts) for prompt in PROMPTS[:2])
+    assert marks["facts"] == facts and marks["ways"][CUT]["all"]["value"] == 0
+    assert {way["all"]["right"] for name, way in marks["ways"].items() if name != CUT} == {facts}
+    assert marks["compared"][WHOLE]["difference"] == 100
+
+
+def test_the_page_of_images_fits_a_phone(config, browser):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(f"file://{config.output}/index.html")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.close()
+
+
+# ---- check
+
+
+def test_a_checkpoint_is_checked_and_the_record_is_whole(tmp_path, capsys):
+    check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu"))
+    result = json.loads((tmp_path / "check.json").read_text())
+    assert len(result["checks"]) == 6 and all("result" in value for value in result["checks"].values())
+    costs = result["checks"]["time and memory, by positions"]["result"]
+    assert list(costs) == ["stock, 77", "ours, 77", "ours, 227", "ours, 527"]
+    assert all(cost[part]["seconds"] > 0 for cost in costs.values() for part in ("encoding", "step"))
+    assert {len(files) for files in result["checks"]["prompts in four ways"]["result"].values()} == {1}
+    assert (tmp_path / "contact-sheet.png").is_file() and result["versions"] and result["machine"] and result["base"]
+    out = capsys.readouterr().out
+    assert out.index("On a CPU: images of 48 x 48 pixels in 1 steps.") < out.index("ok: short prompts")
+
+
+def test_a_failure_says_what_differs_and_the_other_checks_go_on(tmp_path, monkeypatch, capsys):
+    encode = SDXLLongPromptMixin.encode_prompt
+
+    def wrong(self, prompt, *args, **kwargs):
+        states, *others = encode(self, prompt, *args, **kwargs)
+        return (states + 0.5 if kwargs.get("clip_skip") else states, *others)
+
+    monkeypatch.setattr(SDXLLongPromptMixin, "encode_prompt", wrong)
+    with pytest.raises(FailedError, match="1 of 6 checks failed: short prompts equal stock diffusers."):
+        check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu"))
+    checks = json.loads((tmp_path / "check.json").read_text())["checks"]
+    failed = checks["short prompts equal stock diffusers"]["failed"]
+    assert "prompt_embeds of 1 with" in failed and "'clip_skip': 1} differ by 0.5" in failed
+    assert sum("result" in value for value in checks.values()) == 5
+    assert "FAILED: short prompts equal stock diffusers: ValueError: prompt_embeds" in capsys.readouterr().out
