@@ -13,13 +13,13 @@ from accelerate.utils.memory import clear_device_cache
 from diffusers import StableDiffusionXLPipeline
 
 from debias_diffusion.clip.model_files import quiet_logging
-from debias_diffusion.devices import DTYPES, pick_device
+from debias_diffusion.devices import DTYPES, explain_memory, pick_device
 from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import FailedError, reason
 from debias_diffusion.files import write_json
 from debias_diffusion.machine import cost
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import EMBEDDINGS, explain_memory
+from debias_diffusion.pipelines.rendering.renderer import EMBEDDINGS
 
 from .options import CheckConfig
 from .showcase.command import draw_sheet, provenance

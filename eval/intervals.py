@@ -157,7 +157,7 @@ def drawn_ratios(above: np.ndarray, below: np.ndarray, seed: int = 0) -> np.ndar
     if np.count_nonzero(below) < 2:
         return np.full(SAMPLES, np.nan)
     sums = np.stack([above, below], axis=1).astype(np.float64)
-    batches = _kept_draws(len(sums), seed) if len(sums) <= _FEW else _draws(len(sums), seed)
+    batches = _kept_draws(len(sums), seed, SAMPLES) if len(sums) <= _FEW else _draws(len(sums), seed)
     drawn_above, drawn_below = np.concatenate([counts @ sums for counts in batches]).T
     return drawn_above / np.where(drawn_below, drawn_below, np.nan)
 
@@ -176,7 +176,8 @@ def _draws(groups: int, seed: int) -> Iterator[np.ndarray]:
 
 
 @lru_cache(maxsize=2)
-def _kept_draws(groups: int, seed: int) -> list[np.ndarray]:
+def _kept_draws(groups: int, seed: int, samples: int) -> list[np.ndarray]:
+    """`_draws`, kept for this number of samples."""
     return list(_draws(groups, seed))
 
 

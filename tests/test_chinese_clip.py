@@ -86,7 +86,7 @@ def test_captions_are_cleaned_and_cut_and_images_squashed_as_the_authors_do(back
 
 
 def test_ablate_searches_and_its_result_is_loaded_and_evaluated(folder, backbone, tmp_path):
-    settings = {"data": "toy/validation", "limit": 24, "search": "naive", "device": "cpu"}
+    settings = {"data": "toy/validation", "limit": 24, "search": "naive", "recall": "both", "device": "cpu"}
     output = ablate(AblateConfig(folder, str(tmp_path / "aat"), **settings))
     saved = json.loads((output / "ablation.json").read_text())
     assert saved["tower"] == "image" and saved["heads"]

@@ -154,5 +154,7 @@ def test_a_table_is_measured_by_item_or_by_class(config, tmp_path, capsys):
         [encoder] = evaluate_cola(ColaConfig(data=data, **settings))["encoders"].values()
         expected = encoder["scores_percent"]
         printed = capsys.readouterr().out
-        assert cola_scores(settings | {"data": data}) == {"t2i": expected if name == "one" else [*expected.values()]}
+        scores = cola_scores(settings | {"data": data})["t2i"]
+        assert scores["above"] == (expected if name == "one" else [*expected.values()])
+        assert len({*scores["groups"]}) == sum(scores["below"]) == len(scores["above"])  # each item or class by itself
         assert name != "one" or "(no interval: too few)" in printed  # of one item none can be known
