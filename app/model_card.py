@@ -157,7 +157,7 @@ def _read_run(model: str) -> dict | None:
 
 def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
     """The results of `evaluate`, of the exported model alone, each with its command."""
-    from debias_diffusion.clip.model_files import explain_failure
+    from debias_diffusion.errors import explain_failure
     from debias_diffusion.eval.registry import EVALUATIONS
     from debias_diffusion.eval.report import escaped
 

@@ -8,9 +8,9 @@ from typing import get_args
 
 from transformers import CLIPTokenizer
 
-from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec, Kind
+from debias_diffusion.errors import explain_failure
 from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptLayout, PromptReader
 from debias_diffusion.pipelines.rendering.checkpoints import PIPELINES, SDXL, Checkpoint
 from debias_diffusion.pipelines.rendering.renderer import cleaned

@@ -1,7 +1,10 @@
 """Errors caused by user input, and how they are worded."""
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
 
 # Optional libraries, by the name of their import: the extra of this package that installs them.
 EXTRAS = {
@@ -50,7 +53,7 @@ def near_matches(name: str, allowed: Iterable[str], most: int = 3) -> str:
     return f" Did you mean {' or '.join(by_lower[match] for match in close)}?" if close else ""
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """An error of a library in a line; of an optional one that is missing, what to install."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRAS:
         return missing_library(error)
@@ -65,3 +68,50 @@ def missing_library(error: ModuleNotFoundError, extra: str = "") -> str:
     """
     library = (error.name or "").partition(".")[0]
     return f'{library} is not installed: run `pip install -e ".[{extra or EXTRAS[library]}]"` in the checkout'
+
+
+@contextmanager
+def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
+    """Turns every error that a wrong or hostile file causes into a UserError, and no bug of this package.
+
+    Args:
+        failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
+        advice: a sentence on what to do.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # Libraries in Rust panic on some files, and a PanicException is not an Exception.
+        if _is_bug(error) or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
+            raise
+        raise UserError(f"{failure}: {_loading_reason(error)}.{advice and f' {advice}'}") from error
+
+
+def _is_bug(error: BaseException) -> bool:
+    """Whether this package's code is wrong: a name, an attribute or an argument that is not there, or an assertion.
+
+    Values of files cause the same types of errors, but not of these kinds, and also missing keys.
+    """
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    if frame.f_globals["__name__"].partition(".")[0] != "debias_diffusion":
+        return False
+    if isinstance(error, AttributeError):
+        return not isinstance(error.obj, dict | list | str | float | int | None)
+    if isinstance(error, TypeError):
+        return re.search(r"\(\) (got|missing|takes) ", str(error)) is not None
+    return isinstance(error, NameError | AssertionError)
+
+
+def _loading_reason(error: BaseException) -> str:
+    """`reason`, but of a pickle that torch refuses: torch advises to load it anyway."""
+    message = str(error)
+    if "eights only load failed" not in message and "weights_only" not in message:
+        return reason(error)
+    match = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", message)
+    name = f" ({match[1]})" if match else ""
+    return (
+        f"it is damaged, not a file of weights, or a pickle with more in it than tensors{name}, which can be code. It "
+        "is refused. Get the weights as .safetensors"
+    )

@@ -15,13 +15,12 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.ablation.heads import fold_text_heads
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.encoders.attention import check_reads_eot, eot_attention
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.encoders.text_encoders import TextEncoder
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import json_digest
 from debias_diffusion.text.tokens import CaptionTokenizer
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_out
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import read_file, read_json, write_text
 
 from .options import AllConfig, ReportConfig, check_output

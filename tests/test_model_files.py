@@ -16,13 +16,13 @@ from helpers.tiny_sdxl import build_tiny_sdxl
 from safetensors.torch import load_file, save
 from transformers import ViTConfig, ViTModel
 
-from debias_diffusion.clip.model_files import check_sizes, explain_failure
+from debias_diffusion.clip.model_files import check_sizes
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.single_file import write_file
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.encoders.transformers_folder import export_text_encoder
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.eval.images.dpg_bench import VqaModel
 from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline

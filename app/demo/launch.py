@@ -4,9 +4,8 @@ import os
 import sys
 from urllib.parse import urlsplit
 
-from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.devices import DTYPES, pick_device
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import read_file
 
 from ..options import AppConfig

@@ -4,10 +4,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
 from debias_diffusion.pipelines.rendering.options import ImageOptions

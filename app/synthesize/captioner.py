@@ -10,10 +10,11 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from debias_diffusion.clip.model_files import explain_failure, load_pretrained
+from debias_diffusion.clip.model_files import load_pretrained
 from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.encoders.spec import check_model
+from debias_diffusion.errors import explain_failure
 
 _SIZES = 4096  # of images, whose shapes are remembered
 

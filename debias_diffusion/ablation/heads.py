@@ -21,9 +21,8 @@ from torch import Tensor
 from ..clip.backbone import Backbone
 from ..clip.blocks import after_attention, before_attention, block_forward, causal_attention
 from ..clip.image_tower import ImageTower
-from ..clip.model_files import explain_failure
 from ..clip.text_tower import TextTower
-from ..errors import UserError
+from ..errors import UserError, explain_failure
 from ..limits import Tower
 from ..text.tokens import TokenBatch
 from .suppression import Suppressed

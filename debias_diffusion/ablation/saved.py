@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
-from ..clip.model_files import explain_failure
 from ..clip.weight_files import save_tensors
+from ..errors import explain_failure
 from ..files import atomic_file, read_json_object, sha256, write_json
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from pathlib import Path
 from open_clip.tokenizer import get_clean_fn
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerBase
 
-from ..errors import UserError
+from ..errors import UserError, explain_failure
 from ..text.tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, save_tokenizer
-from .model_files import explain_failure
 
 TOKENIZER_FOLDER = "tokenizer"
 CHINESE_CLIP = "Chinese-CLIP"

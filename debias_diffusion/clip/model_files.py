@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, TypeVar
 
 import psutil
@@ -31,53 +30,6 @@ _WIDTHS = ("width", "hidden_size", "d_model", "block_out_channels")
 _BLOCKS = ("layers", "num_hidden_layers", "num_layers", "layers_per_block", "transformer_layers_per_block")
 _INNER = ("intermediate_size", "d_ff")
 _ROWS = ("vocab_size", "context_length", "max_position_embeddings", "embed_dim", "projection_dim", "count")
-
-
-@contextmanager
-def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
-    """Turns every error that a wrong or hostile file causes into a UserError, and no bug of this package.
-
-    Args:
-        failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
-        advice: a sentence on what to do.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except BaseException as error:
-        # Libraries in Rust panic on some files, and a PanicException is not an Exception.
-        if _is_bug(error) or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
-            raise
-        raise UserError(f"{failure}: {loading_reason(error)}.{advice and f' {advice}'}") from error
-
-
-def _is_bug(error: BaseException) -> bool:
-    """Whether this package's code is wrong: a name, an attribute or an argument that is not there, or an assertion.
-
-    Values of files cause the same types of errors, but not of these kinds, and also missing keys.
-    """
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    if frame.f_globals["__name__"].partition(".")[0] != "debias_diffusion":
-        return False
-    if isinstance(error, AttributeError):
-        return not isinstance(error.obj, dict | list | str | float | int | None)
-    if isinstance(error, TypeError):
-        return re.search(r"\(\) (got|missing|takes) ", str(error)) is not None
-    return isinstance(error, NameError | AssertionError)
-
-
-def loading_reason(error: Exception) -> str:
-    """`reason`, but of a pickle that torch refuses: torch advises to load it anyway."""
-    message = str(error)
-    if "eights only load failed" not in message and "weights_only" not in message:
-        return reason(error)
-    match = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", message)
-    name = f" ({match[1]})" if match else ""
-    return (
-        f"it is damaged, not a file of weights, or a pickle with more in it than tensors{name}, which can be code. It "
-        "is refused. Get the weights as .safetensors"
-    )
 
 
 def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None:

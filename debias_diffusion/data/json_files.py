@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from ..clip.model_files import explain_failure
+from ..errors import explain_failure
 from ..files import open_regular, read_file
 from .bad_records import BadRecord, leave_out
 from .captions import Captions, caption_of, check_object, fold, is_text, parse_object, short_of, usable_captions

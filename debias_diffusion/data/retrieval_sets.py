@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from ..clip.model_files import explain_failure
-from ..errors import UserError, near_matches
+from ..errors import UserError, explain_failure, near_matches
 from ..files import bytes_digest, open_regular, read_file, read_json
 from ..limits import SHAREGPT4V_HELD_OUT
 from .bad_records import BadRecord, leave_out

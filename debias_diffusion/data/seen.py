@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..clip.model_files import explain_failure
 from ..encoders.single_file import written_metadata
 from ..encoders.spec import EncoderSpec
+from ..errors import explain_failure
 from ..files import read_json, write_json
 
 SEEN = "seen.json"  # the record's file; in a single file of weights the key of its metadata

@@ -5,8 +5,8 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download
 
-from ..clip.model_files import CONFIG_FILE, HUB_SECONDS, WEIGHT_SUFFIXES, explain_failure, find_cached
-from ..errors import UserError
+from ..clip.model_files import CONFIG_FILE, HUB_SECONDS, WEIGHT_SUFFIXES, find_cached
+from ..errors import UserError, explain_failure
 from ..files import path_digest
 
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.

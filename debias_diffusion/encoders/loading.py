@@ -15,12 +15,12 @@ from ..ablation.heads import TOWERS, suppressed_heads
 from ..clip.backbone import SHORT_POSITIONS_FILE, Backbone
 from ..clip.families import Family, find_family
 from ..clip.image_tower import add_prompts
-from ..clip.model_files import CONFIG_FILE, WEIGHTS_FILE, check_finite, check_sizes, explain_failure, find_file
+from ..clip.model_files import CONFIG_FILE, WEIGHTS_FILE, check_finite, check_sizes, find_file
 from ..clip.positions import FACTOR, KEEP, stretched_length
 from ..clip.regional_prompts import PromptSettings
 from ..clip.text_tower import set_positions, set_short_positions
 from ..clip.weight_files import POSITIONS, TEXT, fold_long_clip, is_long_clip, read_state, without_text_prefix
-from ..errors import UserError, near_matches
+from ..errors import UserError, explain_failure, near_matches
 from ..files import read_json
 from ..text.tokens import CaptionTokenizer
 from ..toyworld.shipped import shipped

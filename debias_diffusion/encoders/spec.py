@@ -159,7 +159,8 @@ class EncoderSpec:
 
             known = {"context_length": TRAINED_POSITIONS} | open_clip.get_model_config(self.place)["text_cfg"]
             return {} if os.path.exists(self.weights or "") else known
-        from ..clip.model_files import explain_failure, find_file
+        from ..clip.model_files import find_file
+        from ..errors import explain_failure
 
         source = Path(self.place) if os.path.exists(self.place) else self.place.removeprefix("hf-hub:")
         with explain_failure(f"The configuration of {self.name!r} cannot be read"):
@@ -176,7 +177,7 @@ class EncoderSpec:
 
     def load_text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
         """See the function of this name."""
-        from ..clip.model_files import explain_failure
+        from ..errors import explain_failure
         from .single_file import read_file
         from .transformers_folder import read_text_encoder
 
@@ -199,7 +200,8 @@ class EncoderSpec:
         Args:
             random_weights: load MODEL:none, too, with weights from torch's current seed.
         """
-        from ..clip.model_files import explain_failure, quiet_logging
+        from ..clip.model_files import quiet_logging
+        from ..errors import explain_failure
 
         advice = f"If it is in open_clip's layout, give hf-hub:{self.name}." if self.kind is Kind.HUB else ""
         with explain_failure(f"The model {self.name!r} could not be loaded", advice), quiet_logging():

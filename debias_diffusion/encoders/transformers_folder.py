@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import transformers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
-from ..clip.model_files import CONFIG_FILE, explain_failure, find_file, load_pretrained
-from ..errors import UserError
+from ..clip.model_files import CONFIG_FILE, find_file, load_pretrained
+from ..errors import UserError, explain_failure
 from ..files import read_json
 from ..text.tokens import count_ids, save_tokenizer
 from .modeling_ablated_clip import AblatedCLIPConfig

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from ..clip.backbone import Backbone
-from ..clip.model_files import explain_failure
 from ..data.seen import Seen, write_seen
+from ..errors import explain_failure
 from ..files import write_json
 from ..jobs import Job
 from .optimizer import AdamW

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from ..clip.model_files import explain_failure
 from ..devices import end_group_at_exit
-from ..errors import UserError
+from ..errors import UserError, explain_failure
 from ..files import append, atomic_file, read_file
 from .config import RunConfig
 

@@ -16,12 +16,12 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForVisualQuestionAnswering, AutoProcessor
 
-from debias_diffusion.clip.model_files import explain_failure, load_pretrained
+from debias_diffusion.clip.model_files import load_pretrained
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.images import OPENED_AS
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.encoders.spec import check_model
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.renderer import ImageTask
 from debias_diffusion.processes import Processes

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.data.bad_records import BadRecord, leave_out
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import bytes_digest, open_regular, read_file, sha256
 from debias_diffusion.text.tokens import clean, clip_tokenizer
 

@@ -14,12 +14,12 @@ from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, Featu
 from tqdm import tqdm
 from transformers import AutoModel
 
-from debias_diffusion.clip.model_files import check_finite, explain_failure, load_pretrained
+from debias_diffusion.clip.model_files import check_finite, load_pretrained
 from debias_diffusion.clip.weight_files import model_digest, read_state
 from debias_diffusion.data.images import open_image
 from debias_diffusion.data.retrieval import encode_texts
 from debias_diffusion.encoders.spec import check_model, load_two_tower
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import path_digest
 from debias_diffusion.toyworld.shipped import shipped
 

@@ -23,14 +23,13 @@ from debias_diffusion.clip.model_files import (
     check_fit,
     check_folder,
     check_hub,
-    explain_failure,
     quiet_logging,
 )
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.encoders.spec import load_text_encoder, may_be_hub_id
 from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.encoders.transformers_folder import find_tokenizer, read_encoder
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps
 from debias_diffusion.toyworld.shipped import shipped
 

@@ -24,9 +24,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
-from debias_diffusion.clip.model_files import explain_failure
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
-from debias_diffusion.errors import FailedError, UserError
+from debias_diffusion.errors import FailedError, UserError, explain_failure
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
 from debias_diffusion.processes import Processes
