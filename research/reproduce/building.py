@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AblateConfig, AlignConfig
@@ -61,7 +62,7 @@ class Work:
         key = str([seed, *(getattr(model, part.name) for part in fields(Model))])  # rows have more
         if key not in self._models:
             self._models[key] = self._model(model, seed)
-        encoder, label, needs = self._models[key]
+        encoder, unablated, label, needs = self._models[key]
         given = dict(_named(evaluation, self.world.evaluations, "evaluation"))
         if (kind := given.pop("kind", None)) not in KINDS:
             raise UserError(
@@ -70,7 +71,9 @@ class Work:
         settings = self._filled(given | (model.evaluation or {}), seed)
 
         def work(folder: Path) -> dict:
-            where = {"encoders": [encoder], "output": str(folder)} | ({"device": self.device} if self.device else {})
+            nothing_helps = model.ablation is not None and not Path(encoder, ABLATION_FILE).is_file()
+            where = {"encoders": [unablated if nothing_helps else encoder], "output": str(folder)}
+            where |= {"device": self.device} if self.device else {}
             return KINDS[kind](settings | where)
 
         # Benchmarks that are the same data in a small world are evaluated once.
@@ -81,13 +84,14 @@ class Work:
         self.units.setdefault(name, Unit(name, title, lambda folder: work(folder) or {}, needs, cost))
         return name
 
-    def _model(self, model: Model, seed: int) -> tuple[str, str, tuple[str, ...]]:
-        """(the name of its encoder, its label in folder names, the unit that makes it, if any)"""
+    def _model(self, model: Model, seed: int) -> tuple[str, str, str, tuple[str, ...]]:
+        """(the name of its encoder, that of the base model, which stands for it where a search finds no head to ablate,
+        its label in folder names, the unit that makes it, if any)"""
         base = _named(model.base, self.world.bases, "base model")
         if model.training is not None and model.ablation is not None:
             raise UserError(f"A row has both a training {model.training} and an ablation {model.ablation}. Give one.")
         encoder = fill(f"{base.model}:{base.pretrained}" if base.pretrained else base.model, self.root, seed)
-        identity, needs = self._digest({"model": encoder}), ()
+        unablated, identity, needs = encoder, self._digest({"model": encoder}), ()
         label = f"{model.base}-{identity}"
         makers = {"training": self._training, "ablation": self._ablation, "alignment": self._alignment}
         for command, make in makers.items():
@@ -97,7 +101,7 @@ class Work:
                 encoder = str(self.output / needs[0])
         if model.reading:
             label, encoder = f"{label}-{model.reading}", f"{model.reading}:{encoder}"
-        return encoder, label, needs
+        return encoder, unablated, label, needs
 
     # ---- trainings
 
