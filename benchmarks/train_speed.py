@@ -130,6 +130,7 @@ def summed(steps: Sequence[tuple[float, float]]) -> tuple[int, float, float]:
 def run_train(results, words: list[str]) -> None:
     """`train` with these options; puts whether anything was compiled."""
     command = COMMANDS["train"]
+    counters.clear()  # of what compiled before the fork
     train(parse("debias-diffusion train", command.options, command.example, words))
     results.put(counters["stats"]["unique_graphs"] > 0)
 
