@@ -328,6 +328,8 @@ def test_queries_are_pooled_where_nothing_is_trained():
         assert found == pytest.approx([expected[name] for name in ("difference", "low", "high", "p")], abs=1e-9)
     with pytest.raises(ValueError, match="same queries"):
         compare({0: queries(1.0, groups="a")}, {0: queries(1.0, 2.0, groups="ab")})
+    assert not Row("r").is_trained
+    assert all(Row("r", **{part: {}}).is_trained for part in ("training", "ablation", "alignment"))
 
 
 def test_a_verdict_is_the_intervals():
