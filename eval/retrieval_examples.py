@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import encode_texts
+from debias_diffusion.data.retrieval import cosines
 
 from .image_features import PairSession
 from .report import image_url, write_page
@@ -43,8 +42,7 @@ def write_examples(session: PairSession, ranks: Mapping[str, Sequence[int]]) -> 
         if not queries:
             return {}
         captions, owners = ([part[query] for query in queries] for part in (readable.captions, readable.image_of))
-        texts = encode_texts(backbone, captions, session.config.batch_size, session.device, progress=False)
-        similarity = F.normalize(texts.double(), dim=1) @ F.normalize(readable.features.double(), dim=1).T  # [Q, N]
+        similarity = cosines(readable.features, session.encode_texts(readable, captions)).T  # [Q, N]
         similarity[range(len(queries)), owners] = -torch.inf  # a wrong encoder has another image first
         own, other = (
             [_thumbnail(session.records[readable.good[row]], session.images) for row in rows]

@@ -141,6 +141,11 @@ class TextTower:
             hidden_states = self._run(block, hidden_states, causal_attention)
         return hidden_states
 
+    def final_states(self, tokens: TokenBatch) -> torch.Tensor:
+        """[batch, context_length, width] of every position, pads too, after the last block and the final norm."""
+        states = self.penultimate_states(tokens, tokens.pad)
+        return self.tower.ln_final(self._run(len(self.transformer.resblocks) - 1, states, causal_attention))
+
     def token_states(self, tokens: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """`penultimate_states` of the batch's own tokens alone.
 

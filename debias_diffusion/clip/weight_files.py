@@ -17,6 +17,7 @@ POSITIONS = "positional_embedding"
 _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
 # In OpenAI's files and in modules with saved masks, beside the weights.
 _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask", "mask1", "mask2")
+_SMART_CLIPS = "mask_net."  # SmartCLIP's mask network, beside Long-CLIP's weights in its authors' checkpoints
 TEXT = "text."  # the text tower's prefix in open_clip's CustomTextCLIP; OpenAI's and Long-CLIP's names have none
 
 
@@ -111,4 +112,5 @@ def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     first, second = prefix + POSITIONS, prefix + _LONG_CLIPS
     table = torch.cat([state[first][:KEEP], state[second][KEEP:]])
     left_out = {second, *_NO_WEIGHTS, *(TEXT + name for name in _NO_WEIGHTS)}
-    return {name: tensor for name, tensor in state.items() if name not in left_out} | {first: table}
+    weights = {name: part for name, part in state.items() if not name.startswith(_SMART_CLIPS)}
+    return {name: part for name, part in weights.items() if name not in left_out} | {first: table}

@@ -15,11 +15,12 @@ from .base import Batch, Caption, Method, image_features
 from .dual_caption import RECIPES as DUAL_CAPTION_RECIPES
 from .fix_clip import RECIPES as FIX_CLIP_RECIPES
 from .keep_states import KeepStates
+from .smart_clip import RECIPES as SMART_CLIP_RECIPES
 
 __all__ = ["METHODS", "Batch", "Caption", "KeepStates", "Method", "find_method", "image_features", "import_methods"]
 
 # What `--recipe` may name.
-METHODS: dict[str, Method] = {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES}
+METHODS: dict[str, Method] = {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES, **SMART_CLIP_RECIPES}
 
 
 @cache

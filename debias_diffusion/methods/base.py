@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,9 +116,12 @@ class Method(Checked, ABC):
 
         Parameters with `requires_grad` are trained and, like buffers, restored when a run resumes. Frozen ones, such as
         those of a reference model, are made anew by this function and take no room in a checkpoint. Nothing of them is
-        in the saved model or exported: what belongs there, `prepare` adds to the towers.
+        in the saved model or exported: what belongs there, `prepare` adds to the towers, or `save` writes beside it.
         """
         return {}
+
+    def save(self, folder: Path, modules: Any = None) -> None:
+        """Writes what an evaluation needs of `modules` into the folder of a saved model, beside its weights."""
 
     def views(
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str

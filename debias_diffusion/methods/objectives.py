@@ -15,6 +15,17 @@ from ..errors import UserError
 
 # Rows of similarities held at once; in larger batches they are recomputed in the backward pass.
 _BLOCK = 1024
+_LEAST_SQUARE = 1e-12  # of the length under a mask, of an image feature of length 1
+
+
+def masked_cosines(images: Tensor, texts: Tensor, masks: Tensor) -> Tensor:
+    """cos(masks_j * images_i, texts_j), [N, M]: images [N, dim], each under the mask of each text, both [M, dim].
+
+    As <image, mask * text> / sqrt(<image^2, mask^2>), two products, with no tensor [N, M, dim]; 0 under an empty mask.
+    """
+    images, texts = F.normalize(images, dim=-1), F.normalize(texts, dim=-1)
+    squares = images.square() @ masks.square().T
+    return images @ (masks * texts).T * squares.clamp(min=_LEAST_SQUARE).rsqrt()
 
 
 def contrastive_loss(

@@ -1,5 +1,6 @@
 """Checkpoints, each one item of the run's job, with everything a run resumes from; and the models it leaves."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -88,9 +89,11 @@ def load_checkpoint(job: Job, model: nn.Module, optimizer: AdamW, modules: nn.Mo
     return state
 
 
-def save_model(job: Job, name: str, backbone: Backbone, scores: dict, seen: Seen) -> None:
-    """Writes an open_clip folder with its scores and the record of what it has seen, complete or not at all."""
+def save_model(job: Job, name: str, backbone: Backbone, scores: dict, seen: Seen, *more: Callable) -> None:
+    """Writes an open_clip folder, with scores, the record of what it has seen, and what `more` write, or nothing."""
     with job.write(name) as temporary:
         backbone.save(temporary)
         write_seen(temporary, seen)
         write_json(temporary / "scores.json", scores)
+        for write in more:
+            write(temporary)

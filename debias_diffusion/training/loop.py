@@ -85,6 +85,7 @@ class _Training(Run):
         torch.manual_seed(config.seed)  # the method's modules are the same on every process and in every run
         self.model, modules = self.backbone.model, self.method.modules(self.backbone)
         self.modules = nn.ModuleDict(modules).to(accelerator.device) if modules else None
+        self.write_modules = partial(self.method.save, modules=self.modules)
         self.backbone.to(accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
@@ -190,7 +191,7 @@ class _Training(Run):
                 mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
                 if state.step > 0 and mean > state.best_r1:
                     state.best_r1, state.best_step = mean, state.step
-                    save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)))
+                    save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)), self.write_modules)
             self.backbone.train()
 
     def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
@@ -218,7 +219,7 @@ class _Training(Run):
     def finish(self, state: TrainState) -> Path:
         folder = self.folder
         if self.main:
-            save_model(self.job, LAST, self.backbone, {"step": state.step}, self.seen())
+            save_model(self.job, LAST, self.backbone, {"step": state.step}, self.seen(), self.write_modules)
         rest = f", and the last {self.batches.remainder} pairs filled no step" if self.batches.remainder else ""
         self.say_done(state, rest)
         if self.choosing:
