@@ -70,13 +70,14 @@ several = st.lists(st.integers(1, 3), min_size=1, max_size=6).flatmap(
 
 
 @settings(max_examples=100)
-@given(one_each | several, st.integers(1, 14))
-def test_ranks_equal_brute_force_with_ties_for_any_block(drawn, block):
+@given(one_each | several, st.integers(1, 14), st.none() | st.randoms())
+def test_ranks_equal_brute_force_with_ties_for_any_block(drawn, block, random):
     images, image_of, texts = drawn
     images, texts = torch.tensor(images).float(), torch.tensor(texts).float()
     owners = range(len(texts)) if image_of is None else image_of
-    got = recall_ranks(images, texts, block, image_of)
-    assert tuple(ranks.tolist() for ranks in got.values()) == literal_ranks(images, texts, owners)
+    masks = random and torch.tensor([[random.randint(0, 1) for _ in row] for row in texts]).float()
+    got = recall_ranks(images, texts if masks is None else torch.stack([texts, masks], 1), block, image_of)
+    assert tuple(ranks.tolist() for ranks in got.values()) == literal_ranks(images, texts, owners, masks)
 
 
 def test_duplicates_count_as_ties():
@@ -88,13 +89,15 @@ def test_duplicates_count_as_ties():
     assert all((ranks == 1).all() for ranks in recall_ranks(eye, eye[[0, 0, 1]], image_of=[0, 0, 1]).values())
 
 
-def test_memory_is_of_a_block_and_not_of_the_whole_matrix(monkeypatch):
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_is_of_a_block_and_not_of_the_whole_matrix(monkeypatch, masked):
     sizes, multiply = [], torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: sizes.append((len(a), b.shape[1])) or multiply(a, b))
     rows = torch.randn(100, 4)
-    recall_ranks(rows, rows[:30].repeat(4, 1)[:101], block=16, image_of=[*range(100), 7])
+    texts = rows[:30].repeat(4, 1)[:101]
+    recall_ranks(rows, torch.stack([texts] * 2, 1) if masked else texts, block=16, image_of=[*range(100), 7])
     assert {size for size, _ in sizes} == {16, 100 % 16} and {size for _, size in sizes} == {16, 101 % 16}
-    assert len(sizes) == 7 * 7  # once for both directions
+    assert len(sizes) == 7 * 7 * (1 + masked)  # once for both directions; with masks two products
 
 
 @pytest.mark.parametrize(

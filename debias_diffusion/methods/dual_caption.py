@@ -3,7 +3,7 @@
 debias-clip           drop the summary, draw a random subset of the rest, pad in front (Algorithm 1); w = 0.1
 debias-clip-sdxl      the same, and words keep the hidden states that SDXL's UNet reads (see `keep_states`)
 smart-clip-sampling   one caption, cut after a random number of sentences, and one loss: SmartCLIP's sampling (section
-                      C.5), not its mask network. Table S6: sampling `ordered` is "Start at 2", `details` "Only drop 1"
+                      C.5) without its mask network (`smart_clip`)
 """
 
 import random

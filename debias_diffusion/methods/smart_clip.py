@@ -2,8 +2,7 @@
 
 smart-clip   one caption, cut after a random number of sentences, against the image under the caption's binary mask
 
-The towers are ordinary. The mask network is saved beside them, for evaluations with masks; published scores are without
-them. `docs/training.md` says what was read.
+The mask network is saved beside the towers, for `--masks`; published scores are without. `docs/training.md` says more.
 """
 
 from dataclasses import dataclass
@@ -61,11 +60,7 @@ class MaskNetwork(nn.Module):
 
 
 def read_mask_network(folder: str, backbone: Backbone) -> MaskNetwork | None:
-    """The mask network that a run has saved beside its model; None where there is none.
-
-    Raises:
-        UserError: the file is damaged, or of another model.
-    """
+    """What a run has saved beside its model, or None. Raises UserError if it is damaged, or of another model."""
     file = Path(folder, MASK_FILE)
     if not file.is_file():
         return None
@@ -92,11 +87,9 @@ class SmartClip(DualCaption):
 
     def __post_init__(self):
         super().__post_init__()
+        given = f"short_weight is {self.short_weight:g} and components {self.components}"
         if self.has_long or self.components:
-            raise UserError(
-                f"short_weight is {self.short_weight:g} and components {self.components}, but smart-clip compares one "
-                "caption with the image under its mask. Leave both out."
-            )
+            raise UserError(f"{given}, but smart-clip compares one caption with masked images. Leave both out.")
 
     def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
         super().check_base(base_model, keep_positions, freeze_image_tower)
@@ -122,7 +115,6 @@ class SmartClip(DualCaption):
         return self.new_rate if name.startswith("method/") else 1.0
 
     def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        """{"image", "short_text", "mask"}, each [batch, embed_dim]; and kept states."""
         with torch.no_grad():  # masks teach the text tower nothing
             states = backbone.text.final_states(batch.tokens)
         return super().encode(backbone, batch, modules) | {"mask": modules["mask"](states)}

@@ -146,7 +146,8 @@ class TrainConfig(RunConfig):
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
         recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip,
-            smart-clip-sampling or fix-clip. The options that follow, and those of Fix-CLIP, override a part of it.
+            smart-clip, smart-clip-sampling or fix-clip. The options that follow, and those of Fix-CLIP, override a
+            part of it.
         import_file: Python file that adds your method to the recipes (docs/extending.md). Its contents are a setting of
             the run.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
@@ -177,7 +178,8 @@ class TrainConfig(RunConfig):
         prompt_layers: own prompts for each block, or the same shared by all.
         groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
         first_group: The first group that is compared, from 1; null compares the last three.
-        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained.
+        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained, and
+            of smart-clip's mask network.
         keep_positions: First positions that are kept when the context length is stretched, and not trained. 0 stretches
             all.
         stretch: How many positions each of the others becomes; 77 positions become 248 with the defaults. A model that

@@ -52,18 +52,27 @@ def literal_text(backbone, tokens):
     return projection(pooled) if callable(projection) else pooled @ projection
 
 
-def literal_ranks(images, texts, image_of):
-    """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals."""
-    images, texts = ([row / row.norm() if row.norm() > 0 else row for row in rows.double()] for rows in (images, texts))
-    cosine = [[float(image @ text) for text in texts] for image in images]
+def cosine(image, text):
+    """0 where one of them is zero."""
+    return image @ text / (image.norm() * text.norm()) if image.any() and text.any() else (image * text).sum()
+
+
+def literal_ranks(images, texts, image_of, masks=None):
+    """(each text's rank of its image, each image's best rank of a caption), compared one by one, last among equals.
+
+    `masks`: each image is compared with a text under the text's.
+    """
+    images, texts = images.double(), texts.double()
+    masks = torch.ones_like(texts) if masks is None else masks
+    cosines = [[float(cosine(image * mask, text)) for text, mask in zip(texts, masks, strict=True)] for image in images]
     rows = range(len(texts))
     text_ranks = [
-        1 + sum(cosine[i][t] >= cosine[owner][t] - 1e-6 for i in range(len(images)) if i != owner)
+        1 + sum(cosines[i][t] >= cosines[owner][t] - 1e-6 for i in range(len(images)) if i != owner)
         for t, owner in enumerate(image_of)
     ]
     image_ranks = [
         min(
-            1 + sum(cosine[i][t] >= cosine[i][own] - 1e-6 for t in rows if image_of[t] != i)
+            1 + sum(cosines[i][t] >= cosines[i][own] - 1e-6 for t in rows if image_of[t] != i)
             for own in rows
             if image_of[own] == i
         )

@@ -33,6 +33,8 @@ def released(folder, prefix):
     state = dict(clip.state_dict())
     state |= two_tables(state["positional_embedding"])
     state = {(prefix if name.startswith(TEXT) else "") + name: tensor for name, tensor in state.items()}
+    if not prefix:  # as SmartCLIP's checkpoints
+        state["mask_net.attn_pool.attention.weight"] = torch.ones(1, 64)
     state[f"{prefix}attn_mask"] = torch.full((248, 248), -torch.inf).triu_(1)
     assert {"visual.conv1.weight", f"{prefix}positional_embedding_res"} <= state.keys()
     torch.save({f"module.{name}": tensor for name, tensor in state.items()}, folder / "debias_vitb_3e.pt")

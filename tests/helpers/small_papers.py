@@ -18,7 +18,7 @@ def write_small_papers(folder: Path) -> Path:
     world |= {"steps_per_epoch": 1, "pairs": 16, "held_out": 2}
     world["training"]["batch"] = 8
     world["ablation"] |= {"limit": 22, "generations": 1, "bp_batch": 8}
-    few = {"components": {32: 2, 4: 0}, "batch": {2048: 8}, "limit": dict.fromkeys((100, 200, 500, 1000), 22)}
+    few = {"components": {32: 2, 4: 0}, "batch": {1024: 8, 2048: 8}, "limit": dict.fromkeys((100, 200, 500, 1000), 22)}
     few["epochs"] = dict.fromkeys((3, 5, 6, 7, 9, 10, 32, 64), 1)
     world["substitute"] |= few
     for evaluation in world["evaluations"].values():

@@ -51,12 +51,13 @@ def tiny_clip(
     context_length: int = 77,
     tokenizer: CLIPTokenizer | None = None,
     layers: int | None = None,
+    embed_dim: int = CONFIG["embed_dim"],
 ) -> Backbone:
     """A backbone with random weights, of everyday size: open_clip's own initialisation is too small to tell errors.
 
     `layers`: of both towers, instead of two and three.
     """
-    config = deepcopy(CONFIG) | ({"quick_gelu": True} if quick_gelu else {})
+    config = deepcopy(CONFIG) | {"embed_dim": embed_dim} | ({"quick_gelu": True} if quick_gelu else {})
     for tower in ("vision_cfg", "text_cfg"):
         config[tower] |= {"layers": layers} if layers else {}
     tokenizer = tokenizer or tiny_tokenizer(context_length)

@@ -1,0 +1,172 @@
+"""SmartCLIP's loss and gradients against its formulas, its runs, and evaluations with masks."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.literal import cosine, literal_ranks, literal_text
+from helpers.steps import assert_split_exactly, in_two_processes, prepared
+from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
+from helpers.tiny_data import make_tiny_data
+from helpers.training_runs import checkpoint, config, is_the_same_run, killed_copy, log
+from safetensors.torch import load_file
+
+from debias_diffusion.app.cli import main
+from debias_diffusion.data.sources import open_data
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval.image_features import PairSession
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, retrieve
+from debias_diffusion.eval.robustness import RobustnessConfig, rank_edits
+from debias_diffusion.methods import METHODS, find_method
+from debias_diffusion.methods.objectives import masked_cosines
+from debias_diffusion.methods.smart_clip import MASK_FILE, read_mask_network
+from debias_diffusion.training.loop import train
+
+CASES = {"smart-clip": {}, "smoothed": {"label_smoothing": 0.1, "sparsity": 7.0}, "kept": {"keep_states": 0.7}}
+square = partial(tiny_clip, quick_gelu=True, embed_dim=32)  # as wide as its text tower
+
+
+def setup(case, *samples):
+    step = prepared(square(), replace(METHODS["smart-clip"], **CASES[case]), *samples)
+    step[0].logit_scale.data.fill_(100.0).log_()
+    return step
+
+
+def literal_masks(backbone, network, tokens):
+    """Binary masks of all padded states, with the gradient of the sigmoid; open_clip's own forward passes."""
+    tower, rows = backbone.model, tokens.padded()
+    states = tower.token_embedding(rows) + tower.positional_embedding
+    states = tower.ln_final(tower.transformer(states, attn_mask=tower.attn_mask)).detach()
+    states = network.block(states)
+    weights = (states @ network.pool.weight[0]).softmax(1)
+    soft = torch.stack([w @ rows for w, rows in zip(weights, states, strict=True)]).sigmoid()
+    return (soft >= 0.5).double() - soft.detach() + soft
+
+
+def literal_loss(backbone, method, modules, batch):
+    """Each image under each caption's mask, one pair at a time."""
+    images, texts = backbone.model.encode_image(batch.images), literal_text(backbone, batch.tokens)
+    masks, count = literal_masks(backbone, modules["mask"], batch.tokens), len(batch)
+    assert 0 < masks.mean() < 1 and (masks[0] != masks[1]).any()
+    logits = [[100 * cosine(images[i] * masks[j], texts[j]) for j in range(count)] for i in range(count)]
+    logits, share = torch.stack([torch.stack(row) for row in logits]), method.label_smoothing
+    targets = (1 - share) * torch.eye(count, dtype=torch.float64) + share / count
+    align = sum(-(targets * table.log_softmax(1)).sum(1).mean() for table in (logits, logits.T))
+    return 10 * align + method.sparsity * masks.abs().mean()
+
+
+@pytest.fixture(scope="module")
+def of_processes():
+    return in_two_processes(setup, CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_smart_clips_however_the_batch_is_split(case, of_processes):
+    backbone, method, modules, batch = setup(case)
+    loss = literal_loss(backbone, method, modules, batch)
+    if method.keep_states:
+        features = method.encode(backbone, batch, modules)
+        loss = loss + method.losses(features, torch.tensor(100.0))[0]["state_loss"]
+    assert_split_exactly((backbone, method, modules, batch), loss, case, of_processes)
+
+
+def test_an_empty_mask_hides_all_and_harms_no_gradient():
+    images, texts = torch.eye(3), torch.ones(2, 3, requires_grad=True)
+    masks = torch.tensor([[0.0, 0, 0], [1, 1, 0]], requires_grad=True)
+    got = masked_cosines(images, texts, masks)
+    torch.testing.assert_close(got, torch.tensor([[0, 3**-0.5], [0, 3**-0.5], [0, 0]]))
+    got.sum().backward()
+    assert texts.grad.isfinite().all() and masks.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "base", "message"),
+    [
+        ({"short_weight": 0.5}, square, "short_weight is 0.5 and components 0, but smart-clip compares one caption"),
+        ({"components": 3}, square, "components 3"),
+        ({}, tiny_clip, "A mask has the 32 channels of the text tower, and masks the 24 dimensions"),
+        ({}, tiny_siglip, "Give a CLIP with as many of both"),
+    ],
+)
+def test_settings_and_base_models_that_have_no_masks_are_refused(settings, base, message):
+    with pytest.raises(UserError, match=message):
+        find_method("smart-clip", settings).check_base(base(), 20, False)
+
+
+# ---- runs, and evaluations with masks
+
+SETTINGS = dict(recipe="smart-clip", components=None, max_steps=4, new_rate=10.0, keep_best=4)
+
+
+@pytest.fixture(scope="module")
+def smart_world(tmp_path_factory):
+    """(base model as wide as its text tower, data, image folder)"""
+    folder = tmp_path_factory.mktemp("world")
+    square(tokenizer=byte_tokenizer(77)).save(folder / "base")
+    return (str(folder / "base"), *make_tiny_data(folder))
+
+
+@pytest.fixture(scope="module")
+def run(smart_world, tmp_path_factory):
+    output = tmp_path_factory.mktemp("finished")
+    train(config(smart_world, output, **SETTINGS))
+    return output
+
+
+def test_a_run_trains_saves_and_resumes_the_mask_network(smart_world, run, tmp_path):
+    first, last = (checkpoint(run, step)["modules"] for step in (2, 4))
+    assert last.keys() == {f"mask.{name}" for name in load_file(run / "best" / MASK_FILE)}
+    assert not any(torch.equal(first[name], last[name]) for name in last)
+    lines = [line for line in log(run) if "loss" in line]
+    assert all(0 < line["mask_size"] < 1 for line in lines) and lines[-1]["loss"] < lines[0]["loss"]
+    again = killed_copy(run, tmp_path / "again", step=4)
+    train(config(smart_world, again, **SETTINGS))
+    is_the_same_run(again, run)
+    one, other = (load_file(folder / "last" / MASK_FILE) for folder in (again, run))
+    assert all(torch.equal(one[name], other[name]) for name in one | other)
+    main(["export", f"--model={run}", f"--output={tmp_path / 'export'}"])
+    encoder, _ = load_text_encoder(tmp_path / "export")
+    assert encoder.config.max_position_embeddings == 248
+
+
+@pytest.mark.usefixtures("coarse_results", "blank_figures")
+def test_with_masks_ranks_are_those_of_masked_images(smart_world, run, tmp_path):
+    base, data, images = smart_world
+    settings = dict(output=str(tmp_path / "out"), data=data, images=images)
+    plain, masked = RetrievalConfig([str(run)], **settings), RetrievalConfig([str(run), base], **settings, masks=True)
+    with pytest.raises(UserError, match="None of the encoders base has a mask_network.safetensors. Leave out --masks"):
+        evaluate_retrieval(replace(masked, encoders=[base]))
+    session = PairSession("retrieval", masked)
+    result = next(iter(session.by_encoder(partial(retrieve, session)).values()))
+    backbone, (read, source) = load_two_tower(run), open_data(data, images)
+    network = read_mask_network(str(run / "last"), backbone)
+    with torch.no_grad():
+        tokens = backbone.tokenize([record.caption for record in read.records])
+        pixels = torch.stack([backbone.preprocess(source.open(record.image)) for record in read.records])
+        of_images, of_texts = backbone.encode_image(pixels), backbone.encode_text(tokens)
+        masks = literal_masks(backbone, network, tokens)
+    expected = literal_ranks(of_images, of_texts, range(len(of_texts)), masks)
+    assert (result["ranks"]["text_to_image"], result["ranks"]["image_to_text"]) == expected
+    pairs = zip(of_images.double() * masks, of_texts.double(), strict=True)
+    assert result["similarities"] == pytest.approx([float(cosine(*pair)) for pair in pairs], abs=1e-5)
+    reports = [evaluate_retrieval(settings)["encoders"] for settings in (masked, plain)]  # in one cache
+    label = next(iter(reports[1]))
+    assert len(reports[0]) == 2 and reports[0][label]["recall_percent"] != reports[1][label]["recall_percent"]
+    similarities = []
+    for with_masks in (False, True):
+        session = PairSession("robustness", RobustnessConfig([str(run)], **settings, masks=with_masks))
+        edited = session.by_encoder(partial(rank_edits, session, edits=["keep"]))
+        similarities.append(edited[label].similarities["keep"].mean())
+    mean = sum(result["similarities"]) / len(read.records)
+    assert similarities[1] == pytest.approx(mean) and abs(similarities[0] - mean) > 1e-3
+
+
+def test_a_damaged_or_foreign_mask_network_is_refused(run, tmp_path):
+    assert read_mask_network(str(tmp_path), square()) is None
+    Path(tmp_path, MASK_FILE).write_bytes(b"{}")
+    for folder, backbone in ((tmp_path, square()), (run / "last", load_two_tower("toy/clip"))):
+        with pytest.raises(UserError, match="The mask network '.*mask_network.safetensors' cannot be used"):
+            read_mask_network(str(folder), backbone)
