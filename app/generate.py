@@ -141,6 +141,8 @@ def _render_one(path: Path, config: GenerateConfig, renderer: Renderer, encoder:
     chunks = zip(layout.chunks, names, strict=True)
     counts = [f"{count} chunk{'s' * (count > 1)} of the {name}text encoder" for count, name in chunks]
     print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({', '.join(counts)})")
+    if layout.schedules:
+        print(f"Changing from step to step: {', '.join(layout.schedules)}; these counts are of the first step")
     [[image]] = renderer.render(pipe, encoder, [[prompt]])
     if isinstance(image, str):
         failed = [(f"{task.where}, seed {task.prompt.seed}", image)]

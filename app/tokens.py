@@ -71,6 +71,8 @@ def load_tokenizers(checkpoint: Checkpoint, first: EncoderSpec) -> list[tuple[CL
 def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:
     """What is printed of a layout; encoders that cut alike are shown once."""
     yield f"{layout.tokens} tokens, {layout.positions} positions"
+    if layout.schedules:
+        yield printable(f"  at the first step; it changes with {', '.join(layout.schedules)}")
     encoders = list(zip(layout.texts, layout.cut_off, strict=True))
     names = ["first text encoder", "second text encoder"]
     if len(set(encoders)) == 1:

@@ -6,9 +6,9 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from debias_diffusion.text import chunks, reading, sentences, weighting
+from debias_diffusion.text import chunks, reading, schedules, sentences, weighting
 
-from . import long_prompt, sharpening
+from . import long_prompt, scheduling, sharpening
 from .classes import StableDiffusionXLLongPromptPipeline
 
 
@@ -53,7 +53,8 @@ def write_block(folder: str | Path) -> Path:
 
 def _write(path: Path, imports: list[str], last: str) -> Path:
     """A file of all that long prompts need, in the order of their imports, and at the end the source `last`."""
-    parts = [_body(module) for module in (sentences, chunks, reading, weighting, sharpening, long_prompt)]
+    texts, calls = (sentences, chunks, reading, weighting, schedules), (sharpening, scheduling, long_prompt)
+    parts = [_body(module) for module in (*texts, *calls)]
     lines = [line for lines, _ in parts for line in lines] + imports
     bodies = [*(body for _, body in parts), last]
     source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(lines), "\n\n", "\n\n\n".join(bodies)])

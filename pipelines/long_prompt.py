@@ -1,11 +1,13 @@
 """Prompts of any length for diffusers' SDXL and Stable Diffusion 1.5 pipelines."""
 
+import functools
+import inspect
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_args
@@ -37,8 +39,10 @@ from debias_diffusion.text.reading import (
     pooling_eos,
     tokenize_parts,
 )
+from debias_diffusion.text.schedules import MANY_STEPS, find_schedules, last_steps, text_at
 from debias_diffusion.text.weighting import check_weight, has_weights, parse_prompt, take_out, unread_syntax
 
+from .scheduling import EMBEDDINGS, ExchangeEmbeddings, schedule_of, scheduled
 from .sharpening import SharpenedMixin, check_sharpening
 
 try:
@@ -64,6 +68,7 @@ class PromptLayout(NamedTuple):
         texts: for each text encoder, of each chunk of the first prompt the text that it adds, as its tokenizer spells
             it, and the number of its tokens.
         taken_out: comments and tags of the first prompt that are not read, as in A1111.
+        schedules: of the first prompt, such as "[cat:dog:0.5]"; all else is of the text at the first step.
     """
 
     tokens: int
@@ -73,6 +78,7 @@ class PromptLayout(NamedTuple):
     cut_off: tuple[tuple[str, int], ...] = ()
     texts: tuple[tuple[tuple[str, int], ...], ...] = ()
     taken_out: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
 
     def settings(self) -> dict:
         """What an image's settings say of it."""
@@ -154,11 +160,15 @@ class PromptReader:
         encoders: the tokenizer of each text encoder and its context length, BOS and EOS included.
         options: how prompts are read.
         convert: writes out textual inversions of several vectors: diffusers' `maybe_convert_prompt`.
+        step: of a scheduled prompt, the text at this step is read, from 1.
+        steps: of how many.
     """
 
     encoders: Sequence[tuple[PreTrainedTokenizerBase, int]]
     options: LongPromptOptions = LongPromptOptions()
     convert: Callable | None = None
+    step: int = 1
+    steps: int = MANY_STEPS
 
     def layout(
         self, first: str | list[str], *others: str | list[str] | None, negatives: list[list[Tokens]] | None = None
@@ -166,7 +176,14 @@ class PromptReader:
         """How the prompts of the encoders are read, which share their length with the tokens of negative ones."""
         tokens, text = self.tokenize(first, *others), first if isinstance(first, str) else first[0]
         layout = self.layout_of(tokens, self.shared_length(self.cut(tokens), negatives))
-        return layout._replace(taken_out=tuple(take_out(text, self.options.reading)[1]))
+        taken_out = take_out(text, self.options.reading)[1]
+        schedules = find_schedules(*_by_steps(self.options, [text]))
+        return layout._replace(taken_out=tuple(taken_out), schedules=tuple(schedules))
+
+    def text(self, prompt: str, negative: bool = False) -> str:
+        """A prompt as it is read at this step, without what is not read."""
+        text, _ = take_out(prompt, self.options.reading, negative)
+        return text_at(text, self.step, self.steps) if self.options.reading == "a1111" else text
 
     def chunks(self, prompt: str) -> tuple[list[int], list[Chunk]]:
         """The token ids of a prompt for the first encoder, and what it reads of them at once, in order."""
@@ -243,7 +260,7 @@ class PromptReader:
             tokens.append(self.tokens(prompts, tokenizer, negative))
             texts |= dict.fromkeys(prompts)
         for text in texts:
-            self._warn_of_syntax(take_out(text, self.options.reading, negative)[0])
+            self._warn_of_syntax(self.text(text, negative))
         return tokens
 
     def _warn_of_syntax(self, text: str) -> None:
@@ -269,7 +286,7 @@ class PromptReader:
             if not isinstance(text, str):
                 raise ValueError(f"a prompt must be text, got {text!r}")
             text.encode()  # raises ValueError for half of a surrogate pair, which is no character
-            parts = parse_prompt(text, options.reading, options.weights, negative)
+            parts = parse_prompt(self.text(text, negative), options.reading, options.weights, negative)
             if convert:
                 parts = [
                     part._replace(runs=[(convert(run, quiet), weight) for run, weight in part.runs]) for part in parts
@@ -343,10 +360,14 @@ class LongPromptMixin(SharpenedMixin):
         pipelines = [base for base in cls.__mro__ if issubclass(base, DiffusionPipeline)]
         if pipelines:  # diffusers looks up related classes by name, and a saved folder says it
             cls.__name__ = next(base.__name__ for base in pipelines if not issubclass(base, LongPromptMixin))
+            is_first = not any(issubclass(base, LongPromptMixin) for base in pipelines[1:])
+            cls.__call__ = _with_long_prompt(cls.__call__, is_first)
 
     @_with_options_of(LongPromptOptions)
     def set_long_prompt(self, **options):
-        """Sets how prompts are read, by the fields of `LongPromptOptions`; what is not passed returns to its default.
+        """Sets all options of `LongPromptOptions` at once: one that is not passed returns to its default.
+
+        `pipe(prompt, long_prompt={"reading": "a1111"})` changes options for one call, and only those it names.
 
         Returns:
             the pipeline itself
@@ -368,7 +389,9 @@ class LongPromptMixin(SharpenedMixin):
     def _reader(self) -> PromptReader:
         encoders = [(tokenizer, encoder.config.max_position_embeddings) for tokenizer, encoder in self._text_encoders()]
         convert = self.maybe_convert_prompt if isinstance(self, TextualInversionLoaderMixin) else None
-        return PromptReader(encoders, self._long_prompt, convert)
+        schedule = schedule_of(self)
+        steps = (schedule.step, schedule.steps) if schedule else ()
+        return PromptReader(encoders, self._long_prompt, convert, *steps)
 
     def _tokenize_negative(
         self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
@@ -420,6 +443,37 @@ class LongPromptMixin(SharpenedMixin):
         return torch.concat(embeds, dim=-1), pooled
 
     def _encode_pair(
+        self, prompts: tuple, negatives: tuple, given: tuple[torch.Tensor | None, ...], guided: bool, *settings
+    ) -> tuple[torch.Tensor | None, ...]:
+        """As `_encode_step`, for each text of a schedule; those of the first step are returned.
+
+        Raises ValueError for scheduled prompts where no steps are known.
+        """
+        texts = _by_steps(self._long_prompt, prompts, negatives if guided else ())
+        sources = find_schedules(*texts)
+        if not sources:
+            return self._encode_step(prompts, negatives, given, guided, *settings)
+        schedule = schedule_of(self)
+        if schedule is None:
+            raise ValueError(
+                f"{', '.join(sources)} changes from step to step, which needs a call of a pipeline whose"
+                f" `callback_on_step_end` can change embeddings; this is none, or no call, of {type(self).__name__}."
+                r" Write one of the texts, or \[ for a bracket that is text."
+            )
+        encoded: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
+        schedule.parts.clear()
+        for step in last_steps(schedule.steps, *texts):
+            schedule.step, at_step = step, tuple(text_at(text, step, schedule.steps) for text in texts)
+            if at_step not in encoded:
+                embeds = self._encode_step(prompts, negatives, given, guided, *settings)
+                named = zip(EMBEDDINGS, embeds, strict=True)
+                encoded[at_step] = {name: embed for name, embed in named if embed is not None}
+            schedule.parts.append((step, encoded[at_step]))
+        # Pipelines write into what they are given.
+        first = schedule.parts[0][1]
+        return tuple(first[name].clone() if name in first else None for name in EMBEDDINGS)
+
+    def _encode_step(
         self,
         prompts: tuple,
         negatives: tuple,
@@ -619,6 +673,64 @@ class SDLongPromptMixin(LongPromptMixin):
             ends = (ids == self.tokenizer.eos_token_id).int().argmax(-1, keepdim=True)
             mask = (torch.arange(ids.shape[1], device=ids.device) <= ends).to(ids.dtype)
         return last_states(encoder, ids, clip_skip, mask)
+
+
+def _by_steps(options: LongPromptOptions, prompts: Sequence, negatives: Sequence = ()) -> list[str]:
+    """The texts in which schedules are looked for: in A1111's reading all, without what it takes out.
+
+    Args:
+        prompts: a text, a list of them or None each, like the negative ones.
+    """
+    if options.reading != "a1111":
+        return []
+    given = [(batch, False) for batch in prompts] + [(batch, True) for batch in negatives]
+    listed = [([batch] if isinstance(batch, str) else batch or (), negative) for batch, negative in given]
+    texts = [(text, negative) for batch, negative in listed for text in batch if isinstance(text, str)]
+    return [take_out(text, "a1111", negative)[0] for text, negative in texts]
+
+
+def _with_long_prompt(call: Callable, is_first: bool) -> Callable:
+    """A pipeline's `__call__` that takes `long_prompt`; that of our first class also changes prompts by steps."""
+    run = _by_schedule(call) if is_first else call
+
+    @functools.wraps(call)  # so that its signature is still diffusers'
+    def long_prompt_call(self, *args, long_prompt: dict | None = None, **kwargs):
+        if long_prompt is None:
+            return run(self, *args, **kwargs)
+        options = self._long_prompt
+        self.set_long_prompt(**asdict(options) | long_prompt)
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            self._long_prompt = options
+
+    return long_prompt_call
+
+
+def _by_schedule(call: Callable) -> Callable:
+    """A pipeline's `__call__` in which scheduled prompts change, if its callback can change all embeddings."""
+    signature = inspect.signature(call)
+
+    def scheduled_call(self, *args, **kwargs):
+        needed = ["prompt_embeds", "add_text_embeds"][: 1 + hasattr(self, "text_encoder_2")]
+        available = getattr(self, "_callback_tensor_inputs", ())
+        if self._long_prompt.reading != "a1111" or not {*needed} <= {*available}:
+            return call(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        given = {name: bound.arguments.get(name, parameter.default) for name, parameter in signature.parameters.items()}
+        texts = [[given.get(f"{kind}{number}") for number in ("", "_2")] for kind in ("prompt", "negative_prompt")]
+        sources = find_schedules(*_by_steps(self._long_prompt, *texts))
+        if not sources:
+            return call(self, *args, **kwargs)
+        listed = next((given[name] for name in ("timesteps", "sigmas") if given.get(name) is not None), None)
+        with scheduled(self, (given["num_inference_steps"] or 0) if listed is None else len(listed)) as schedule:
+            callback, names = given["callback_on_step_end"], given["callback_on_step_end_tensor_inputs"]
+            exchange = ExchangeEmbeddings(schedule.parts, callback, getattr(callback, "tensor_inputs", names), sources)
+            bound.arguments["callback_on_step_end"] = exchange
+            bound.arguments["callback_on_step_end_tensor_inputs"] = exchange.inputs(self)
+            return call(*bound.args, **bound.kwargs)
+
+    return scheduled_call
 
 
 def _longest(texts: list[list[Tokens]]) -> int:

@@ -118,18 +118,18 @@ def _views(pipe: SharpenedMixin, factor: float) -> Iterator[None]:
         yield
 
 
-class _ThreadValue(threading.local):
+class ThreadValue(threading.local):
     """A value of each thread, at first the same in all."""
 
     def __init__(self, value):  # an attribute of the class is what torch 2.8 would compile
         self.value = value
 
 
-_VIEWS = _ThreadValue({})  # by the id of the pipeline
+_VIEWS = ThreadValue({})  # by the id of the pipeline
 
 
 @contextmanager
-def _set_factors(factors: list[_ThreadValue], value: float) -> Iterator[None]:
+def _set_factors(factors: list[ThreadValue], value: float) -> Iterator[None]:
     before = [factor.value for factor in factors]
     try:
         for factor in factors:
@@ -141,7 +141,7 @@ def _set_factors(factors: list[_ThreadValue], value: float) -> Iterator[None]:
 
 
 @contextmanager
-def _key_factors(unet: torch.nn.Module) -> Iterator[list[_ThreadValue]]:
+def _key_factors(unet: torch.nn.Module) -> Iterator[list[ThreadValue]]:
     """Within the context, each cross-attention's keys are multiplied by one of these, which are 1 at first."""
     attentions = [module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention]
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ _LOCK = threading.RLock()  # of _USERS
 
 
 @contextmanager
-def _key_factor(attention: Any) -> Iterator[_ThreadValue]:
+def _key_factor(attention: Any) -> Iterator[ThreadValue]:
     # q is shared with an IP-Adapter's image keys, so the text's keys are scaled.
     fused = getattr(attention, "fused_projections", False)
     layer = attention.to_kv if fused else attention.to_k
@@ -177,7 +177,7 @@ def _key_factor(attention: Any) -> Iterator[_ThreadValue]:
 def _scaling(layer: Any, own: Callable | None, parts: int) -> Any:
     """A key projection whose output, the first of so many `parts` of it, is multiplied if the text is long."""
     # A bound method would be a new object each time, for which torch 2.8 compiles anew.
-    factor, class_forward = _ThreadValue(1.0), type(layer).forward
+    factor, class_forward = ThreadValue(1.0), type(layer).forward
 
     def scaled_keys(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         output = own(hidden_states, *args, **kwargs) if own else class_forward(layer, hidden_states, *args, **kwargs)

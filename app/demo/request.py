@@ -9,6 +9,7 @@ from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
+from debias_diffusion.pipelines.long_prompt import PromptReader
 from debias_diffusion.pipelines.rendering.options import ImageOptions
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings
@@ -128,9 +129,12 @@ def check_text_settings(request: Request, models: DemoModels) -> None:
 
 
 def without_weights(text: str, options: LongPromptOptions) -> str:
-    """A prompt as written, without the syntax of weights if they are read. Raises UserError for one beyond limits."""
+    """A prompt as written, at the first step, without the syntax of weights if they are read.
+
+    Raises UserError for one beyond limits.
+    """
     with explain_failure("The prompt's weights cannot be read"):
-        parts = parse_prompt(text, options.reading, options.weights)
+        parts = parse_prompt(PromptReader((), options).text(text), options.reading, options.weights)
     return join_runs([run for part in parts for run, _ in part.runs])[0]
 
 

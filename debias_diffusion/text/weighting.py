@@ -43,8 +43,14 @@ _A1111_COMMENT, _A1111_NETWORK = re.compile(r"#[^\n]*"), re.compile(r"<\w+:[^>]+
 _UNREAD = [
     (r"""(?<=[\w"')\]])\.(?:and|blend)\(""", "write BREAK, see `breaks`"),
     (r"""(?<=[\w"')\]])\.swap\(""", "write one of its texts"),
-    (r"(?<!\\)\[[^\[\]]*(?:\|[^\[\]]*|:\s*[\d.]+\s*)\]", "write one of its texts"),
+    (
+        r"(?<!\\)\[[^\[\]]*(?:\|[^\[\]]*|:\s*[\d.]+\s*)\]",
+        'write one of its texts; only reading="a1111" changes them by steps, if no | stands outside such brackets',
+    ),
     (r"\bAND\b", "write BREAK, see `breaks`"),
+    (r"(?i:\b(?:Hires|ADetailer)) [\w ]{1,30}:|\[(?:SEP|SKIP|PROMPT)\]", "leave it out, as there is no second pass"),
+    (r"\{prompt\}|\bStyle Selector [\w ]{1,30}:", "write the text of the style"),
+    (r"(?im)^Negative prompt:|^Steps: \d+,", "pass it as an argument of its own"),
     (r"\{[^{}]*\|[^{}]*\}", "choose one of the alternatives"),
     (r"(?<!\w)__[\w/-]{1,80}__(?!\w)", "write the text of the wildcard"),
     (r"\bembedding:\S+", "load embeddings with load_textual_inversion(...), and write their tokens"),

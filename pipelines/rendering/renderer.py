@@ -34,14 +34,12 @@ from debias_diffusion.text.tokens import clean
 from debias_diffusion.text.weighting import BREAK
 
 from ..long_prompt import LongPromptOptions, PromptLayout
+from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, Parts, scheduled
 from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, load_text_encoders
 from .options import ImageOptions, Scheduler
 from .png import first_difference, sampler, settings_text, write_png
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
-# in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
-EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument, on the CPU
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeli
 
 def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
     """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
-    with explain_failure("The prompt cannot be read"):
+    with explain_failure("The prompt cannot be read"), scheduled(pipe, sampling.steps or 0):
         return pipe.prompt_layout(**_texts([prompt]), do_classifier_free_guidance=sampling.guidance_scale > 1)
 
 
@@ -201,25 +199,34 @@ def plan_batches(
 
 
 @torch.no_grad()
-def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Embeddings:
-    """Embeddings of one batch, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance."""
+def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Parts:
+    """Embeddings of one batch on the CPU, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance.
+
+    Returns:
+        one part, or, where a prompt changes from step to step, several
+    """
     guidance = sampling.guidance_scale > 1
-    with reading_layer(pipe, sampling.layer):
+    with reading_layer(pipe, sampling.layer), scheduled(pipe, sampling.steps or 0) as schedule:
         embeddings = pipe.encode_prompt(
             **_texts(prompts), device=None, num_images_per_prompt=1, do_classifier_free_guidance=guidance
         )
-    named = zip(EMBEDDINGS, embeddings, strict=False)
-    return {name: embedding.cpu() for name, embedding in named if embedding is not None}
+    parts = schedule.parts or [(schedule.steps, dict(zip(EMBEDDINGS, embeddings, strict=False)))]
+    embeddings_by_id = {id(part): part for _, part in parts}  # alternating parts share theirs
+    moved = {
+        key: {name: embedding.cpu() for name, embedding in part.items() if embedding is not None}
+        for key, part in embeddings_by_id.items()
+    }
+    return [(last, moved[id(part)]) for last, part in parts]
 
 
 def render(
     pipe: DiffusionPipeline,
-    embeddings: Embeddings,
+    parts: Parts,
     seeds: Sequence[int],
     sampling: Sampling,
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Image.Image | str]:
-    """Images of one batch from the embeddings of `encode`; `pipe` needs no text encoder.
+    """Images of one batch from the parts of `encode`; `pipe` needs no text encoder.
 
     Embeddings, the latents after each step and the decoded pixels must be finite. A batch without a finite image ends
     at once. All other images are bit for bit those of the pipeline without checks.
@@ -240,21 +247,23 @@ def render(
             on_step(index + 1, pipe.num_timesteps)
         return {}
 
+    exchange = ExchangeEmbeddings(parts, check_latents, ["latents"])
+    embeddings = [embedding for _, part in parts for embedding in part.values()]
     hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
     try:
-        if not any(map(all, zip(*map(_finite_rows, embeddings.values()), strict=True))):
+        if not any(map(all, zip(*map(_finite_rows, embeddings), strict=True))):
             raise _LostError(_NOT_FINITE.format("embeddings"))
         with np.errstate(invalid="ignore"):  # NaN is reported below
             output = pipe(
-                **{name: embedding.to(pipe.device) for name, embedding in embeddings.items()},
+                **{name: embedding.to(pipe.device) for name, embedding in parts[0][1].items()},
                 height=sampling.height,
                 width=sampling.width,
                 num_inference_steps=sampling.steps,
                 guidance_scale=sampling.guidance_scale,
                 # On the CPU, because each kind of device draws other numbers from the same seed.
                 generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
-                callback_on_step_end=check_latents,
-                callback_on_step_end_tensor_inputs=["latents"],
+                callback_on_step_end=exchange,
+                callback_on_step_end_tensor_inputs=exchange.inputs(pipe),
             )
     except _LostError as lost:
         return [str(lost)] * len(seeds)
@@ -420,8 +429,8 @@ class Renderer:
             pipe = None
             clear_device_cache(garbage_collection=True)
             denoiser = self.pipeline(encoder, "denoiser")
-            for embeddings, of_batch in zip(encoded, seeds[start : start + per_round], strict=True):
-                yield render(denoiser, embeddings, of_batch, sampling)
+            for parts, of_batch in zip(encoded, seeds[start : start + per_round], strict=True):
+                yield render(denoiser, parts, of_batch, sampling)
             del denoiser
             clear_device_cache(garbage_collection=True)
 

@@ -191,11 +191,11 @@ class Images:
         )
         layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
         for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
-            embeddings = encode(pipe, [self.prompts[index] for index in batch], sampling)
+            [(last, embeddings)] = encode(pipe, [self.prompts[index] for index in batch], sampling)
             if change:
                 texts = [self.prompts[index].prompt for index in batch]
                 embeddings["prompt_embeds"] = change(embeddings["prompt_embeds"], texts)
-            for index, image in zip(batch, render(pipe, embeddings, batch, sampling), strict=True):
+            for index, image in zip(batch, render(pipe, [(last, embeddings)], batch, sampling), strict=True):
                 with atomic_file(files[index]) as unfinished:
                     image.save(unfinished, format="PNG")
         return row
