@@ -712,9 +712,11 @@ def _by_schedule(call: Callable) -> Callable:
     signature = inspect.signature(call)
 
     def scheduled_call(self, *args, **kwargs):
-        needed = ["prompt_embeds", "add_text_embeds"][: 1 + hasattr(self, "text_encoder_2")]
-        available = getattr(self, "_callback_tensor_inputs", ())
-        if self._long_prompt.reading != "a1111" or not {*needed} <= {*available}:
+        needed = {"prompt_embeds", "add_text_embeds"} if hasattr(self, "text_encoder_2") else {"prompt_embeds"}
+        is_changed = needed <= {*getattr(self, "_callback_tensor_inputs", ())}
+        if hasattr(self, "controlnet") and hasattr(type(self), "set_pag_applied_layers"):
+            is_changed = False  # its ControlNet goes on with the embeddings of the first step
+        if self._long_prompt.reading != "a1111" or not is_changed:
             return call(self, *args, **kwargs)
         bound = signature.bind(self, *args, **kwargs)
         given = {name: bound.arguments.get(name, parameter.default) for name, parameter in signature.parameters.items()}

@@ -121,6 +121,7 @@ def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
         ("toy/clip", {"reading": "separate", "sharpen": 1.5}),
         ("toy/clip", {"prompt": f"A &lt; B &amp; C. {PROMPT}", "seed": 2**40}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
+        ("toy/clip", {"prompt": "a [star:ring:0.5] [red|blue]", "reading": "a1111", "steps": 4}),
         ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "no_norm", "prompt": "A (Red star:2) BREAK [ring]"}),
     ],
 )  # fmt: skip
@@ -330,6 +331,7 @@ def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
         ("A &amp; (Red:1.3) ring", None, "a1111"),
         ("a red(ring:1.3)(star).(cross:1)s", "comfyui", "overlap"),
         ("a red(ring:1.3) <lora:x:1> # star", None, "a1111"),
+        ("a [red [big|small] star:blue ring, (old:1.2):0.5]", None, "a1111"),
     ],
 )
 def test_tokens_are_those_of_the_prompt_as_it_is_read(tiny, prompt, emphasis, reading):

@@ -113,6 +113,20 @@ def test_a_resumed_run_renders_what_is_missing_or_damaged_bit_for_bit(renderer, 
     into(folder, Renderer(renderer.base, SAMPLING, CPU, batch=2), own())
 
 
+def test_prompts_that_change_from_step_to_step(base, tmp_path):
+    tasks = [ImageTask(f"{n}", ImagePrompt(text, n), "") for n, text in enumerate(["a [cat:dog:1]", "[red|blue]"])]
+    sampling, encoder = replace(SAMPLING, steps=4), own("a1111")
+    for name, low_memory in (("whole", False), ("low", True)):
+        renderer = Renderer(base, sampling, CPU, batch=2, low_memory=low_memory)
+        into(tmp_path / name, renderer, encoder, tasks)
+    pipe = renderer.prepare(load_pipeline(base, None, CPU), encoder)
+    noise = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    prompts = [task.prompt.prompt for task in tasks]
+    drawn = pipe(prompts, num_inference_steps=4, guidance_scale=7.0, generator=noise).images
+    assert [image.tobytes() for image in drawn] == [*pixels(tmp_path / "whole").values()]
+    assert files(tmp_path / "whole") == files(tmp_path / "low")
+
+
 def test_low_memory_gives_the_same_files_with_half_of_the_models_at_a_time(
     renderer, long, expected, tmp_path, monkeypatch
 ):

@@ -16,6 +16,7 @@ from debias_diffusion import parse_prompt
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline as Ours
 from debias_diffusion.text.chunks import split_text
 from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.schedules import text_at
 from debias_diffusion.text.weighting import has_weights, unread_syntax
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -138,7 +139,7 @@ def test_too_many_brackets_are_refused(reading):
             parse_prompt(prompt, reading, "comfyui")
 
 
-@pytest.mark.parametrize("pieces", ["x{}y", ":1{}x", "BREAK:{}x", "<x:{}", "__x{}"])
+@pytest.mark.parametrize("pieces", ["x{}y", ":1{}x", "BREAK:{}x", "<x:{}", "__x{}", "[x|{}y"])
 def test_long_texts_take_time_in_proportion(pieces):
     """What is quadratic takes hours for these; a signal ends that."""
 
@@ -148,12 +149,12 @@ def test_long_texts_take_time_in_proportion(pieces):
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(30)
     try:
-        for sign in "+- 1(":
+        for sign in "+- 1([|:":
             prompt = pieces.format(sign * 60_000)
             for reading in ("overlap", "a1111", "comfyui"):
                 with suppress(ValueError):
                     parse_prompt(prompt, reading, "comfyui")
-            unread_syntax(prompt), has_weights(prompt)
+            unread_syntax(prompt), has_weights(prompt), text_at(prompt, 1, 4)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -172,6 +173,11 @@ UNREAD = {
     '("a cat", "a dog").and()': ".and(",
     "a cat.swap(dog)": ".swap(",
     "a cat <lora:style:0.8>": "<lora:style:0.8>",
+    "a cat\nSteps: 20, Sampler: Euler": "Steps: 20,",
+    'a cat, Hires prompt: "a dog"': "Hires prompt:",
+    "a cat, ADetailer model: face": "ADetailer model:",
+    "a face [SEP] [SKIP]": "[SEP]",
+    "oil painting of {prompt}": "{prompt}",
 }
 READ = [
     "A CAT AND A DOG",
@@ -180,6 +186,7 @@ READ = [
     "rock and roll, 10:30",
     "snake__case (cat:1.2)",
     "4 < 5",
+    "two steps: 20 left",
 ]
 
 

@@ -44,7 +44,7 @@ _UNREAD = [
     (r"""(?<=[\w"')\]])\.(?:and|blend)\(""", "write BREAK, see `breaks`"),
     (r"""(?<=[\w"')\]])\.swap\(""", "write one of its texts"),
     (
-        r"(?<!\\)\[[^\[\]]*(?:\|[^\[\]]*|:\s*[\d.]+\s*)\]",
+        r"(?<!\\)\[(?:[^\[\]|]*\|[^\[\]]*|[^\[\]]*:\s*[\d.]+\s*)\]",
         'write one of its texts; only reading="a1111" changes them by steps, if no | stands outside such brackets',
     ),
     (r"\bAND\b", "write BREAK, see `breaks`"),
