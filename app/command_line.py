@@ -87,7 +87,7 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
             settings |= {"help": f"{help_text} (required)", "default": SUPPRESS}
         else:
             settings["default"] = field.default_factory() if field.default is dataclasses.MISSING else field.default
-        if hint is bool:
+        if hint in (bool, bool | None):
             settings["action"] = ActionYesNo(no_prefix="no-")
         else:
             settings |= {"type": kind, **({"nargs": "+"} if is_list else {})}

@@ -18,6 +18,7 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.rendering.checkpoints import PIPELINES, SDXL
+from debias_diffusion.pipelines.rendering.loras import LoraFolder
 from debias_diffusion.pipelines.rendering.png import first_difference, read_settings, write_png
 from debias_diffusion.pipelines.rendering.renderer import (
     USUAL,
@@ -32,7 +33,7 @@ from debias_diffusion.pipelines.rendering.renderer import (
 
 from .contact_sheet import write_contact_sheets
 from .options import GenerateConfig
-from .prompts import check_prompt, check_text, parse_seed, read_prompts
+from .prompts import check_prompt, check_text, expand, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
@@ -57,6 +58,10 @@ def generate(config: GenerateConfig) -> Path:
             suffice.
         FailedError: some images have values that are not finite. These are not written, all others are.
     """
+    for name, value in config.taken.items():
+        print(f"From {config.like}: {name} {str(value)[:100]!r}")
+    for sentence in config.left:
+        print(f"Not from it: {sentence}")
     if config.prompt is not None:
         check_prompt(config.prompt)
     check_text("negative prompt", config.negative_prompt or "")
@@ -73,6 +78,10 @@ def generate(config: GenerateConfig) -> Path:
         _print_left_out(left_out)
     for first in firsts:
         parse_seed(first.prompt.seed + config.images_per_prompt - 1)  # of the last image
+    prompts = [(first, range(first.prompt.seed, first.prompt.seed + config.images_per_prompt)) for first in firsts]
+    images = [replace(first, prompt=replace(first.prompt, seed=seed)) for first, seeds in prompts for seed in seeds]
+    if config.prompts is not None:
+        images = [expand(image, Path(config.prompts).parent / "wildcards") for image in images]
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     if not config.several:  # a job checks its folder
         _check_file(output)
@@ -85,6 +94,7 @@ def generate(config: GenerateConfig) -> Path:
         batch=config.batch,
         low_memory=config.low_memory,
         show_steps=not config.several,
+        loras=config.loras and LoraFolder(config.loras),
     )
     kind = renderer.checkpoint.check_kind(PIPELINES)
     if kind != SDXL and any(first.prompt.prompt_2 for first in firsts):
@@ -96,9 +106,9 @@ def generate(config: GenerateConfig) -> Path:
     with explain_memory(renderer.device, advice):
         if config.several:
             with Job.open(output, "generate", renderer.settings(encoder), renderer.inputs(encoder)) as job:
-                _fill(job, renderer, encoder, _tasks(firsts, config.images_per_prompt, job), left_out)
+                _fill(job, renderer, encoder, _named(images, job), left_out)
         else:
-            _render_one(output, config, renderer, encoder, firsts[0])
+            _render_one(output, config, renderer, encoder, images[0])
     print(f"Wrote {output}")
     return output
 
@@ -111,16 +121,15 @@ def _check_file(path: Path) -> None:
     TemporaryFile(dir=path.parent).close()  # an OSError now, not after the image is made
 
 
-def _tasks(firsts: Sequence[ImageTask], images_per_prompt: int, job: Job) -> list[ImageTask]:
-    """All images of a run. Number and seed identify a file; the words after them are for people."""
+def _named(images: Sequence[ImageTask], job: Job) -> list[ImageTask]:
+    """The images of a run with their names. Number and seed identify a file; the words after them are for people."""
     finished = map(_NAME.fullmatch, job.names())
     names = {(match[2], int(match[3])): match[1] for match in finished if match}
     tasks = []
-    for first in firsts:
-        for seed in range(first.prompt.seed, first.prompt.seed + images_per_prompt):
-            name = "-".join(filter(None, (first.name, str(seed), _slug(first.prompt.prompt))))
-            prompt = replace(first.prompt, seed=seed)
-            tasks.append(ImageTask(names.get((first.name, seed), name), prompt, first.where))
+    for image in images:
+        number, seed = image.name, image.prompt.seed
+        name = "-".join(filter(None, (number, str(seed), _slug(image.prompt.prompt))))
+        tasks.append(replace(image, name=names.get((number, seed), name)))
     return tasks
 
 
@@ -131,11 +140,10 @@ def _slug(text: str) -> str:
 
 
 def _render_one(path: Path, config: GenerateConfig, renderer: Renderer, encoder: EncoderSpec, task: ImageTask) -> None:
-    settings = renderer.png_settings(encoder, task.prompt)
+    prompt, settings = renderer.cleaned(encoder, task.prompt), renderer.png_settings(encoder, task.prompt)
     if path.exists() and not config.overwrite and (difference := _difference(path, settings)):
         raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
     pipe = renderer.pipeline(encoder)
-    prompt = task.prompt.cleaned(renderer.options(encoder))
     layout = read_layout(pipe, prompt, renderer.sampling)
     names = ("first ", "second ") if len(layout.chunks) > 1 else ("",)
     chunks = zip(layout.chunks, names, strict=True)

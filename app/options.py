@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
@@ -21,12 +21,17 @@ from debias_diffusion.limits import (
     Tower,
     between,
 )
-from debias_diffusion.pipelines.rendering.options import ImageOptions, Sharpening
+from debias_diffusion.pipelines.rendering.options import KARRAS, ClipSkip, ImageOptions, Scheduler, Sharpening
 from debias_diffusion.text.chunks import Breaks, Emphasis, Reading
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
 
 MOST_SCENES = 1000  # of a split of the toy world
+# The options of `generate` that may come from an image.
+TAKEN = (
+    *("prompt", "negative_prompt", "reading", "emphasis", "breaks", "clip_skip", "seed", "steps", "scheduler"),
+    *("karras", "guidance_scale", "sharpen", "width", "height"),
+)
 _Split = Annotated[
     str,
     Rule(
@@ -273,8 +278,13 @@ class GenerateConfig(ImageOptions):
             negative_prompt, seed and prompt_2 (for SDXL's second encoder), and no other column. Run the command again
             to continue an interrupted run: finished images are kept.
         negative_prompt: What to avoid. Only used with a guidance scale above 1.
+        like: PNG or JPEG of this package, A1111, Forge or ComfyUI, whose settings are used where none is given here.
+        loras: Folder of the LoRAs, .safetensors files, that prompts name as <lora:name:0.8>.
         seed: Equal seeds start from equal noise, on every device. Entry i of a file of prompts, from 0, has this seed
-            + i unless it names one.
+            + i unless it names one. The default is 0.
+        scheduler: diffusers' class for the steps; the checkpoint's own by default.
+        karras: Noise levels as in Karras et al. (2022); the checkpoint's own by default.
+        clip_skip: The text encoders' layer that is read, counted from the last, 1, as in A1111. SDXL reads 2 or more.
         images_per_prompt: Images of each prompt, with its seed, the next seed, and so on; at most 1000.
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
         low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
@@ -287,17 +297,17 @@ class GenerateConfig(ImageOptions):
             comfyui: they move words away from the empty prompt. original and no_norm: as A1111's settings of these
             names.
         breaks: What BREAK does where weights are read: concatenate begins a new chunk; average reads each part as a
-            prompt of its own and takes their mean, weighted by BREAK:0.7.
+            prompt of its own and takes their mean, weighted by BREAK:0.7. The default is concatenate.
         device: cpu, cuda, cuda:1, mps; the fastest available by default.
         precision: fp32, bf16 or fp16 of the models. auto is fp16 on an accelerator and fp32 on the CPU.
     """
 
     GROUPS = {  # noqa: RUF012 - without an annotation, so no option
-        "Prompts": ("prompt", "prompts", "negative_prompt", "reading", "emphasis", "breaks"),
-        "Models": ("base", "encoder", "encoder_2"),
+        "Prompts": ("prompt", "prompts", "like", "negative_prompt", "reading", "emphasis", "breaks", "clip_skip"),
+        "Models": ("base", "encoder", "encoder_2", "loras"),
         "Images": (
             *("output", "overwrite", "images_per_prompt", "seed"),
-            *("steps", "guidance_scale", "sharpen", "height", "width"),
+            *("steps", "scheduler", "karras", "guidance_scale", "sharpen", "height", "width"),
         ),
         "Speed and memory": ("batch", "low_memory", "device", "precision"),
     }
@@ -308,19 +318,31 @@ class GenerateConfig(ImageOptions):
     output: str | None = None
     overwrite: bool = False
     negative_prompt: str | None = None
-    seed: Seed = 0
+    seed: Seed | None = None
     device: str | None = None
     precision: Precision = "auto"
     encoder_2: str | None = None
     prompts: str | None = None
+    like: str | None = None
+    loras: str | None = None
     images_per_prompt: between(int, 1, MOST_IMAGES) = 1
     batch: PositiveInt = 1
     low_memory: bool = False
     emphasis: Emphasis | None = None
-    breaks: Breaks = "concatenate"
+    breaks: Breaks | None = None
     reading: Reading | None = None
+    sharpen: Sharpening | None = field(default=None, kw_only=True)
+    scheduler: Scheduler | None = None
+    karras: bool | None = None
+    clip_skip: ClipSkip | None = None
 
     def __post_init__(self):
+        self.taken: dict = {}  # from the image, by option
+        self.left: list[str] = []  # what was not, in sentences
+        if self.like is not None:
+            self._take_settings(self.like)
+        for name, usual in (("seed", 0), ("breaks", "concatenate"), ("sharpen", 1.0)):
+            setattr(self, name, usual if getattr(self, name) is None else getattr(self, name))
         super().__post_init__()
         for name in filter(None, (self.base, self.encoder_2)):
             shipped(name)  # raises UserError for a misspelt toy model
@@ -332,6 +354,36 @@ class GenerateConfig(ImageOptions):
                 f'Give either a prompt or a file of prompts, not {given}: `generate "a red cat"`, or `generate '
                 "--prompts prompts.txt`."
             )
+
+    def _take_settings(self, path: str) -> None:
+        """Fills in the options that are not given with an image's settings."""
+        from debias_diffusion.pipelines.rendering.infotext import OURS, read_image  # help does not wait for Pillow
+        from debias_diffusion.pipelines.rendering.png import SAMPLERS
+
+        program, values, self.left = read_image(path, loras=self.loras is not None)
+        classes, sampler = {SAMPLERS[cls]: cls for cls in get_args(Scheduler)}, str(values.get("scheduler", ""))
+        values["scheduler"] = self.scheduler or classes.get(sampler)
+        if sampler and values["scheduler"] is None:
+            self.left.append(
+                f"The sampler {sampler[:60]!r}: none of {', '.join(classes)}. The checkpoint's own is used."
+            )
+        if values.get("karras") and values["scheduler"] not in KARRAS:
+            self.left.append("Noise levels of Karras: this sampler has others.")
+            values["karras"] = None
+        for name in ("base", "encoder", "encoder_2", "prompt_2"):
+            if (value := values.get(name)) is not None and value != getattr(self, name, None):
+                self.left.append(f"The {name} {str(value)[:80]!r}: files are never taken from an image.")
+        says_reading = (self.encoder or "").partition(":")[0] in get_args(Reading)
+        given = {"prompt"} if self.prompts is not None else {"reading"} if says_reading else set()
+        for name in TAKEN:
+            if getattr(self, name) is None and values.get(name) is not None and name not in given:
+                self.taken[name] = values[name]
+                setattr(self, name, values[name])
+        if program != OURS:
+            self.left.append("Noise and its levels: they are diffusers', so the image will be like it, not equal.")
+        if self.prompt is None and self.prompts is None:
+            raise UserError(f"The image {path!r} has no prompt that is read. {' '.join(self.left)} Give a prompt.")
+        self.taken = {"program": program, **self.taken}
 
     @property
     def several(self) -> bool:

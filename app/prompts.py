@@ -4,14 +4,16 @@ import csv
 import io
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from debias_diffusion.clip.model_files import quiet_logging
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.captions import parse_object
-from debias_diffusion.errors import UserError, reason
+from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
 from debias_diffusion.text.tokens import clean
@@ -19,6 +21,7 @@ from debias_diffusion.text.tokens import clean
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
 MAX_SEED = 2**63 - 1
 _TEXTS = ("prompt", "negative_prompt", "prompt_2")
+_DYNAMIC = re.compile(r"\{[^{}]*\|[^{}]*\}|__[\w/*~@-]{1,80}__")
 _COLUMNS = (*_TEXTS, "seed")
 # By a name in lower case, without blanks, underscores and dashes.
 _SPELLINGS = {name.replace("_", ""): name for name in _COLUMNS} | {
@@ -170,3 +173,32 @@ def parse_seed(value) -> int:
     if isinstance(value, bool) or not re.fullmatch("[0-9]{1,19}", digits) or int(digits) > MAX_SEED:
         raise UserError(f"The seed must be a whole number from 0 to 2^63 - 1, got {str(value)[:80]!r}.")
     return int(digits)
+
+
+def expand(image: ImageTask, wildcards: Path) -> ImageTask:
+    """Draws, by the image's seed, one of `{a|b}` in its texts, and for `__NAME__` a line of NAME.txt in a folder.
+
+    Without dynamicprompts, which does it, a warning names that, and the texts stay as they are.
+
+    Raises:
+        UserError: they cannot be read, or the prompt that results cannot be used.
+    """
+    texts = {name: text for name in _TEXTS if _DYNAMIC.search(text := getattr(image.prompt, name) or "")}
+    if not texts:
+        return image
+    try:
+        from dynamicprompts import generators
+        from dynamicprompts import wildcards as folders
+    except ModuleNotFoundError as error:
+        warnings.warn(f"{{a|b}} and __NAME__ are read as text: {reason(error)}.", stacklevel=2)
+        return image
+    with quiet_logging(), explain_failure(f"{{a|b}} or __NAME__ in {image.where} cannot be read"):
+        manager, seed = folders.WildcardManager(wildcards), image.prompt.seed
+        drawn = {
+            name: generators.RandomPromptGenerator(manager, seed=seed).generate(text)[0] for name, text in texts.items()
+        }
+    for name, text in drawn.items():
+        check_text(name, text)
+    prompt = replace(image.prompt, **drawn)
+    check_prompt(prompt.prompt)
+    return replace(image, prompt=prompt)

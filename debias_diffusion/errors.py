@@ -15,6 +15,8 @@ EXTRAS = {
     "scipy": "eval",
     "torch_fidelity": "eval",
     "torchmetrics": "eval",
+    "dynamicprompts": "generate",
+    "peft": "generate",
     "gradio": "app",
     "orjson": "app",
 }

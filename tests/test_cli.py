@@ -148,7 +148,7 @@ def test_help_lists_groups_flags_types_and_defaults(capsys):
     assert re.findall(r"^\w.*:$", out, re.MULTILINE) == titles
     assert "usage: debias-diffusion generate [PROMPT] --base BASE [options]\n" in out
     assert "  --low-memory, --no-low-memory\n" in out and "  --precision {auto,fp32,bf16,fp16}\n" in out
-    assert "  --steps STEPS  " in out and "default: concatenate" in out
+    assert "  --steps STEPS  " in out and "default: auto" in out
 
 
 @pytest.mark.parametrize(

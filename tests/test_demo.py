@@ -21,7 +21,7 @@ from debias_diffusion.app.demo.launch import AppConfig, is_of_other_site, open_a
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.reading import attention, count_tokens, movement
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, render_request
-from debias_diffusion.app.demo.request import Request, check, demo_scene, from_png, without_weights
+from debias_diffusion.app.demo.request import Request, check, demo_scene, from_image, without_weights
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec
@@ -94,7 +94,7 @@ def test_names_say_how_an_encoder_reads(toy, tmp_path):
         (chosen,) = images(toy, encoders=["toy/clip"], reading=reading)
         (by_name,) = images(models, encoders=[label])
         assert same(chosen.image, by_name.image) and chosen.read == by_name.read
-        assert from_png(chosen.save(tmp_path), toy)[0].reading == reading
+        assert from_image(chosen.save(tmp_path), toy)[0].reading == reading
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     of_demo, of_generate = read_settings(saved), read_settings(path)
     # only the command writes digests of files
     assert of_demo == of_demo | {name: value for name, value in of_generate.items() if "sha256" not in name}
-    assert from_png(path, toy) == (request, [])
+    assert from_image(path, toy) == (request, [])
 
 
 def test_an_alignment_renders_with_the_second_encoder_that_it_fitted(folders, tmp_path):
@@ -152,7 +152,7 @@ def test_an_alignment_renders_with_the_second_encoder_that_it_fitted(folders, tm
         assert same(
             rendered.image, Image.open(generate(GenerateConfig(PROMPT, encoder=encoder, output=output, **options)))
         )
-        assert from_png(rendered.save(tmp_path), models)[1] == []
+        assert from_image(rendered.save(tmp_path), models)[1] == []
     assert not same(shown[0].image, shown[1].image)
 
 
@@ -180,7 +180,7 @@ def test_steps_and_images_come_one_after_the_other(toy, tmp_path):
     assert shares[0] == 0 and shares[-1] == 1 and all(a <= b for a, b in pairwise(shares))
     rendered = [item for item in items if isinstance(item, RenderedImage)]
     assert [(item.label, item.seed) for item in rendered] == [(label, 6 + number) for number, label in order]
-    assert all(from_png(item.save(tmp_path), toy) == (request, []) for item in rendered)
+    assert all(from_image(item.save(tmp_path), toy) == (request, []) for item in rendered)
     (again,) = images(toy, encoders=["toy/debias-clip"], seed=8)
     assert same(rendered[3].image, again.image) and not same(rendered[1].image, again.image)
 
@@ -287,15 +287,15 @@ def test_a_png_gives_back_its_request(tiny, tmp_path):
     changes |= {"guidance_scale": 2.5, "height": 64, "width": 48, "seed": 2**63 - 9}
     changes |= {"scheduler": "UniPC", "reading": "separate"}
     (rendered,) = images(tiny, **changes)
-    assert from_png(rendered.save(tmp_path), tiny) == (ask(tiny, **changes), [])
+    assert from_image(rendered.save(tmp_path), tiny) == (ask(tiny, **changes), [])
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "no PNG with settings"),
-        (b"\x89PNG\r\n\x1a\n\x7f\xff\xff\xfftEXt", "no PNG with settings"),
-        ("[" * 10_000, "no PNG with settings"),
+        (b"", "cannot be read"),
+        (b"\x89PNG\r\n\x1a\n\x7f\xff\xff\xfftEXt", "cannot be read"),
+        ("[" * 10_000, "cannot be read"),
         ('{"prompt": 7}', "prompt is 7, but must be text"),
         ('{"prompt": "a", "steps": NaN}', "steps is nan, but must be a whole number, from 1 to 1000"),
         ('{"prompt": "a", "encoders": [["long"]]}', "cannot be used"),
@@ -308,12 +308,12 @@ def test_files_without_usable_settings_are_refused(tiny, content, message, tmp_p
     else:
         png_with(file, content)
     with pytest.raises(UserError, match=message):
-        from_png(file, tiny)
+        from_image(file, tiny)
 
 
 def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
     changes = {"encoders": ["/home/me/long", "gone"], "base": "other", "scheduler": "PLMS", "prompt_2": "a dog"}
-    request, notes = from_png(settings_with(tmp_path / "a.png", **changes), tiny)
+    request, notes = from_image(settings_with(tmp_path / "a.png", **changes), tiny)
     assert (request.encoders, request.scheduler, request.reading) == (["long"], "Euler", "overlap")
     for words in ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not used"):
         assert words in " ".join(notes)

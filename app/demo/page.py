@@ -25,9 +25,10 @@ from .examples import examples
 from .models import DemoModels
 from .reading import attention, count_tokens, movement
 from .rendering import RenderedImage, render_request
-from .request import MOST_IMAGES, MOST_SCENES, Request, demo_scene, from_png, scene_of
+from .request import MOST_IMAGES, MOST_SCENES, Request, demo_scene, from_image, scene_of
 
 TITLE = "See what your encoder reads"
+TYPES = [".png", ".jpg", ".jpeg", ".webp"]  # whose settings are read
 KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
 # Who reads a token. The colours differ in lightness too, and the sentences below the tokens say it in words.
 READ_BY = {"all": "read by every encoder", "some": "read by some encoders", "none": "read by no encoder"}
@@ -117,7 +118,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
                     hint = "More than 1 brings out details of prompts beyond 77 tokens; try 1.5."
                     sharpen = gr.Slider(0.1, MOST_SHARPENING, 1, step=0.1, label="Sharpen", info=hint)
-                png = gr.UploadButton("Restore settings from a PNG", file_types=[".png"], size="sm")
+                file = gr.UploadButton("Restore settings from an image", file_types=TYPES, size="sm")
             with gr.Column(scale=6, min_width=320):
                 looks = {"columns": 3, "height": "auto", "show_label": False, "buttons": ["download", "fullscreen"]}
                 images = gr.Gallery(label="Images", format="png", interactive=False, elem_id="images", **looks)
@@ -144,7 +145,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
         for button, example in chosen:
             button.click(lambda example=example: choose(example), None, [prompt, scene, images], **PRIVATE)
         new_seed.click(lambda: str(random.randrange(2**32)), None, seed, **PRIVATE)
-        png.upload(endpoints.restore, png, [status, scene, images, *request], api_name="settings", **BESIDE)
+        file.upload(endpoints.restore, file, [status, scene, images, *request], api_name="settings", **BESIDE)
     return page.queue(max_size=most_waiting, default_concurrency_limit=1, api_open=False)
 
 
@@ -237,16 +238,16 @@ class _Endpoints:
         shown = gr.skip() if analysed == [*text] else gr.update(visible=False)
         return [shown] * (len(self.models.labels) + 1)
 
-    def restore(self, png: str) -> list[Any]:
-        """Reads the settings in a PNG from this demo or from `debias-diffusion generate`."""
+    def restore(self, file: str) -> list[Any]:
+        """Reads the settings in an image from this demo, `debias-diffusion generate`, A1111, Forge or ComfyUI."""
         with _shown_errors():
-            request, notes = from_png(png, self.models)
+            request, notes = from_image(file, self.models)
         toy_scene = scene_of(request.scene, request.prompt)
         images = _reference(toy_scene)
         if images:
-            with open_regular(png) as file, Image.open(file, formats=("PNG",)) as image:
+            with open_regular(file) as opened, Image.open(opened, formats=("PNG",)) as image:
                 if image.size == (request.width, request.height):
-                    images.append((png, f"The PNG{_marks(image, toy_scene)}"))
+                    images.append((file, f"The PNG{_marks(image, toy_scene)}"))
         status = escape(" ".join(["All settings are restored.", *notes]))
         values = vars(request) | {"seed": str(request.seed), "emphasis": request.emphasis or ""}
         return [status, request.scene, images or gr.skip(), *(values[name] for name in SETTINGS)]

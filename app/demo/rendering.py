@@ -118,7 +118,7 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
         pipe = renderer.prepare(models.encoders[label], encoder)
         if label not in encoded:
             prompt = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
-            prompt = prompt.cleaned(renderer.options(encoder))
+            prompt = renderer.cleaned(encoder, prompt)
             encoded[label] = encode(pipe, [prompt], renderer.sampling), read_layout(pipe, prompt, renderer.sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
         embeddings, layout = encoded[label]

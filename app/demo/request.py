@@ -10,8 +10,8 @@ from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
 from debias_diffusion.pipelines.long_prompt import PromptReader
+from debias_diffusion.pipelines.rendering.infotext import read_image
 from debias_diffusion.pipelines.rendering.options import ImageOptions
-from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings
 from debias_diffusion.text.chunks import Emphasis, Reading, join_runs
 from debias_diffusion.text.weighting import parse_prompt
@@ -22,6 +22,7 @@ from ..prompts import check_prompt, check_text, parse_seed
 from .models import DemoModels
 
 MOST_IMAGES, MOST_SCENES = 8, 2**31
+UNUSED = ("prompt_2", "encoder_2", "loras", "karras", "clip_skip")  # of an image's settings
 
 
 @dataclass
@@ -165,23 +166,22 @@ def to_settings(models: DemoModels, request: Request, label: str, number: int, l
     }
 
 
-def from_png(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:
-    """The request that an image of this demo, or of `debias-diffusion generate`, was generated from.
+def from_image(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:
+    """The request of an image by this demo, by `debias-diffusion generate`, or by a program that `read_image` knows.
 
-    Only the text of the PNG is read. Missing encoders are left out; a missing scheduler and the size of a toy are
+    Only the text of the file is read. Missing encoders are left out; a missing scheduler and the size of a toy are
     replaced by the demo's own.
 
     Returns:
-        the request, checked; in words, what had to change because this demo has other models
+        the request, checked; in words, what had to change because this demo is another program or has other models
 
     Raises:
-        UserError: the file is no PNG with settings, or these cannot be used.
+        UserError: the file is no image with settings, or these cannot be used.
     """
-    advice = "Give a PNG saved from this demo or by `debias-diffusion generate`, unchanged."
-    with explain_failure("The PNG's settings cannot be used", advice):  # there is no end to what a hostile file says
-        if (settings := read_settings(Path(path))) is None:
-            raise UserError(f"The file is no PNG with settings; programs that share images often remove them. {advice}")
-        return _restored(settings, models)
+    image = read_image(path)
+    with explain_failure("The image's settings cannot be used"):  # there is no end to what a hostile file says
+        request, notes = _restored(image.settings, models)
+        return request, image.left + notes
 
 
 def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, list[str]]:
@@ -195,7 +195,7 @@ def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, li
     # `generate` writes an encoder as it was passed, which may be a path that ends in the label.
     known = {
         name: next((end for end in (name, Path(name).name) if end in models.labels), None)
-        for name in settings.get("encoders", [settings.get("encoder") or ORIGINAL])
+        for name in settings.get("encoders", [settings["encoder"] or ORIGINAL] if "encoder" in settings else [])
     }
     if missing := ", ".join(name for name, label in known.items() if label is None):
         notes.append(f"The encoder {missing[:80]!r} is not here and is left out.")
@@ -209,5 +209,5 @@ def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, li
         notes.append("Images have another size here.")
         values["height"], values["width"] = models.size
     here = [None, *(models.spec(label, "overlap").fitted_second for label in values["encoders"])]
-    notes += [f"The {name} is not used here." for name in ("prompt_2", "encoder_2") if settings.get(name) not in here]
+    notes += [f"The {name} is not used here." for name in UNUSED if settings.get(name) not in here]
     return check(replace(Request.default(models), **values), models), notes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from debias_diffusion.limits import Checked, Guidance, Rule, Side, Steps
+from debias_diffusion.limits import Checked, Guidance, Rule, Side, Steps, between
 from debias_diffusion.text.chunks import MOST_SHARPENING
 
 # diffusers' classes of one UNet evaluation per step
@@ -14,6 +14,8 @@ Scheduler = Literal[
     "DDIMScheduler",
     "UniPCMultistepScheduler",
 ]
+KARRAS = ("EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler")  # have its noise levels
+ClipSkip = between(int, 1, 24)  # as A1111 and ComfyUI count layers, of which CLIP bigG has 32
 Sharpening = Annotated[
     float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
 ]

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -25,7 +25,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
-from debias_diffusion.errors import FailedError, UserError, explain_failure
+from debias_diffusion.errors import FailedError, UserError, explain_failure, reason
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
 from debias_diffusion.processes import Processes
@@ -36,7 +36,8 @@ from debias_diffusion.text.weighting import BREAK
 from ..long_prompt import LongPromptOptions, PromptLayout
 from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, Parts, scheduled
 from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, load_text_encoders
-from .options import ImageOptions, Scheduler
+from .loras import Lora, LoraFolder, lora_tags, read_lora
+from .options import KARRAS, ClipSkip, ImageOptions, Scheduler
 from .png import first_difference, sampler, settings_text, write_png
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
@@ -51,12 +52,14 @@ class ImagePrompt:
         seed: of the noise, equal on every device.
         negative_prompt: what to avoid; None for the checkpoint's default.
         prompt_2: for SDXL's second text encoder; None for `prompt`.
+        loras: to draw with, where the tags of the prompt have been read.
     """
 
     prompt: str
     seed: int = 0
     negative_prompt: str | None = None
     prompt_2: str | None = None
+    loras: tuple[Lora, ...] = ()
 
     def cleaned(self, options: LongPromptOptions) -> "ImagePrompt":
         """With the texts as pipelines of these options read them, see `cleaned`."""
@@ -87,6 +90,9 @@ class Sampling(ImageOptions):
         layer: of SDXL's text encoders, see `reading_layer`.
         scheduler: None keeps the checkpoint's.
         emphasis, breaks, zero_empty_negative: see `LongPromptOptions`.
+        karras: noise levels as in Karras et al. (2022), see KARRAS; None for the checkpoint's own.
+        clip_skip: the text encoders' layer that is read, for both prompts, counted from the last, 1, as A1111, Forge
+            and ComfyUI do. As in Forge, SDXL never reads the last.
     """
 
     layer: Layer = "penultimate"
@@ -94,6 +100,8 @@ class Sampling(ImageOptions):
     emphasis: Emphasis | None = None
     breaks: Breaks = "concatenate"
     zero_empty_negative: bool | None = None
+    karras: bool | None = None
+    clip_skip: ClipSkip | None = None
 
     @classmethod
     def of(cls, settings: Mapping) -> "Sampling":
@@ -101,7 +109,8 @@ class Sampling(ImageOptions):
         return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
 
 
-USUAL = {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
+USUAL = dict.fromkeys(("karras", "clip_skip", "loras"))
+USUAL |= {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
 del USUAL["reading"]
 
 
@@ -180,8 +189,8 @@ def plan_batches(
 ) -> list[list[int]]:
     """Indices of prompts in batches of one length, so that none is padded further than it would be alone.
 
-    In a batch either all or no prompts have a negative prompt. Finished images keep their place in their batch, so that
-    a resumed run renders the rest with the same batch-mates, bit for bit.
+    In a batch either all or no prompts have a negative prompt, and all have the same LoRAs. Finished images keep their
+    place in their batch, so that a resumed run renders the rest with the same batch-mates, bit for bit.
 
     Args:
         prompts: all of the run.
@@ -191,11 +200,12 @@ def plan_batches(
     """
     groups: dict[Hashable, list[int]] = {}
     for index, layout in layouts.items():
-        key = layout.positions, prompts[index].negative_prompt is None
+        key = layout.positions, prompts[index].negative_prompt is None, prompts[index].loras
         groups.setdefault(key, []).append(index)
     batches = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
     wanted = set(wanted)
-    return sorted(batch for batch in batches if not wanted.isdisjoint(batch))
+    batches = [batch for batch in batches if not wanted.isdisjoint(batch)]
+    return sorted(batches, key=lambda batch: (prompts[batch[0]].loras, batch))  # each LoRA is loaded once
 
 
 @torch.no_grad()
@@ -205,11 +215,13 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
     Returns:
         one part, or, where a prompt changes from step to step, several
     """
-    guidance = sampling.guidance_scale > 1
-    with reading_layer(pipe, sampling.layer), scheduled(pipe, sampling.steps or 0) as schedule:
-        embeddings = pipe.encode_prompt(
-            **_texts(prompts), device=None, num_images_per_prompt=1, do_classifier_free_guidance=guidance
-        )
+    skipped = (sampling.clip_skip or 0) - (2 if hasattr(pipe, "text_encoder_2") else 1)
+    how = {"do_classifier_free_guidance": sampling.guidance_scale > 1, "clip_skip": max(skipped, 0) or None}
+    try:
+        with reading_layer(pipe, sampling.layer), scheduled(pipe, sampling.steps or 0) as schedule:
+            embeddings = pipe.encode_prompt(**_texts(prompts), device=None, num_images_per_prompt=1, **how)
+    except ValueError as error:  # more layers than an encoder has
+        raise UserError(f"The prompt cannot be encoded: {reason(error)}.") from error
     parts = schedule.parts or [(schedule.steps, dict(zip(EMBEDDINGS, embeddings, strict=False)))]
     embeddings_by_id = {id(part): part for _, part in parts}  # alternating parts share theirs
     moved = {
@@ -302,6 +314,7 @@ class Renderer:
         batch: images rendered at once.
         low_memory: either the text encoders or the UNet are in memory, never both.
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
+        loras: whose files tags in prompts name; None: tags are not read.
 
     Raises:
         UserError: there is no such checkpoint, it is of another kind, or cannot render images of this size.
@@ -315,6 +328,7 @@ class Renderer:
     batch: int = 1
     low_memory: bool = False
     show_steps: bool = False
+    loras: LoraFolder | None = None
 
     def __post_init__(self):
         self.checkpoint = Checkpoint.parse(self.base)
@@ -341,14 +355,30 @@ class Renderer:
 
     def settings(self, encoder: EncoderSpec) -> dict:
         """Everything that affects an image besides its `ImagePrompt` and the models."""
-        names = ("scheduler", "steps", "guidance_scale", "height", "width", "layer")
+        names = ("scheduler", "karras", "steps", "guidance_scale", "height", "width", "layer", "clip_skip")
         sampling = {name: getattr(self.sampling, name) for name in names}
         return asdict(self.options(encoder)) | sampling | runtime_settings(self.device, self.dtype)
 
     def options(self, encoder: EncoderSpec) -> LongPromptOptions:
         """How prompts are read."""
         names = ("emphasis", "breaks", "zero_empty_negative", "sharpen")
-        return LongPromptOptions(reading=encoder.reading, **{name: getattr(self.sampling, name) for name in names})
+        given = {name: getattr(self.sampling, name) for name in names}
+        return LongPromptOptions(reading=encoder.reading, negative_clip_skip=bool(self.sampling.clip_skip), **given)
+
+    def cleaned(self, encoder: EncoderSpec, prompt: ImagePrompt) -> ImagePrompt:
+        """A prompt as pipelines read it, with the LoRAs that its tags name. Raises UserError for a tag of no file."""
+        tags, text = lora_tags(prompt.prompt) if self.loras else [], prompt.prompt
+        for tag in tags if encoder.reading != "a1111" else ():  # where pipelines take them out
+            text = text.replace(tag, "")
+        prompt = replace(prompt, prompt=text, loras=tuple(map(read_lora, tags)))
+        if self.loras:
+            self.loras.digests(prompt.loras)
+        return prompt.cleaned(self.options(encoder))
+
+    def identity(self, prompt: ImagePrompt) -> dict:
+        """The values of a prompt, and the digests of its LoRAs: what tells the images of a job apart."""
+        loras = self.loras and self.loras.digests([*map(read_lora, lora_tags(prompt.prompt))])
+        return asdict(prompt) | {"loras": loras}
 
     def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
         """The digests of the models, read from their files; None for an encoder of the checkpoint."""
@@ -369,7 +399,7 @@ class Renderer:
         names = self._encoders(encoder)
         digests = {f"{slot}_sha256": (self.digest(name) or "").rpartition(":")[2] for slot, name in names.items()}
         return {
-            **asdict(prompt),
+            **self.identity(prompt),
             "base": self.base,
             **names,
             **{name: digest if re.fullmatch("[0-9a-f]{64}", digest) else None for name, digest in digests.items()},
@@ -402,6 +432,10 @@ class Renderer:
         name, configuration = self.sampling.scheduler, pipe.scheduler.config
         cls = getattr(diffusers, name) if name else type(pipe.scheduler)
         changes = {"clip_sample": False} if name == "DDIMScheduler" else {}  # which would clip latents as if pixels
+        if self.sampling.karras:
+            if cls.__name__ not in KARRAS:
+                raise UserError(f"{cls.__name__} has no noise levels of Karras: leave out karras, or give {KARRAS[0]}.")
+            changes["use_karras_sigmas"] = True
         pipe = replace_components(pipe, scheduler=cls.from_config(configuration, **changes))
         return pipe.set_long_prompt(**asdict(self.options(encoder)))
 
@@ -416,23 +450,34 @@ class Renderer:
         sampling = self.sampling
         seeds = [[prompt.seed for prompt in batch] for batch in batches]
         if not self.low_memory:
-            for batch, of_batch in zip(batches, seeds, strict=True):
+            for batch, of_batch in zip(self._with_loras(pipe, batches), seeds, strict=True):
                 yield render(pipe, encode(pipe, batch, sampling), of_batch, sampling)
             return
         per_round = max(1, ENCODED_AT_ONCE // self.batch)
         for start in range(0, len(batches), per_round):
             pipe = pipe or self.pipeline(encoder)
             bar = tqdm(batches[start : start + per_round], "encode", disable=self.show_steps, leave=False)
-            encoded = [encode(pipe, batch, sampling) for batch in bar]
+            encoded = [encode(pipe, batch, sampling) for batch in self._with_loras(pipe, bar)]
             # The caller may hold the pipeline, too.
             pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
             pipe = None
             clear_device_cache(garbage_collection=True)
             denoiser = self.pipeline(encoder, "denoiser")
-            for parts, of_batch in zip(encoded, seeds[start : start + per_round], strict=True):
+            of_round = self._with_loras(denoiser, batches[start : start + per_round])
+            for parts, _, of_batch in zip(encoded, of_round, seeds[start : start + per_round], strict=True):
                 yield render(denoiser, parts, of_batch, sampling)
             del denoiser
             clear_device_cache(garbage_collection=True)
+
+    def _with_loras(self, pipe: DiffusionPipeline, batches: Iterable[Sequence[ImagePrompt]]) -> Iterator:
+        """The batches, each while `pipe` has its LoRAs and no others."""
+        loaded: tuple[Lora, ...] | None = None
+        for batch in batches:
+            if self.loras and batch[0].loras != loaded:
+                self.loras.apply(pipe, loaded := batch[0].loras)
+            yield batch
+        if loaded:
+            self.loras.apply(pipe, ())
 
     def _load(self, encoder: EncoderSpec, part: Part) -> DiffusionPipeline:
         first, second = names = tuple(self._encoders(encoder).values())
@@ -495,7 +540,7 @@ def render_into(
         FailedError: some images have values that are not finite, see `render`. All others are rendered.
     """
     left_out, processes = {} if left_out is None else left_out, processes or Processes(renderer.device)
-    missing = processes.from_main(lambda: _missing(job, tasks))
+    missing = processes.from_main(lambda: _missing(job, renderer, tasks))
     print(f"Images: {len(tasks) - len(missing):,} are in {job.folder}, {len(missing):,} to render")
     if missing:
         failed = processes.gathered(_render_share(job, renderer, encoder, tasks, missing, left_out, processes))
@@ -523,7 +568,7 @@ def explain_failures(failed: Sequence[tuple[str, str]], images: str, dtype: torc
     )
 
 
-def _missing(job: Job, tasks: Sequence[ImageTask]) -> set[int]:
+def _missing(job: Job, renderer: Renderer, tasks: Sequence[ImageTask]) -> set[int]:
     """Indices of the images that are not there or damaged. Raises UserError for one that is something else."""
     missing, differing, damaged = set(), [], []
     finished = set(job.names())
@@ -533,7 +578,7 @@ def _missing(job: Job, tasks: Sequence[ImageTask]) -> set[int]:
             missing.add(index)
             if os.path.lexists(job.folder / name):
                 differing.append(f"{name} ({task.where}): it was not made by this job")
-        elif difference := first_difference(job.notes(name), asdict(task.prompt)):
+        elif difference := first_difference(job.notes(name), renderer.identity(task.prompt)):
             differing.append(f"{name} ({task.where}): {difference}")
         elif job.path(name, damaged="absent") is None:
             missing.add(index)
@@ -558,8 +603,8 @@ def _render_share(
     processes: Processes,
 ) -> list[tuple[str, str]]:
     """Renders one process's share of the missing images. Returns the places and reasons of those that failed."""
-    pipe, options, failed = renderer.pipeline(encoder), renderer.options(encoder), []
-    prompts = [task.prompt.cleaned(options) for task in tasks]
+    prompts, failed = [renderer.cleaned(encoder, task.prompt) for task in tasks], []
+    pipe = renderer.pipeline(encoder)
     layouts = _layouts(renderer, pipe, tasks, prompts, left_out)
     batches = plan_batches(prompts, layouts, renderer.batch, missing)[processes.index :: processes.count]
     title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {job.folder.name}"
@@ -574,7 +619,7 @@ def _render_share(
                 if index in missing and isinstance(image, str):
                     failed.append((f"{task.where}, seed {task.prompt.seed}", image))
                 elif index in missing:
-                    notes = asdict(task.prompt) | layouts[index].settings()
+                    notes = renderer.identity(task.prompt) | layouts[index].settings()
                     text = renderer.png_text(pipe, encoder, task.prompt, layouts[index])
                     with job.write(task.file, **notes, seconds=seconds) as temporary:
                         write_png(image, temporary, text)

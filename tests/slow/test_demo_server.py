@@ -85,7 +85,7 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
         ("/generate", {"prompt": "a", "encoders": None}, "encoders is None, but must be values"),
         ("/generate", {"prompt": "a", "steps": "many"}, "steps is 'many', but must be a whole number, from 1 to 100"),
         ("/attention", {"prompt": "a", "reading": [3]}, r"reading is \[3\], but must be overlap or"),
-        ("/settings", {"png": 3}, 'a file that was not uploaded. "Use via API" at the foot'),
+        ("/settings", {"file": 3}, 'a file that was not uploaded. "Use via API" at the foot'),
         ("/generate", {"prompt": LONG, "images": 8, "steps": 100}, "one request may take 1,000 here"),
         ("/attention", {"prompt": " "}, "The prompt is empty"),
     ],
@@ -129,7 +129,7 @@ def test_no_path_reaches_the_file_system_and_no_file_but_a_png_is_taken(visitor,
     large = io.BytesIO(bytes(33 * 2**20))
     assert visitor.post("gradio_api/upload", files={"files": large}).status_code == 413
     (tmp_path / "no.png").write_text(HOSTILE)
-    with pytest.raises(AppError, match="The file is no PNG with settings"):
+    with pytest.raises(AppError, match="The settings in the image"):
         client.predict(handle_file(tmp_path / "no.png"), api_name="/settings")
 
 

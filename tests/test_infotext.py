@@ -1,0 +1,236 @@
+"""Settings that this package and other programs write into images: what is read of them, and what is drawn."""
+
+import json
+import re
+import struct
+import zlib
+
+import pytest
+from helpers.modules import ROOT
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from debias_diffusion.app.generate import generate
+from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines.rendering.infotext import read_image
+from debias_diffusion.pipelines.rendering.png import read_settings
+
+PROMPT = 'a cat, (red:1.2)\nsofa: "a, b" 猫'
+FIELDS = (
+    "Steps: 20, Sampler: DPM++ 2M, Schedule type: Karras, CFG scale: 6.5, Seed: 1234, Size: 832x1216, "
+    'Model hash: 12ab, Model: "sd, xl: 1", Clip skip: 2, Emphasis: No norm, Version: v1.10.1'
+)
+A1111 = f"{PROMPT}\nNegative prompt: blurry,\nlow quality\n{FIELDS}"
+READ = {
+    "prompt": PROMPT, "negative_prompt": "blurry,\nlow quality", "steps": 20, "scheduler": "DPM++ 2M", "karras": True,
+    "guidance_scale": 6.5, "seed": 1234, "width": 832, "height": 1216, "base": "sd, xl: 1", "clip_skip": 2,
+    "reading": "a1111", "emphasis": "no_norm",
+}  # fmt: skip
+GRAPH = json.loads((ROOT / "examples" / "comfyui" / "long_prompt.json").read_text())
+
+
+def png(path, content="", **texts):
+    info = PngInfo()
+    for name, text in texts.items():
+        info.add_text(name, text)
+    Image.new("RGB", (8, 8)).save(path, format="PNG", pnginfo=info)
+    return str(path)
+
+
+def photograph(path, kind, comment):
+    exif = Image.Exif()
+    exif.get_ifd(0x8769)[0x9286] = comment
+    Image.new("RGB", (8, 8)).save(path, format=kind, exif=exif)
+    return str(path)
+
+
+def unicode(text, order="be"):
+    return b"UNICODE\0" + text.encode(f"utf-16-{order}")
+
+
+# ---- A1111 and Forge
+
+
+@pytest.mark.parametrize("place", ["PNG", "JPEG", "JPEG, little-endian", "WEBP"])
+def test_an_infotext_in_each_kind_of_file(tmp_path, place):
+    kind, _, order = place.partition(", ")
+    path = tmp_path / "a.image"
+    if kind == "PNG":
+        png(path, parameters=A1111)
+    else:
+        photograph(path, kind, unicode(A1111, "le" if order else "be"))
+    assert read_image(path) == ("A1111 or Forge v1.10.1", READ, [])
+
+
+SHORT = "Steps: 9, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 512x512"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "left"),
+    [
+        (f"a\n\nb\n{SHORT}", {"prompt": "a\n\nb", "negative_prompt": None, "emphasis": "original"}, ""),
+        (SHORT, {"prompt": "", "scheduler": "Euler a", "width": 512}, ""),
+        (f"a\nNegative prompt: n\n{SHORT}", {"prompt": "a", "negative_prompt": "n"}, ""),
+        (f"a\n{SHORT.replace('Euler a', 'DPM++ 2M SDE Karras')}", {"scheduler": "DPM++ 2M SDE", "karras": True}, ""),
+        (f"a\n{SHORT}, Schedule type: Exponential", {"scheduler": "Euler a"}, "'Exponential': noise levels are the"),
+        (
+            f'a\n{SHORT}, Hires upscale: 2, ADetailer prompt: "x, Seed: 5"',
+            {"seed": 1},
+            "Hires upscale, ADetailer prompt",
+        ),
+        (f"a\n{SHORT}, Clip skip: 3", {"clip_skip": 3}, "For SDXL, Forge follows Clip skip, and A1111 does not"),
+        (f'a <lora:x:1>\n{SHORT}, Lora hashes: "x: 12, y: 3"', {"prompt": "a"}, "<lora:x:1>: give the folder"),
+        (f"a\n{SHORT}, Version: f2.0.1v1.10.1-previous-1", {"reading": "a1111"}, ""),
+    ],
+)
+def test_infotexts(tmp_path, text, settings, left):
+    image = read_image(png(tmp_path / "a.png", parameters=text))
+    assert image.settings | settings == image.settings and ("karras" in settings) == ("karras" in image.settings)
+    assert (left in " ".join(image.left)) if left else image.left == []
+
+
+# ---- ComfyUI
+
+
+def node(kind, **inputs):
+    return {"class_type": kind, "inputs": inputs}
+
+
+def graph(**changes):
+    """A workflow with LoRAs, a last layer and a second pass."""
+    nodes = {
+        "1": node("CheckpointLoaderSimple", ckpt_name="xl.safetensors"),
+        "2": node("LoraLoader", model=["1", 0], clip=["1", 1], lora_name="a\\b.safetensors", strength_model=0.8,
+                  strength_clip=0.5),
+        "3": node("LoraLoaderModelOnly", model=["2", 0], lora_name="c.safetensors", strength_model=1),
+        "4": node("CLIPSetLastLayer", clip=["2", 1], stop_at_clip_layer=-2),
+        "5": node("CLIPTextEncode", clip=["4", 0], text="a (red:1.2) cat"),
+        "6": node("CLIPTextEncode", clip=["4", 0], text="blurry"),
+        "7": node("EmptyLatentImage", width=64, height=48, batch_size=1),
+        "8": node("KSampler", model=["3", 0], positive=["5", 0], negative=["6", 0], latent_image=["9", 0], seed=3,
+                  steps=5, cfg=2, sampler_name="euler", scheduler="normal", denoise=0.5),
+        "9": node("KSamplerAdvanced", model=["3", 0], positive=["5", 0], negative=["6", 0], latent_image=["7", 0],
+                  noise_seed=2**64 - 1, steps=20, cfg=7.5, sampler_name="dpmpp_2m", scheduler="karras"),
+        "10": node("UpscaleModelLoader", model_name="x"),
+    }  # fmt: skip
+    for name, inputs in changes.items():
+        nodes[name.strip("_")]["inputs"] |= inputs
+    return nodes
+
+
+def test_a_graph_of_comfyui(tmp_path):
+    image = read_image(png(tmp_path / "a.png", prompt=json.dumps(graph())), loras=True)
+    assert image.settings == {
+        "prompt": "a (red:1.2) cat <lora:b:0.5:0.8> <lora:c:0:1>", "negative_prompt": "blurry", "steps": 20,
+        "guidance_scale": 7.5, "scheduler": "DPM++ 2M", "karras": True, "width": 64, "height": 48, "clip_skip": 2,
+        "base": "xl.safetensors", "reading": "comfyui", "emphasis": "comfyui",
+    }  # fmt: skip
+    assert len(image.left) == 3 and "UpscaleModelLoader is not followed" in " ".join(image.left)
+    assert "above 2^63" in " ".join(image.left) and "Other samplers" in " ".join(image.left)
+    ours = read_image(png(tmp_path / "a.png", prompt=json.dumps(GRAPH)))
+    assert ours.settings["prompt"] == GRAPH["3"]["inputs"]["text"] and ours.settings["reading"] == "overlap"
+    assert ours.settings["seed"] == 0 and ours.left == []
+
+
+# ---- files that are damaged or hostile
+
+
+def chunk(kind, content, length=None):
+    return struct.pack(">I", len(content) if length is None else length) + kind + content + struct.pack(
+        ">I", zlib.crc32(kind + content)
+    )  # fmt: skip
+
+
+def raw_png(*chunks, side=8):
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + head
+        + b"".join(chunks)
+        + chunk(b"IDAT", zlib.compress(bytes(25 * 8)))
+        + chunk(b"IEND", b"")
+    )
+
+
+BOMB = chunk(b"zTXt", b"parameters\0\0" + zlib.compress(b"a" * 2**22))
+HOSTILE = {
+    "empty": b"",
+    "a length beyond the file": raw_png(chunk(b"tEXt", b"parameters\0a", length=2**31 - 1)),
+    "a text that grows": raw_png(BOMB),
+    "pixels that grow": raw_png(chunk(b"tEXt", b"parameters\0" + SHORT.encode()), side=60_000),
+    "no text": {},
+    "another program's": {"parameters": '{"sui_image_params": {"prompt": "a"}}'},
+    "too long": {"parameters": "a" * 4_000_001 + f"\n{SHORT}"},
+    "deep": {"settings": "[" * 100_000},
+    "deep graph": {"prompt": '{"a":' * 100_000},
+    "list": {"prompt": "[]"},
+    "deep field": {"parameters": f"a\n{SHORT}, Seed: {'[' * 100_000}"},
+    "half a comment": unicode("a") + b"\xd8",
+    "no encoding": b"ASCII\0\0\0\xff\xfe",
+    "circle": {"prompt": json.dumps(graph(_3={"model": ["3", 0]}))},
+    "no such node": {"prompt": json.dumps(graph(_9={"positive": ["99", 0]}))},
+    "unhashable": {"prompt": json.dumps(graph(_9={"positive": [["5"], 0]}))},
+    "no sampler": {"prompt": json.dumps({"1": node("SaveImage")})},
+    "no nodes": {"prompt": '{"1": 3}'},
+    "steps": {"parameters": f"a\n{SHORT.replace('9', 'many')}"},
+    "seed": {"parameters": f"a\n{SHORT.replace('Seed: 1', 'Seed: 1e999')}"},
+    "size": {"parameters": f"a\n{SHORT.replace('512x512', '1x2x3')}"},
+    "side": {"parameters": f"a\n{SHORT.replace('512x512', '513x512')}"},
+    "emphasis": {"parameters": f"a\n{SHORT}, Emphasis: odd"},
+    "cfg": {"prompt": json.dumps(graph(_9={"cfg": ["1", 0], "noise_seed": 1}))},
+    "layer": {"prompt": json.dumps(graph(_4={"stop_at_clip_layer": "x"}))},
+    "prompt": {"settings": '{"prompt": 7}'},
+    "no prompt": {"prompt": json.dumps(graph(_5={"text": ["1", 0]}))},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_damaged_and_hostile_files_get_one_clear_error(tmp_path, name):
+    content, path = HOSTILE[name], tmp_path / "a.png"
+    if isinstance(content, dict):
+        png(path, **content)
+    elif name in ("half a comment", "no encoding"):
+        photograph(path, "JPEG", content)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"in the image 'a.png' cannot be read: .*Give a PNG|must be|no prompt that is read"
+    ):
+        GenerateConfig(None, "toy/sdxl", like=str(path))
+
+
+def test_a_long_line_is_read_in_time(tmp_path):
+    """Not in the square of its length."""
+    line = 'a: "b' * 300_000
+    assert read_image(png(tmp_path / "a.png", parameters=f"{line}\n{SHORT}, {line}")).settings["seed"] == 1
+
+
+# ---- drawn
+
+
+def test_an_image_of_this_package_is_drawn_again(tmp_path, capsys):
+    first = {"negative_prompt": "grey", "seed": 5, "steps": 2, "guidance_scale": 4.0, "sharpen": 1.5, "karras": True}
+    first |= {"scheduler": "DPMSolverMultistepScheduler", "clip_skip": 3, "reading": "a1111", "emphasis": "no_norm"}
+    where = {"base": "toy/sdxl", "device": "cpu"}
+    path = generate(GenerateConfig("a (red:1.3) ring", output=str(tmp_path / "a.png"), **where, **first))
+    again = generate(GenerateConfig(None, like=str(path), output=str(tmp_path / "b.png"), **where))
+    assert again.read_bytes() == path.read_bytes()
+    assert f"From {path}: clip_skip '3'" in capsys.readouterr().out
+    given = {"seed": 0, "sharpen": 1.0, "karras": False, "reading": "overlap", "prompt": "a star"}
+    config = GenerateConfig(like=str(path), **where, **given)
+    assert {name: getattr(config, name) for name in given} == given and config.steps == 2
+    assert not config.taken.keys() & given.keys()
+
+
+def test_an_image_of_another_program_is_drawn_as_it_reads(tmp_path, sdxl_folder, capsys):
+    text = re.sub("832x1216", "64x48", A1111).replace("Steps: 20", "Steps: 2")
+    like = png(tmp_path / "like.png", parameters=f"{text}, Hires upscale: 2")
+    where = {"base": str(sdxl_folder), "device": "cpu"}
+    drawn = generate(GenerateConfig(None, like=like, output=str(tmp_path / "a.png"), **where))
+    out = capsys.readouterr().out
+    assert "Not from it: Hires upscale" in out and "Not from it: The base 'sd, xl: 1'" in out
+    options = {name: value for name, value in READ.items() if name != "base"} | {"width": 64, "height": 48, "steps": 2}
+    options |= {"scheduler": "DPMSolverMultistepScheduler"}
+    plain = generate(GenerateConfig(**options, output=str(tmp_path / "b.png"), **where))
+    assert drawn.read_bytes() == plain.read_bytes() and read_settings(drawn)["emphasis"] == "no_norm"

@@ -1,0 +1,185 @@
+"""LoRAs that prompts name, and alternatives in prompts: each image is drawn with its own, in whatever order."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_sdxl import sdxl_parts
+from PIL import Image
+from safetensors.torch import save_file
+
+from debias_diffusion.app.cli import main
+from debias_diffusion.app.generate import generate
+from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.app.prompts import expand
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import sha256
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.loras import Lora, LoraFolder, lora_tags, read_lora
+from debias_diffusion.pipelines.rendering.png import read_settings
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
+
+CPU = torch.device("cpu")
+LAYERS = {
+    "unet": "mid_block.attentions.0.transformer_blocks.0.attn2.to_v",
+    "text_encoder": "encoder.layers.1.self_attn.v_proj",
+    "text_encoder_2": "encoder.layers.1.self_attn.v_proj",
+}
+
+
+def write_lora(path, seed, models=tuple(LAYERS)):
+    """A file of one layer of each model."""
+    generator, parts, state = torch.Generator().manual_seed(seed), sdxl_parts(), {}
+    for name in models:
+        tower = getattr(parts[name], "text_model", parts[name])
+        layer = tower.get_submodule(LAYERS[name])
+        prefix = f"{name}.{'' if name == 'unet' else 'text_model.'}{LAYERS[name]}"
+        state[f"{prefix}.lora_A.weight"] = 9 * torch.randn(2, layer.in_features, generator=generator)
+        state[f"{prefix}.lora_B.weight"] = torch.randn(layer.out_features, 2, generator=generator)
+    path.parent.mkdir(exist_ok=True, parents=True)
+    save_file(state, path)
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loras")
+    write_lora(folder / "a.safetensors", 1)
+    write_lora(folder / "below" / "b, c.safetensors", 2, ("unet",))
+    write_lora(folder / "twice.safetensors", 3)
+    write_lora(folder / "below" / "twice.safetensors", 3)
+    save_file({"transformer.x": torch.zeros(2)}, folder / "flux.safetensors")
+    (folder / "broken.safetensors").write_bytes(b"no weights")
+    return str(folder)
+
+
+A, B = "<lora:a:0.5:-0.7>", "<lora:b, c>"
+PROMPTS = [f"a cat {A}", "a cat", f"{A}a {B} cat"]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory, sdxl_folder, loras):
+    """Draws prompts with equal noise into a folder; returns the images by prompt."""
+    root = tmp_path_factory.mktemp("drawn")
+
+    def draw(name, prompts, **options):
+        (root / f"{name}.csv").write_text("prompt,seed\n" + "".join(f'"{prompt}",3\n' for prompt in prompts))
+        where = {"base": str(sdxl_folder), "device": "cpu", "steps": 1, "loras": loras, "output": str(root / name)}
+        folder = generate(GenerateConfig(None, prompts=str(root / f"{name}.csv"), **where | options))
+        return dict(zip(prompts, sorted(folder.glob("0*.png")), strict=True))
+
+    return draw
+
+
+def pixels(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+def test_each_image_has_the_loras_of_its_prompt(drawn, loras, sdxl_folder):
+    images = drawn("order", PROMPTS)
+    again = drawn("other-order", PROMPTS[::-1], reading="a1111", emphasis="none", low_memory=True, batch=2)
+    pipe = load_pipeline(sdxl_folder, None, CPU)
+    pipe.load_lora_weights(f"{loras}/a.safetensors", adapter_name="a")
+    pipe.load_lora_weights(f"{loras}/below/b, c.safetensors", adapter_name="b")
+    weights = {"unet": -0.7, "text_encoder": 0.5, "text_encoder_2": 0.5}
+    expected = {}
+    for prompt, names in zip(PROMPTS, (["a"], [], ["a", "b"]), strict=True):
+        (pipe.enable_lora if names else pipe.disable_lora)()
+        if names:
+            pipe.set_adapters(names, [{"a": dict(weights), "b": 1.0}[name] for name in names])
+        noise = torch.Generator().manual_seed(3)
+        call = {"num_inference_steps": 1, "guidance_scale": 7.0, "generator": noise, "height": 64, "width": 64}
+        expected[prompt] = np.asarray(pipe("a cat", **call).images[0]).astype(int)
+        assert np.array_equal(pixels(images[prompt]), expected[prompt]), prompt
+        assert np.array_equal(pixels(images[prompt]), pixels(again[prompt])), prompt
+        assert prompt == PROMPTS[0] or abs(expected[prompt] - expected[PROMPTS[0]]).max() > 20
+    digests = [read_settings(images[prompt]).get("loras") for prompt in PROMPTS]
+    a, b = sha256(f"{loras}/a.safetensors"), sha256(f"{loras}/below/b, c.safetensors")
+    assert digests == [{"a": a}, None, {"a": a, "b, c": b}]
+
+
+def test_a_replaced_file_is_another_lora(drawn, tmp_path):
+    (tmp_path / "loras").mkdir()
+    write_lora(tmp_path / "loras" / "a.safetensors", 1)
+    images = drawn("replaced", PROMPTS[:1], loras=str(tmp_path / "loras"))
+    write_lora(tmp_path / "new" / "a.safetensors", 2)
+    with pytest.raises(UserError, match="00000-3-a-cat.*loras was"):
+        drawn("replaced", PROMPTS[:1], loras=str(tmp_path / "new"))
+    path = images[PROMPTS[0]]
+    again = {"like": str(path), "base": read_settings(path)["base"], "device": "cpu", "output": str(tmp_path / "b.png")}
+    with_it = generate(GenerateConfig(None, loras=str(tmp_path / "loras"), **again))
+    assert with_it.read_bytes() == path.read_bytes()
+    without = GenerateConfig(None, **again)
+    assert without.prompt == "a cat" and "<lora:a:0.5:-0.7>: give the folder" in " ".join(without.left)
+
+
+def test_tags():
+    assert lora_tags("a <lora:x:1> <hypernet:y:1>, <lora:z") == ["<lora:x:1>"]
+    for tag, lora in (
+        ("<lora:x>", Lora("x", 1.0, 1.0)),
+        ("<lora:x:.5>", Lora("x", 0.5, 0.5)),
+        ("<lora:x:1:-2>", Lora("x", 1, -2)),
+    ):
+        assert read_lora(tag) == lora
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [
+        ("<lora:aa:1>", "'aa' is not among the .safetensors files in .* Did you mean a"),
+        ("<lora:../loras/a:1>", "'../loras/a' is not among"),
+        ("<lora:twice:1>", r"'twice' may be .*below/twice.safetensors or .*twice.safetensors. Rename one"),
+        ("<lora:a:nan>", "'<lora:a:nan>' cannot be read: the weight of 'a' is nan"),
+        ("<lora:a:1e3>", "the weight of 'a' is 1000"),
+        ("<lora:a:1:1:1>", "'<lora:a:1:1:1>' cannot be read"),
+        ("<lora:a:half>", "cannot be read: could not convert"),
+        ("<lora:flux:1>", "flux.safetensors' cannot be used: it has no layers of a UNet"),
+        ("<lora:broken:1>", "broken.safetensors' cannot be used: "),
+    ],
+)
+def test_loras_that_cannot_be_used_are_named(drawn, tag, message):
+    with pytest.raises(UserError, match=message):
+        drawn("refused", [f"a cat {tag}"])
+
+
+def test_what_is_missing_is_named(monkeypatch, capsys, tmp_path):
+    with pytest.raises(UserError, match="no folder of LoRAs 'nowhere'"):
+        LoraFolder("nowhere")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    arguments = ["generate", "a", "--base=toy/sdxl", f"--loras={tmp_path}", f"--output={tmp_path}/a.png"]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert 'peft is not installed: run `pip install -e ".[generate]"` in the checkout' in capsys.readouterr().err
+
+
+# ---- alternatives
+
+
+def task(text, seed=0, negative=None):
+    return ImageTask("00000", ImagePrompt(text, seed, negative), "line 1")
+
+
+def test_alternatives_and_wildcards_are_drawn_by_the_seed(tmp_path):
+    pytest.importorskip("dynamicprompts")
+    (tmp_path / "colour.txt").write_text("red\nblue\n")
+    image = task("a __colour__ {cat|dog} # 1", negative="{grey|}")
+    drawn = [expand(task(image.prompt.prompt, seed, "{grey|}"), tmp_path) for seed in range(30)]
+    assert {each.prompt.prompt.split("#")[0].strip() for each in drawn} == {
+        f"a {colour} {animal}" for colour in ("red", "blue") for animal in ("cat", "dog")
+    }
+    assert {each.prompt.negative_prompt for each in drawn} == {"grey", ""}
+    assert drawn == [expand(task(image.prompt.prompt, seed, "{grey|}"), tmp_path) for seed in range(30)]
+    for text in ("# a {cat", "a _b_ c__d", "(cat:1.2) [a|b]"):
+        assert expand(task(text), tmp_path) == task(text)
+    for text, message in (
+        ("{|}", "The prompt is empty"),
+        ("{" * 3000 + "a|b" + "}" * 3000, "in line 1 cannot be read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            expand(task(text), tmp_path)
+
+
+def test_without_dynamicprompts_alternatives_are_text(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "dynamicprompts", None)
+    with pytest.warns(UserWarning, match=r"dynamicprompts is not installed: run `pip install -e \"\.\[generate\]\"`"):
+        assert expand(task("a {cat|dog}"), tmp_path) == task("a {cat|dog}")
