@@ -15,8 +15,9 @@ With --fix-clip, the parts of Fix-CLIP instead, each against long-clip's step: m
 positions (Table 4, row 1); four regional prompts and the last three of six groups of blocks; all of fix-clip.
 
 Same weights, samples, dtype and optimizer; (a) to (d) use PyTorch's scaled_dot_product_attention, (e) what it uses.
-Memory is what a step takes beside weights and AdamW's averages. They take turns, so that what else the machine does
-falls on all. Prints a table and writes it to benchmarks/results/.
+On a GPU each turn is five steps in a row, as `train` makes them: a batch lies in pinned memory, and the host waits for
+a step when it has given the next. Memory is what a step takes beside weights and AdamW's averages. They take turns, so
+that what else the machine does falls on all. Prints a table and writes it to benchmarks/results/.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from harness import PeakMemory, by_turns, publish, read_options
 from torch.utils.flop_counter import FlopCounterMode
 
 from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.packing import arranged
 from debias_diffusion.devices import autocast
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
@@ -46,10 +48,12 @@ from debias_diffusion.methods.keep_states import SHARE
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.chunks import Cut
 from debias_diffusion.training.optimizer import AdamW, Optimizer
+from debias_diffusion.training.plan import Moment
 from debias_diffusion.training.step import backward
 
 # ShareGPT4V's captions: 173 tokens and 9 sentences on average.
 SENTENCES, SENTENCE_TOKENS = (6, 12), (12, 26)
+IN_A_ROW = 5  # steps of a turn on a GPU
 # Dense FLOP/s in half precision, from the makers' data sheets.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
@@ -98,7 +102,15 @@ def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:
     return as_batch(random_images(backbone, size, seed), tokens, {"state_tokens": compared})
 
 
-def padded_backward(backbone: Backbone, method: DualCaption, batch: Batch, rows: torch.Tensor, precision: str) -> None:
+def as_loaded(batch: Batch, backbone: Backbone, device: torch.device, precision: str) -> Batch:
+    """As training's workers and loader leave it to a step."""
+    on_gpu = device.type == "cuda"
+    if backbone.family.causal:
+        batch = replace(batch, tokens=arranged(batch.tokens, is_ragged=on_gpu and precision != "fp32"))
+    return batch.pin_memory() if on_gpu else batch
+
+
+def padded_backward(backbone: Backbone, method: DualCaption, batch: Batch, rows: torch.Tensor, precision: str) -> dict:
     """The step as it stands in the paper, without sparing anything."""
     model, size = backbone.model, len(batch)
     with autocast(precision, batch.images.device):
@@ -111,7 +123,9 @@ def padded_backward(backbone: Backbone, method: DualCaption, batch: Batch, rows:
     scale, w = model.logit_scale.exp(), method.short_weight
     short = contrastive_loss(rebuilt, short_text, scale, method.label_smoothing)
     long = contrastive_loss(image, long_text, scale, method.label_smoothing)
-    (w * short + (1 - w) * long).backward()
+    loss = w * short + (1 - w) * long
+    loss.backward()
+    return {"loss": loss.detach(), "gradient_norm": loss.detach()}  # the paper's step needs no norm
 
 
 def load_peer(folder: Path, backbone: Backbone):
@@ -180,21 +194,35 @@ class FixClipSteps:
         views = {name: torch.stack([view[name] for view in views]) for name in views[0]}
         is_short = [False] * size + [method.has_own_positions] * size
         tokens = tokenizer.batch(long_ids + [parts[0] for parts in sentences], is_short=is_short)
-        return as_batch(images, tokens, views).to(self.accelerator.device)
+        return as_loaded(as_batch(images, tokens, views), self.backbone, self.accelerator.device, self.precision)
 
-    def step(self, batch: Batch) -> None:
-        """With the update."""
-        backward(self.backbone, self.method, batch, self.accelerator, self.precision, modules=self.modules)
-        self.optimizer.step(1e-6)
+    def step(self, batch: Batch) -> Moment:
+        report = backward(self.backbone, self.method, batch, self.accelerator, self.precision, modules=self.modules)
+        return update(self.optimizer, report)
+
+
+def update(optimizer: AdamW, report: dict[str, torch.Tensor]) -> Moment:
+    """Applies the gradients. Returns when that is done and the numbers are on the host, as in a run."""
+    numbers = torch.stack([optimizer.step(1e-6, report), *report.values()])
+    numbers.to("cpu", non_blocking=numbers.is_cuda)
+    return Moment(numbers.device)
+
+
+def in_a_row(step: Callable[[], Moment], count: int) -> None:
+    """The step so many times, each given before the host waits for the one before it."""
+    made = step()
+    for _ in range(count - 1):
+        before, made = made, step()
+        before.wait()
 
 
 def by_turns_with_memory(steps_of: Callable[[int], dict], repeats: int, device: torch.device) -> tuple[dict, dict]:
     """(seconds, bytes beside what is there before) of each step in each round; None where memory cannot be read."""
-    memory = PeakMemory(device)
+    memory, count = PeakMemory(device), IN_A_ROW if device.type == "cuda" else 1
 
-    def measure(step: Callable) -> tuple[float, int | None]:
+    def measure(step: Callable[[], Moment]) -> tuple[float, int | None]:
         memory.start()
-        return seconds(step, device), memory.read()
+        return seconds(partial(in_a_row, step, count), device) / count, memory.read()
 
     measured = by_turns(steps_of, repeats, measure)
     times, peaks = ({name: [pair[at] for pair in pairs] for name, pairs in measured.items()} for at in (0, 1))
@@ -266,32 +294,36 @@ def main() -> None:
     if options.compile:
         backbone.compile()
 
-    def step(step_optimizer: Optimizer, compute_gradients: Callable, *given, stance="force_eager", **settings) -> None:
+    def step(
+        step_optimizer: Optimizer, compute_gradients: Callable, *given, stance="force_eager", **settings
+    ) -> Moment:
         backbone.model.visual.requires_grad_(step_optimizer is optimizer)
         with torch.compiler.set_stance(stance):
-            compute_gradients(*given, **settings)
-        step_optimizer.step(1e-6)
+            return update(step_optimizer, compute_gradients(*given, **settings))
 
-    def peer_step(images: torch.Tensor, rows: torch.Tensor) -> None:
+    def peer_step(images: torch.Tensor, rows: torch.Tensor) -> Moment:
         peer_backward(peer, images, rows, precision)
         peer_optimizer.step()
         peer_optimizer.zero_grad()
+        return Moment(device)
 
     computed, padded = [], []
 
     def steps_of(number: int) -> dict[str, Callable]:
-        batch = make_batch(backbone, options.batch, seed=number).to(device)
+        on_host = make_batch(backbone, options.batch, seed=number)
+        batch, loaded = on_host.to(device), as_loaded(on_host, backbone, device, precision)
         rows = batch.tokens.padded()
         computed.append(len(batch.tokens.prefix_ids) + len(batch.tokens.ids))
         padded.append(rows.numel())
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            cached = replace(batch, images=backbone.encode_image(batch.images), cached_features=True)
+            features = backbone.encode_image(batch.images).cpu()
             pixels = backbone.as_floats(batch.images)
+        cached = as_loaded(replace(on_host, images=features, cached_features=True), backbone, device, precision)
         given = accelerator, precision
         steps = {
             "padded": partial(step, optimizer, padded_backward, backbone, method, batch, rows, precision),
-            "ours": partial(step, optimizer, backward, backbone, method, batch, *given),
-            "kept": partial(step, optimizer, backward, backbone, keeping, batch, *given, modules=teacher),
+            "ours": partial(step, optimizer, backward, backbone, method, loaded, *given),
+            "kept": partial(step, optimizer, backward, backbone, keeping, loaded, *given, modules=teacher),
             "frozen": partial(step, text_optimizer, backward, backbone, method, cached, *given),
         }
         if options.compile:

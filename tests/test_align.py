@@ -153,7 +153,7 @@ def test_captions_are_read_whole_and_half_of_them_in_part_too(settings, tmp_path
 def test_chunks_and_recomputed_activations_change_no_gradient(settings, tmp_path):
     def gradients_of(run, chunk=None):
         run.config.chunk = chunk
-        report = run.backward(samples(run, 4))
+        report = {name: value.item() for name, value in run.backward(samples(run, 4)).items()}
         gradients = {name: parameter.grad.clone() for name, parameter in run.model.named_parameters()}
         run.optimizer.clear()
         return report, gradients

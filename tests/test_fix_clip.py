@@ -220,7 +220,7 @@ def test_features_of_half_precision_are_float32():
 def test_new_parameters_alone_have_a_rate_of_their_own():
     backbone, method, modules, _ = setup("7 all")
     optimizer = Optimizer(backbone, 0.0, (0.9, 0.999), 1e-8, modules=modules, rate=replace(method, new_rate=10.0).rate)
-    optimizer.step(1e-3)
+    optimizer.step(1e-3, dict.fromkeys(("loss", "gradient_norm"), torch.ones(())))
     rates = {id(p): group["lr"] for group in optimizer.adamw.param_groups for p in group["params"]}
     new = {id(parameter) for parameter in (*modules.parameters(), backbone.model.visual.regional_prompts.prompts)}
     assert {parameter for parameter, rate in rates.items() if rate == 1e-2} == new

@@ -11,6 +11,7 @@ from helpers.literal import literal_info_nce, literal_rebuilt, literal_sigmoid, 
 from helpers.steps import CPU, assert_same_gradients, assert_split_exactly, gradients, in_two_processes, prepared
 from helpers.tiny_clip import tiny_clip, tiny_siglip
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from debias_diffusion.clip.packing import arranged
@@ -154,17 +155,52 @@ class Waits(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
+class Lists(TorchFunctionMode):
+    """Counts numbers that a host reads as a list, which no dispatch mode sees."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.Tensor.tolist
+        return function(*args, **kwargs or {})
+
+
 @pytest.mark.parametrize("case", ["debias-clip", "long-clip", "no-short"])
-def test_a_step_waits_for_one_copy_of_numbers_alone(case, monkeypatch):
+def test_nothing_of_a_step_and_its_update_is_waited_for(case, monkeypatch):
     backbone, recipe, _, batch = setup(case)
     batch = replace(batch, tokens=arranged(batch.tokens, is_ragged=False))
     assert batch.tokens.layout.groups  # a GPU has no need of them
     monkeypatch.setattr(type(batch), "to", lambda batch, device: batch)  # which makes them anew
-    with Waits() as waits:
-        backward(backbone, recipe, batch, CPU)
-        assert waits.count == 0
-        bool(backbone.logit_scale > 0)
-    assert waits.count == 1
+    optimizer = Optimizer(backbone, 0.1, (0.9, 0.999), 1e-8)
+    with Waits() as waits, Lists() as lists:
+        is_finite = optimizer.step(1e-3, backward(backbone, recipe, batch, CPU))
+        assert (waits.count, lists.count) == (0, 0)
+        assert is_finite and is_finite.tolist()
+    assert (waits.count, lists.count) == (1, 1)
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradient_norm"])
+def test_a_step_that_is_not_finite_leaves_weights_averages_and_counts_as_they_were(wrong):
+    def states(is_skipped):
+        backbone, recipe, _, batch = setup()
+        optimizer = Optimizer(backbone, 0.1, (0.9, 0.999), 1e-8)
+        for step in range(4):
+            if step not in (0, 2):
+                assert optimizer.step(1e-3, backward(backbone, recipe, batch, CPU))
+            elif is_skipped:
+                report = backward(backbone, recipe, batch, CPU)
+                backbone.model.token_embedding.weight.grad[3] = torch.nan
+                assert not optimizer.step(1e-3, report | {wrong: torch.tensor(torch.inf)})
+            assert all(parameter.grad is None for parameter in backbone.parameters())
+        return backbone.state_dict() | {
+            (number, name): value
+            for number, averages in optimizer.state_dict()["adamw"]["state"].items()
+            for name, value in averages.items()
+        }
+
+    skipped, expected = states(True), states(False)
+    assert len(skipped) > 100 and skipped[0, "step"] == 2
+    torch.testing.assert_close(skipped, expected, rtol=0, atol=0)
 
 
 def test_a_loss_that_is_not_finite_is_returned():
@@ -178,22 +214,26 @@ def test_fp16_scales_gradients_and_leaves_overflowing_steps_out():
     backbone, recipe, _, batch = setup()
     backbone.float()
     batch = replace(batch, images=batch.images.float())
-    plain = backward(backbone, recipe, batch, CPU)["gradient_norm"]
+    plain = backward(backbone, recipe, batch, CPU)["gradient_norm"].item()
     backbone.zero_grad()
     optimizer = Optimizer(backbone, 0.1, (0.9, 0.999), 1e-8, precision="fp16")
     before = backbone.model.token_embedding.weight.detach().clone()
     scales = []
     for _ in range(40):
         scales.append(optimizer.scaler.get_scale())
-        norm = backward(backbone, recipe, batch, CPU, "fp16", scaler=optimizer.scaler)["gradient_norm"]
-        optimizer.step(1e-3)
+        report = backward(backbone, recipe, batch, CPU, "fp16", scaler=optimizer.scaler)
+        norm = report["gradient_norm"].item()
+        optimizer.step(1e-3, report)
         if math.isfinite(norm):
             break
         assert torch.equal(backbone.model.token_embedding.weight, before)
     # Half of the scale after each overflow, until a step is applied.
     assert scales == [65536 / 2**n for n in range(len(scales))]
     assert norm == pytest.approx(plain, rel=0.05)
-    assert not torch.equal(backbone.model.token_embedding.weight, before)
+    weight = backbone.model.token_embedding.weight.detach().clone()
+    assert not torch.equal(weight, before)
+    assert not optimizer.step(1e-3, report | {"loss": torch.tensor(torch.nan)})  # nor is the scale then another
+    assert optimizer.scaler.get_scale() == scales[-1] and torch.equal(backbone.model.token_embedding.weight, weight)
 
 
 def test_kept_rows_stay_bit_identical_and_nothing_else_does():
@@ -201,8 +241,7 @@ def test_kept_rows_stay_bit_identical_and_nothing_else_does():
     optimizer = Optimizer(backbone, weight_decay=0.5, betas=(0.9, 0.999), eps=1e-8)
     before = {name: p.detach().clone() for name, p in backbone.model.named_parameters()}
     for _ in range(3):
-        backward(backbone, recipe, batch, CPU)
-        optimizer.step(1e-2)
+        optimizer.step(1e-2, backward(backbone, recipe, batch, CPU))
     after = dict(backbone.model.named_parameters())
     moved = (after["positional_embedding"] != before["positional_embedding"]).any(dim=1)
     assert not moved[:20].any() and moved[20:].all()
@@ -222,7 +261,7 @@ def test_the_scale_is_trained_and_stays_at_most_100():
     with torch.no_grad():
         backbone.logit_scale.fill_(4.605)
     optimizer = Optimizer(backbone, weight_decay=0.0, betas=(0.9, 0.999), eps=1e-8)
-    backward(backbone, recipe, batch, CPU)
+    report = backward(backbone, recipe, batch, CPU)
     backbone.logit_scale.grad.fill_(-1.0)
-    optimizer.step(0.5)
+    optimizer.step(0.5, report)
     assert backbone.logit_scale.exp().item() == pytest.approx(100)

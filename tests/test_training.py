@@ -42,7 +42,7 @@ from debias_diffusion.training import loop, plan, stop
 from debias_diffusion.training.batches import GlobalBatches
 from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone, train
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.plan import Pace, check_disk, state_bytes
+from debias_diffusion.training.plan import Moment, Pace, check_disk, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -215,6 +215,16 @@ def test_too_little_memory_names_a_chunk_and_leaves_nothing(world, finished_run,
     is_the_same_run(killed, finished_run)
 
 
+def test_a_step_is_given_before_the_one_before_it_is_waited_for(world, tmp_path, monkeypatch):
+    order, update, wait = [], AdamW.step, Moment.wait
+    monkeypatch.setattr(AdamW, "step", lambda *step: order.append("given") or update(*step))
+    monkeypatch.setattr(Moment, "wait", lambda self: order.append("awaited") or wait(self))
+    train(config(world, tmp_path / "run", max_steps=8, eval_every=5, checkpoint_every=5, log_every=2))
+    one, last = ["given", "awaited"], ["given", "awaited", "awaited"]  # the last before something is measured and saved
+    assert order == ["given", *one * 3, *last, "given", *one, *last]
+    assert [line["step"] for line in log(tmp_path / "run")] == [0, 2, 3, 4, 5, 6, 8, 8]
+
+
 # ---- steps that go wrong
 
 
@@ -261,7 +271,7 @@ def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, poison):
     poison("number")  # in every caption
     for _ in range(2):  # started again it counts on from its checkpoint, and names each step once
         with pytest.raises(UserError, match=r"loss of step 3 is not finite.*like the 2 before it.*not-finite.jsonl"):
-            train(config(world, tmp_path / "run", validation=0))
+            train(config(world, tmp_path / "run", validation=0, eval_every=9))
         assert len(lines_of(tmp_path / "run" / "not-finite.jsonl")) == 3
 
 

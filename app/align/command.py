@@ -118,7 +118,7 @@ class Alignment(Run):
         measured = [record for record in self.held_out[:MEASURED] if record.image not in unreadable]
         self.measured = replace(self.dataset, records=measured, stand_ins=None)
 
-    def backward(self, batch: AlignBatch) -> dict[str, float]:
+    def backward(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
         sums = dict.fromkeys(TERMS, 0.0)
         for part in batch.chunks(self.config.chunk or len(batch)):
@@ -127,8 +127,7 @@ class Alignment(Run):
         norm = sum_over_processes(self.model.parameters(), self.accelerator) / self.optimizer.scaler.get_scale()
         means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.config.batch
         terms = dict(zip(TERMS, means, strict=True))
-        losses = {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
-        return {name: value.item() for name, value in losses.items()}
+        return {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
 
     def _backward(self, batch: AlignBatch, samples: int) -> dict[str, torch.Tensor]:
         """Adds the gradient of the sum over a batch, divided by `samples`. Returns the sum of each term."""

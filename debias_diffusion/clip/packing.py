@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..devices import to_device
 from ..text.tokens import TokenBatch
 from .ragged import Ragged, has_kernel
 
@@ -91,7 +92,7 @@ class Layout:
     @classmethod
     def of(cls, tokens: TokenBatch) -> "Layout":
         """That of a batch, on its device, whether it has one or not."""
-        return tokens.layout or cls(tokens).map(partial(_to_device, device=tokens.ids.device))
+        return tokens.layout or cls(tokens).map(partial(to_device, device=tokens.ids.device))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
         """A copy with other tensors for a device: pinned ones, or copies there."""
@@ -117,7 +118,7 @@ class Layout:
 
     def _ragged(self, **queries: bool) -> Ragged:
         rows = self._batch.n_prefix[self._order], self._batch.lengths[self._order], self.n_prefix
-        return Ragged.of(*rows, **queries).map(partial(_to_device, device=self.ids.device))
+        return Ragged.of(*rows, **queries).map(partial(to_device, device=self.ids.device))
 
     @staticmethod
     def _grouped(batch: TokenBatch) -> list[torch.Tensor]:
@@ -158,11 +159,6 @@ def arranged(tokens: TokenBatch, is_ragged: bool) -> TokenBatch:
     if is_ragged:
         layout.ragged, layout.ragged_last  # noqa: B018
     return replace(tokens, layout=layout)
-
-
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that a GPU fetches when its turn comes, instead of one that waits for everything before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # Not cuDNN's, which a Hopper GPU prefers in half precision: it plans anew for every new shape, and groups have many.

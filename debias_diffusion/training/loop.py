@@ -121,7 +121,7 @@ class _Training(Run):
         self.state, self._may_fail = state, self.config.compile == "auto" and before is None
         self._must_compile = state.compiled
 
-    def backward(self, batch: Batch) -> dict[str, float]:
+    def backward(self, batch: Batch) -> dict[str, torch.Tensor]:
         if self._must_compile:
             self._compile(batch)
         settings = self.accelerator, self.precision, self.config.chunk, self.optimizer.scaler, self.modules

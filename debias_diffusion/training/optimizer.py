@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..clip.backbone import Backbone
 
@@ -64,13 +64,25 @@ class AdamW:
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.scaler = torch.amp.GradScaler(trained[0][1].device.type, enabled=precision == "fp16")
 
-    def step(self, learning_rate: float) -> None:
-        """Applies the parameters' gradients and clears them."""
+    def step(self, learning_rate: float, report: Mapping[str, Tensor]) -> Tensor:
+        """Applies the parameters' gradients if "loss" and "gradient_norm" of `report` are finite, and clears them.
+
+        Returns:
+            Whether they are, on the device: it decides alone, and the host need not wait, but in fp16.
+        """
+        # Gradients overflow now and then in fp16; the scaler skips such a step.
+        checked = ["loss"] if self.scaler.is_enabled() else ["loss", "gradient_norm"]
+        is_finite = torch.stack([report[name] for name in checked]).isfinite().all()
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate * group["rate"]
-        self.scaler.step(self.adamw)
-        self.scaler.update()
+        if not self.scaler.is_enabled() and is_finite.device.type != "mps":  # whose AdamW does not heed `found_inf`
+            self.adamw.found_inf = is_finite.logical_not().float()  # as a scaler has it change nothing
+            self.adamw.step()
+        elif is_finite:
+            self.scaler.step(self.adamw)
+            self.scaler.update()
         self.clear()
+        return is_finite
 
     def clear(self) -> None:
         """Removes the gradients without applying them."""
@@ -111,8 +123,9 @@ class Optimizer(AdamW):
         self._kept = self._rows.clone()
 
     @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        super().step(learning_rate)
+    def step(self, learning_rate: float, report: Mapping[str, Tensor]) -> Tensor:
+        is_finite = super().step(learning_rate, report)
         self._rows.copy_(self._kept)
         if self.backbone.loss == "softmax":
             self.backbone.logit_scale.clamp_(max=MAX_LOGIT_SCALE)
+        return is_finite

@@ -1,6 +1,7 @@
 """What a run will do, counted before it starts, and what its steps take, measured while it runs."""
 
 import shutil
+import time
 from math import ceil
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def memory_advice(run) -> str:
     advice = f"--chunk {at_once // 2}, which gives the same gradient" if at_once > 1 else "--checkpoint-activations"
     states = f"{state_bytes(run) / GB:.2f} GB of weights, gradients and AdamW"
     return f"A process holds {states}, and the activations of {at_once} pairs. Start the same command with {advice}."
+
+
+class Moment:
+    """When a GPU has done what it was given so far; on any other device, now."""
+
+    def __init__(self, device: torch.device):
+        self._seconds, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds between two moments, for the later of which somebody has waited."""
+        if self._event is None:
+            return self._seconds - earlier._seconds
+        return earlier._event.elapsed_time(self._event) / 1000
 
 
 class Pace:

@@ -1,12 +1,12 @@
 """What every resumable run does: steps in order, checkpoints, stopping between steps, bad records, the log."""
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from ..data.records import Record
 from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
 from ..data.workers import count_workers, load_batches
-from ..devices import explain_memory, pick_precision
+from ..devices import explain_memory, pick_precision, to_device
 from ..errors import OutOfMemory, UserError
 from ..files import remove_path
 from ..jobs import Job
@@ -31,13 +31,27 @@ from .config import RunConfig
 from .feature_cache import FrozenEncoder, cached_images
 from .logs import LOG, NOT_FINITE, add_line, cut_log, tracked
 from .optimizer import AdamW, learning_rate
-from .plan import Pace, memory_advice, print_plan
+from .plan import Moment, Pace, memory_advice, print_plan
 from .stop import StopRequest
 
 FEW_STEPS, ENOUGH_STEPS = 100, 300  # a run of fewer is told how to make enough
 PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
 # Settings that say where something lies: what lies there is compared by its contents.
 _PLACES = ("data", "images", "model", "pretrained", "base", "encoder", "encoder_2")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that the device was given: what is noted of it when it is made."""
+
+    number: int
+    learning_rate: float
+    batch: Any
+    names: list[str]  # of its report
+    numbers: Tensor  # whether it was applied, records replaced, processes asked to stop; its report
+    previous: Moment  # when the step before was made
+    begun: Moment  # when that was, and its own batch was there
+    made: Moment  # when it is, and the numbers are on the host
 
 
 class Run(ABC):
@@ -112,12 +126,11 @@ class Run(ABC):
         """Called on every process before the steps that are left."""
 
     @abstractmethod
-    def backward(self, batch) -> dict[str, float]:
+    def backward(self, batch) -> dict[str, Tensor]:
         """Leaves the gradients of the global batch's loss in the parameters, on every process.
 
         Returns:
-            "loss", "gradient_norm" and what else is logged, on every process the same. If the loss is not finite, there
-            need not be gradients.
+            "loss", "gradient_norm" and what else is logged, scalars of the device, on every process the same.
         """
 
     @abstractmethod
@@ -201,10 +214,9 @@ class Run(ABC):
                     print(f"  {few}")
             for log in (LOG, NOT_FINITE):
                 cut_log(self.folder / log, state.step)
-        rank, world = accelerator.process_index, accelerator.num_processes
         loader = DataLoader(
             self.dataset,
-            batch_sampler=self.batches.iterate(state.step, rank, world),
+            batch_sampler=self.batches.iterate(state.step, accelerator.process_index, accelerator.num_processes),
             collate_fn=self.collate,
             num_workers=config.workers,
             pin_memory=accelerator.device.type == "cuda",
@@ -219,60 +231,81 @@ class Run(ABC):
                 load_batches(loader) as batches,
                 tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main) as bar,
             ):
-                started = time.perf_counter()  # to wait for the batch
+                previous, step, is_asked = Moment(accelerator.device), None, False
                 for batch in batches:
-                    waited = time.perf_counter() - started
-                    # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
-                    torch.manual_seed((config.seed << 32) + state.step * world + rank)
-                    rate = learning_rate(state.step, total, config.learning_rate, config.warmup)
-                    report = self.backward(batch)
-                    # Gradients overflow now and then in fp16; the scaler skips such a step.
-                    checked = ("loss",) if self.optimizer.scaler.is_enabled() else ("loss", "gradient_norm")
-                    is_finite = all(math.isfinite(report.get(name, 0.0)) for name in checked)
-                    state.step += 1
-                    if is_finite:
-                        self.optimizer.step(rate)
-                        state.not_finite = 0
-                    else:
-                        self._skip(batch, state, report)
-                    self._count_replaced(batch, state)
-                    bar.update()
-                    seconds = time.perf_counter() - started
-                    speed, (measured, words) = config.batch / seconds, pace.add(state.step, seconds, waited)
-                    bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
-                    last = state.step == total
-                    if measured:
-                        self.say(f"step {state.step}: {words}")
-                    if self.main and is_finite and (state.step % config.log_every == 0 or last or measured):
-                        numbers = {name: value for name, value in report.items() if math.isfinite(value)}
-                        epoch = round(state.step * config.batch / self.batches.records, 4)
-                        line = {"step": state.step, "epoch": epoch, **numbers, "learning_rate": rate}
-                        took = {"seconds": {"step": round(seconds, 4), "waiting": round(waited, 4)}}
-                        self.log(line | {"samples_per_second": round(speed, 2)} | took | measured)
-                    if state.step % config.eval_every == 0 or last:
-                        self.measure(state)
-                    stop = request.asked() and not last
-                    if state.step % config.checkpoint_every == 0 or last or stop:
-                        if self.main:
-                            save_checkpoint(self.job, self.model, self.optimizer, state, config.keep, self.modules)
-                        accelerator.wait_for_everyone()
+                    # A GPU gets its next step before the host waits for the one before.
+                    before, step = step, self._start(batch, state, previous, request)
+                    if before:
+                        is_asked = self._note(before, state, pace, bar)
+                    previous, last = step.made, state.step == total
+                    stop = (is_asked or (request.here and accelerator.num_processes == 1)) and not last
+                    measures = state.step % config.eval_every == 0 or last
+                    saves = state.step % config.checkpoint_every == 0 or last or stop
+                    if measures or saves:
+                        self._note(step, state, pace, bar)
+                        if measures:
+                            self.measure(state)
+                        if saves:
+                            if self.main:
+                                save_checkpoint(self.job, self.model, self.optimizer, state, config.keep, self.modules)
+                            accelerator.wait_for_everyone()
+                        previous, step = Moment(accelerator.device), None
                     if stop:
                         self.say(f"Stopped after step {state.step} of {total}. The same command continues from there.")
                         return None
-                    started = time.perf_counter()
         return state
 
-    def _skip(self, batch, state: TrainState, report: dict[str, float]) -> None:
+    def _start(self, batch, state: TrainState, previous: Moment, request: StopRequest) -> Step:
+        """Gives the device the next step, and waits for no number of it."""
+        config, device = self.config, self.accelerator.device
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        begun = Moment(device)
+        # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
+        torch.manual_seed((config.seed << 32) + state.step * world + rank)
+        rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, config.warmup)
+        report = self.backward(batch)
+        is_applied = self.optimizer.step(rate, report)
+        state.step += 1
+        counts = to_device(torch.tensor([len(batch.bad), request.here]), device)
+        numbers = torch.stack([is_applied, *self.accelerator.reduce(counts, reduction="sum"), *report.values()])
+        numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # into pinned memory
+        return Step(state.step, rate, batch, list(report), numbers, previous, begun, Moment(device))
+
+    def _note(self, step: Step, state: TrainState, pace: Pace, bar: tqdm) -> bool:
+        """Waits for a step, and logs and shows its numbers. Returns whether a process was asked to stop."""
+        step.made.wait()
+        is_applied, replaced, is_asked, *values = step.numbers.tolist()
+        report = dict(zip(step.names, values, strict=True))
+        if is_applied:
+            state.not_finite = 0
+        else:
+            self._note_skipped(step, state, report)
+        self._note_replaced(step, state, int(replaced))
+        config, seconds, waited = self.config, step.made.since(step.previous), step.begun.since(step.previous)
+        speed, (measured, words) = config.batch / seconds, pace.add(step.number, seconds, waited)
+        bar.update()
+        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
+        if measured:
+            self.say(f"step {step.number}: {words}")
+        is_due = step.number % config.log_every == 0 or step.number == self.batches.total_steps or measured
+        if self.main and is_applied and is_due:
+            numbers = {name: value for name, value in report.items() if math.isfinite(value)}
+            epoch = round(step.number * config.batch / self.batches.records, 4)
+            line = {"step": step.number, "epoch": epoch, **numbers, "learning_rate": step.learning_rate}
+            took = {"seconds": {"step": round(seconds, 4), "waiting": round(waited, 4)}}
+            self.log(line | {"samples_per_second": round(speed, 2)} | took | measured)
+        return is_asked > 0
+
+    def _note_skipped(self, step: Step, state: TrainState, report: dict[str, float]) -> None:
         """Logs the samples of a step that is not finite. Raises UserError after too many such steps in a row."""
-        self.optimizer.clear()
         state.not_finite += 1
-        samples = gather_object(batch.sample_ids)
+        samples = gather_object(step.batch.sample_ids)
         number = "loss" if not math.isfinite(report["loss"]) else "gradient"
         if self.main:
-            line = {"step": state.step, "not_finite": number, "samples": samples}
+            line = {"step": step.number, "not_finite": number, "samples": samples}
             add_line(self.folder / NOT_FINITE, line)
             add_line(self.folder / LOG, line | {"samples": len(samples)})
-        skipped = f"The {number} of step {state.step} is not finite; the step was not applied"
+        skipped = f"The {number} of step {step.number} is not finite; the step was not applied"
         if state.not_finite == PATIENCE:
             raise UserError(
                 f"{skipped}, like the {PATIENCE - 1} before it. The last checkpoint is unharmed, and the samples are "
@@ -281,21 +314,16 @@ class Run(ABC):
             )
         self.say(f"{skipped}. Its samples are named in {self.folder / NOT_FINITE}.")
 
-    def _count_replaced(self, batch, state: TrainState) -> None:
-        """Logs the bad records of the batch. Raises UserError when they become too many."""
-        if batch.bad:
-            add_bad(batch.bad, self.folder)
-            first = batch.bad[0]
-            tqdm.write(f"replaced {printable(first.where)}: {first.kind} (all in {self.folder / BAD_RECORDS})")
-        count = len(batch.bad)
-        if self.accelerator.num_processes > 1:  # one alone need not wait for the device
-            count = torch.tensor(count, device=self.accelerator.device)
-            count = int(self.accelerator.reduce(count, reduction="sum"))
+    def _note_replaced(self, step: Step, state: TrainState, count: int) -> None:
+        """Logs the bad records of this process's batch, of `count` in all. Raises UserError when there are too many."""
+        if bad := step.batch.bad:
+            add_bad(bad, self.folder)
+            tqdm.write(f"replaced {printable(bad[0].where)}: {bad[0].kind} (all in {self.folder / BAD_RECORDS})")
         state.replaced += count
         if count:
             # The share of a few samples says nothing about the rest.
-            seen = max(state.step * self.config.batch, min(FEWEST, len(self.records)))
-            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config, batch.bad))
+            seen = max(step.number * self.config.batch, min(FEWEST, len(self.records)))
+            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config, bad))
 
     def seen(self, first: int | None = None) -> Seen:
         """The record of a model that the pairs from `first` on have trained or chosen; None: from `records` on."""

@@ -40,7 +40,7 @@ def backward(
     chunk: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     modules: nn.Module | None = None,
-) -> dict[str, float]:
+) -> dict[str, torch.Tensor]:
     """Leaves the gradients of the global batch's loss in the parameters, the same on every process.
 
     Every process gathers all features, computes the whole loss and its gradient with respect to all features, and
@@ -58,7 +58,8 @@ def backward(
         modules: the method's own, on the device.
 
     Returns:
-        The loss, the method's report and the gradient's norm. If one of these is not finite, no gradient may be used.
+        The loss, the method's report and the gradient's norm, on the device. If loss or norm is not finite, no gradient
+        may be used.
     """
     chunks = batch.chunks(chunk or len(batch))
     at_once = len(chunks) == 1
@@ -90,9 +91,7 @@ def backward(
         part = encoded[number] if at_once else encode_chunk(number)
         part.backward(gradient.to(part.dtype))
     norm = sum_over_processes(parameters(backbone, modules), accelerator)
-    report = {"loss": total.detach(), **report, "gradient_norm": norm / scaler.get_scale()}
-    # The only wait for the device in a step, when all of it is under way; one copy instead of one for each number.
-    return dict(zip(report, torch.stack(list(report.values())).tolist(), strict=True))
+    return {"loss": total.detach(), **report, "gradient_norm": norm / scaler.get_scale()}
 
 
 def sum_over_processes(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> torch.Tensor:

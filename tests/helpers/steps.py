@@ -93,8 +93,8 @@ def assert_split_exactly(step, loss: torch.Tensor, case: str, of_processes: list
             backbone.checkpoint_activations()
             chunk = None
         report = backward(backbone, method, batch, CPU, chunk=chunk, modules=modules)
-        assert report["loss"] == pytest.approx(loss.item(), abs=1e-9)
-        assert report["gradient_norm"] == pytest.approx(norm.item(), rel=1e-9)
+        assert report["loss"].item() == pytest.approx(loss.item(), abs=1e-9)
+        assert report["gradient_norm"].item() == pytest.approx(norm.item(), rel=1e-9)
         assert_same_gradients(gradients(*models), expected)
     for of_one_process, chunk in product(of_processes, (None, 2)):
         assert_same_gradients(of_one_process[case, chunk], expected)
