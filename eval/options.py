@@ -108,9 +108,9 @@ class Captions(Data):
     Attributes:
         held_out: Use only pairs that none of the encoders has seen: they, and the models they were made from, were
             neither trained on them nor chosen by them.
-        dataset: Retrieval benchmark in place of data: urban1k, dci, long-dci, docci, iiw, sharegpt4v-1k, coco,
-            coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy, coco-cn-val, coco-cn-test,
-            coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
+        dataset: Retrieval benchmark in place of data: urban1k, dci, dci-as-released, long-dci, docci, iiw,
+            sharegpt4v-1k, coco, coco-five, coco-train, coco-all, flickr30k, flickr30k-test, flickr30k-karpathy,
+            coco-cn-val, coco-cn-test, coco-cn-all, flickr30k-cna-val, flickr30k-cna-test, flickr30k-cna-all, recos-v1.
         root: Folder that the benchmark lies in, as its authors publish it.
         limit: Use only the first so many images, with all their captions. null uses all; auto is 1000 of the data, as
             ShareGPT4V's validation split has, and all of a benchmark.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
+from .growth import growth_table, measure_growth
 from .image_features import PairSession
 from .intervals import Groups, by_group, drawn_ratios, ends, hits_interval, mean_interval, paired_difference
 from .options import RobustnessConfig
@@ -110,7 +110,7 @@ def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str
     return {edit: {direction: value(edit, direction) for direction in DIRECTIONS} for edit in edits}
 
 
-def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> dict:
+def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept], growth: dict[str, dict]) -> dict:
     groups, kept = result.groups, {direction: share for direction, (share, _) in shares.items()}
     orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
     return {
@@ -131,6 +131,7 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> di
             name: {"mean": float(values.mean()), "interval": mean_interval(values, groups["text_to_image"])}
             for name, values in result.similarities.items()
         },
+        "growth": growth,
         "first_two_sentences_tokens": float(np.mean(result.first_two_tokens)),
         "in_words": _sentence(label, kept["text_to_image"]),
     }
@@ -178,13 +179,14 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         the drops against each edit's base in points, R@1 in each random order, the share of R@1 kept when the first
         sentence is removed (None if R@1 is 0), the mean cosine of captions and their images by edit, all with 95%
         intervals over groups of queries; the mean number of tokens of captions' first two sentences, without SOT and
-        EOT.
+        EOT; how similarity grows with the caption, see `measure_growth`.
 
     Raises:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("robustness", config)
-    results = session.by_encoder(partial(rank_edits, session))
+    measured = session.by_encoder(lambda *encoder: (rank_edits(session, *encoder), measure_growth(session, *encoder)))
+    results = {label: result for label, (result, _) in measured.items()}
     shares = {  # of R@1, kept when the first sentence is removed
         label: {
             way: share_kept(result.of("remove", way), result.of("keep", way), groups)
@@ -192,7 +194,7 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         }
         for label, result in results.items()
     }
-    encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
+    encoders = {label: _numbers(label, result, shares[label], grown) for label, (result, grown) in measured.items()}
     first, notes = next(iter(results.values())), []
     if first.one_sentence:
         notes = [
@@ -232,6 +234,7 @@ def tables(report: dict) -> list[Table]:
             ["mean similarity of image and text", *similar.values(), "tokens of sentences 1 and 2"],
             similarities,
         ),
+        growth_table({label: numbers["growth"] for label, numbers in encoders.items()}),
         *by_edit,
     ]
     # Without those from image to text, which are in the JSON: twice as many lines would hide the important ones.
@@ -249,21 +252,23 @@ def _row(numbers: dict, edit: str) -> list[str | None]:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """R@1 under edits of whole captions, of the first two sentences and behind padding sentences, and the share kept
-    without the first sentence, with 95% intervals: a row for each direction, a colour for each encoder.
+    """R@1 under edits of whole captions, with sentence 1 moved through them, of the first two sentences and behind
+    padding sentences, and the share kept without the first sentence, with 95% intervals: a row for each direction, a
+    colour for each encoder.
     """
-    encoders, figure = report["encoders"], Figure(figsize=(14, 6.6), layout="constrained", dpi=130)
-    whole = [name for name, edit in EDITS.items() if edit.base == "keep"]
-    behind = [name for name in EDITS if name.startswith("padding")]
-    opening = [name for name in EDITS if name not in (*whole, *behind)]
-    rows = figure.subplots(len(DIRECTIONS), 4, width_ratios=(5, 3, 3, 1.5))
+    encoders, figure = report["encoders"], Figure(figsize=(16, 6.6), layout="constrained", dpi=130)
+    curves = {part: [name for name in EDITS if name.startswith(part)] for part in ("after", "padding")}
+    whole = [name for name, edit in EDITS.items() if edit.base == "keep" and name not in curves["after"]]
+    opening = ["first2", "swap2", "first"]
+    panels = (whole, ["keep", *curves["after"]], opening, ["first2", *curves["padding"]])
+    rows = figure.subplots(len(DIRECTIONS), 5, width_ratios=(5, 3, 3, 3, 1.5))
     for row, direction in zip(rows, DIRECTIONS, strict=True):
-        for axes, edits in zip(row, (whole, opening, ["first2", *behind]), strict=False):
+        for axes, edits in zip(row, panels, strict=False):
             groups = {}
             for label, numbers in encoders.items():
                 parts = (numbers["recall_at_1_percent"], numbers["interval_percent"])
                 groups[label] = [[by_way[edit][direction] for edit in edits] for by_way in parts]
-            if edits[-1] in behind:
+            if edits[-1] not in (whole[-1], opening[-1]):
                 for label, (values, intervals) in groups.items():
                     errors = {"yerr": error_lengths(values, intervals), "capsize": 2}
                     axes.errorbar(range(len(values)), values, marker="o", markersize=3, label=label, **errors)
@@ -271,16 +276,17 @@ def figures(report: dict) -> dict[str, Figure]:
             else:
                 draw_bars(axes, groups, [EDITS[edit].title for edit in edits])
                 axes.margins(y=0.08)
-        _draw_shares(row[3], [numbers["kept_without_summary_percent"][direction] for numbers in encoders.values()])
+        _draw_shares(row[4], [numbers["kept_without_summary_percent"][direction] for numbers in encoders.values()])
         row[0].set_ylabel(f"{in_words(direction)}\nR@1 (%)")
-    for panels in (rows[:, :3], rows[:, 3:]):  # R@1, and shares: each on one scale
-        highest = max(axes.get_ylim()[1] for axes in panels.flat)
-        for axes in panels.flat:
+    for scaled in (rows[:, :4], rows[:, 4:]):  # R@1, and shares: each on one scale
+        highest = max(axes.get_ylim()[1] for axes in scaled.flat)
+        for axes in scaled.flat:
             axes.set_ylim(0, highest)
-    titles = ("whole captions", "first two sentences", f"first two behind\n“{PADDING}”")
+    titles = ("whole captions", "sentence 1 moved", "first two sentences", f"first two behind\n“{PADDING}”")
     for axes, title in zip(rows[0], (*titles, "share of R@1 kept\nwithout sentence 1"), strict=True):
         axes.set_title(title, fontsize=10)
-    rows[1, 2].set_xlabel("padding sentences")
+    rows[1, 1].set_xlabel("quarters of the others before it")
+    rows[1, 3].set_xlabel("padding sentences")
     figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return {"robustness.png": figure}
 

@@ -1,19 +1,22 @@
 """The released DeBias-CLIP's kind of file: two tables of positions, the text tower under `text.`, loaded everywhere."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers.released import CAPTIONS, released
+from helpers.released import CAPTIONS, INVENTORY, released
 
 from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders.loading import load_backbone
-from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone
+from debias_diffusion.training.optimizer import learning_rate
+from research.reproduce.availability import PAIRS_OF_SHAREGPT4V
 
 GUESSED = "does not name its activation"
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-4)
@@ -51,3 +54,46 @@ def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(
     long_clip, _ = released(tmp_path, "")
     with pytest.raises(UserError, match="is a Long-CLIP checkpoint, trained from OpenAI's weights"):
         load_two_tower(f"deep:{long_clip}")
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{GUESSED}")
+def test_as_released_all_positions_are_of_the_first_table(known, tmp_path):
+    """As the authors' loader reads their file. The default has the trained rows of the second table."""
+    file, trained = released(tmp_path, "text.")
+    _, expected = released(tmp_path, "text.", first_table=True)
+    named = f"as-released:deep-quickgelu:{file}"
+    config = TrainConfig(data="x.json", output="run", model="as-released:deep-quickgelu", pretrained=str(file))
+    assert load_base_tokenizer(config).context_length == 248
+    for backbone in (load_two_tower(named), load_base_model(config)):
+        close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected)
+        assert (backbone.context_length, backbone.kept_positions) == (248, 20)
+    assert (trained - expected).abs().max() > 1e-3
+    encoder, tokenizer = load_text_encoder(f"as-released:{file}")
+    ids = tokenizer(CAPTIONS, padding="max_length", truncation=True, return_tensors="pt").input_ids
+    close(encoder(ids).pooler_output @ backbone.model.text_projection, expected)
+    read = EncoderSpec.parse(f"cut:{named}")
+    assert (read.reading, read.as_released) == ("cut", True)
+    plain = [EncoderSpec.parse(name) for name in (str(file), f"deep-quickgelu:{file}")]
+    assert len({spec.digest for spec in (*plain, read, EncoderSpec.parse(f"as-released:{file}"))}) == 4
+    long_clip, _ = released(tmp_path, "")
+    for name in (f"as-released:deep-quickgelu:{long_clip}", f"as-released:{long_clip}"):
+        with pytest.raises(UserError, match=r"does not hold two tables .* Leave out as-released:"):
+            load_text_encoder(name)
+    for name in ("as-released:toy/clip", "as-released:deep-quickgelu:openai", f"as-released:{tmp_path}"):
+        with pytest.raises(UserError, match="stands before a file"):
+            EncoderSpec.parse(name)
+
+
+def test_what_is_known_of_the_file_fits_together():
+    """Of the audit: counts, and the rate of the last step, which is that of this schedule to the last bit."""
+    sizes = [math.prod(shape) for shape in INVENTORY["tensors"].values()]
+    assert (len(sizes), sum(sizes)) == (INVENTORY["tensor_count"], INVENTORY["value_count"]) == (303, 149_835_265)
+    # In float32 the weights, and AdamW's two averages of all but one table of positions: it never had a gradient.
+    averages = 2 * (sum(sizes) - math.prod(INVENTORY["tensors"]["text.positional_embedding"]))
+    assert 0 < INVENTORY["size_bytes"] - 4 * (sum(sizes) + averages) < 4e5 < 8 * 248 * 512
+    [group] = INVENTORY["optimizer_groups"]
+    config = TrainConfig(data="data", output="output", model="toy/clip", recipe="debias-clip-as-released")
+    steps = PAIRS_OF_SHAREGPT4V // config.batch_size(PAIRS_OF_SHAREGPT4V) * config.epochs
+    assert learning_rate(steps - 1, steps, config.learning_rate, config.warmup_steps(steps)) == group["lr"]
+    settings = [config.weight_decay, [*config.betas], config.eps]
+    assert settings == [group[name] for name in ("weight_decay", "betas", "eps")]

@@ -14,8 +14,9 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
-from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, edit_caption, shuffled
+from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, beginning, edit_caption, shuffled
 from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.eval.growth import correlations, in_order
 from debias_diffusion.eval.intervals import hits_interval, mean_interval, paired_difference
 from debias_diffusion.eval.options import RobustnessConfig
 from debias_diffusion.eval.retrieval import DIRECTIONS
@@ -31,6 +32,10 @@ EDITED = {
     "first2": "1 12 12 12 12",
     "swap2": "1 21 21 21 21",
     "first": "1 1 1 1 1",
+    "after25": "1 12 213 2134 21345",
+    "after50": "1 21 213 2314 23145",
+    "after75": "1 21 231 2314 23415",
+    "after100": "1 21 231 2341 23451",
     "padding1": "01 012 012 012 012",
     "padding5": "000001 0000012 0000012 0000012 0000012",
 }
@@ -38,7 +43,7 @@ EDITED = {
 
 @pytest.mark.parametrize("edit", EDITED)
 def test_edits_of_one_to_five_sentences(edit):
-    assert EDITS[edit].base == ("keep" if edit in ("keep", "move2", "move4", "remove") else "first2")
+    assert EDITS[edit].base == ("first2" if edit.startswith(("first", "swap", "padding")) else "keep")
     sentences = ["A cat sits here.", "Its fur is red!", "Is it asleep?", "The wall is 2.5 m high.", "No one is there"]
     for length, digits in enumerate(EDITED[edit].split(), 1):
         expected = " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
@@ -54,6 +59,24 @@ def test_orders_are_decided_by_seed_and_caption_alone_and_are_all_alike_likely()
         sentences = [f"This is {number}.", "It is b.", "It is c."]
         orders[tuple(sentences.index(sentence) for sentence in shuffled(0, sentences))] += 1
     assert len(orders) == 6 and sum((count - 500) ** 2 / 500 for count in orders.values()) < 25  # chi-squared, 1e-4
+
+
+def test_beginnings_are_nested_and_end_with_sentences():
+    ends = [[len(beginning(part, 3, list("123456"[:n]))) for part in (1, 2, 3)] for n in range(1, 7)]
+    assert ends == [[1, 1, 1], [1, 2, 2], [1, 2, 3], [2, 3, 4], [2, 4, 5], [2, 4, 6]]
+    assert beginning(1, 2, list("12345")) == list("123")
+
+
+def test_growth_in_closed_form():
+    rising, falling, equal, noise = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.2, 0.2, 0.2], [0.2, 0.2 + 5e-7, 0.2 + 9e-7]
+    bent, steep = [0.1, 0.3, 0.2], [0.0, 0.1, 0.9]  # sqrt(1/4) and sqrt(243/292)
+    similarities = np.array([rising, falling, equal, noise, bent, steep]).T
+    assert correlations(similarities) == pytest.approx([1, -1, 0, 0, 0.5, np.sqrt(243 / 292)])
+    assert correlations(similarities)[4:] == pytest.approx(
+        [np.corrcoef([1, 2, 3], part)[0, 1] for part in (bent, steep)]
+    )
+    assert in_order(similarities).tolist() == [100, 0, 0, 0, 0, 100]
+    assert in_order(similarities[:2]).tolist() == [100, 0, 0, 0, 100, 100]
 
 
 @pytest.mark.filterwarnings("error")  # samples may hold nothing to divide by
@@ -90,9 +113,10 @@ IMAGE_OF = [image for image in range(5) for _ in range(3)]
 GROUPS = {"text_to_image": IMAGE_OF, "image_to_text": range(5)}
 
 
-def by_hand(name: str, several) -> tuple[dict, dict]:
-    """By edit, one image and one edited caption at a time, of each variant: the hits by direction, and the cosines."""
-    backbone, hits, cosines = load_backbone(name).eval(), {}, {}
+def by_hand(name: str, several) -> tuple[dict, dict, dict]:
+    """By edit, one image and one edited caption at a time, of each variant: the hits by direction, and the cosines; and
+    those of the captions' first sentences, by their number."""
+    backbone, hits, cosines, of_first = load_backbone(name).eval(), {}, {}, {}
     paths = [several.root / "flickr30k-images" / image for image in several.captions]
     captions = [split_sentences(text) for texts in several.captions.values() for text in texts]
     with torch.no_grad():
@@ -106,17 +130,33 @@ def by_hand(name: str, several) -> tuple[dict, dict]:
                 succeeded = [[100.0 * (rank == 1) for rank in of_way] for of_way in ranks]
                 hits[edit].append(dict(zip(DIRECTIONS, succeeded, strict=True)))
                 cosines[edit].append(torch.cosine_similarity(images[IMAGE_OF].double(), texts.double()).tolist())
-    return hits, cosines
+        for count in range(1, max(map(len, captions)) + 1):
+            edited = [backbone.tokenize([" ".join(sentences[:count])]) for sentences in captions]
+            texts = torch.cat([backbone.encode_text(tokens) for tokens in edited])
+            of_first[count] = torch.cosine_similarity(images[IMAGE_OF].double(), texts.double()).numpy()
+    return hits, cosines, of_first
 
 
 def test_numbers_equal_brute_force_with_several_captions_an_image(several):
     report, config, means = several.report, several.config, {}
+    lengths = [len(split_sentences(text)) for texts in several.captions.values() for text in texts]
     assert report == json.loads((several.root / "robustness.json").read_text())
     assert (report["images"], report["captions"], report["one_sentence_captions"]) == (5, 15, 1)
     assert "1 of 15 captions have a single sentence" in report["notes"][0]
     assert [bad["kind"] for bad in report["left_out"]] == ["unreadable image"]
     for name, (label, numbers) in zip(config.encoders, report["encoders"].items(), strict=True):
-        hits, cosines = by_hand(name, several)
+        hits, cosines, of_first = by_hand(name, several)
+        for measure, parts in (("correlation of 4", 4), ("% in order, of 2", 2), ("% in order, of 3", 3)):
+            values, groups = [], []
+            for at, length in enumerate(lengths):
+                if length >= parts:
+                    curve = [of_first[-(-part * length // parts)][at] for part in range(1, parts + 1)]
+                    rises = 100.0 * (sorted(curve) == curve)
+                    values.append(np.corrcoef(range(parts), curve)[0, 1] if parts == 4 else rises)
+                    groups.append(IMAGE_OF[at])
+            found, interval = numbers["growth"][measure], mean_interval if parts == 4 else hits_interval
+            assert found["captions"] == len(values) > 1 and found["mean"] == pytest.approx(np.mean(values), abs=1e-4)
+            assert found["interval"] == pytest.approx(interval(values, groups), abs=1e-3)
         found = {
             edit: {way: np.mean([one[way] for one in variants], axis=0) for way in DIRECTIONS}
             for edit, variants in hits.items()

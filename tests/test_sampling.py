@@ -128,6 +128,7 @@ def test_the_recipes_are_the_papers():
     assert (long.short_weight, long.components, long.label_smoothing) == (0.5, 32, 0.1)
     assert (smart.short_weight, smart.components, smart.sampling, smart.has_long) == (1.0, 0, "opening", False)
     assert {recipe.pooling for recipe in RECIPES.values()} == {"eot"}
+    assert METHODS["debias-clip-as-released"] == replace(debias, component_parts=4, decay="all")
 
 
 def test_the_training_defaults_are_the_papers():

@@ -248,12 +248,15 @@ def test_kept_rows_stay_bit_identical_and_nothing_else_does():
     assert all(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_weight_decay_is_on_matrices_only():
+def test_weight_decay_is_on_matrices_only_but_as_released_on_all_in_one_group():
     backbone = setup()[0]
-    optimizer = Optimizer(backbone, weight_decay=0.5, betas=(0.9, 0.999), eps=1e-8)
-    decay = {id(p): group["weight_decay"] for group in optimizer.adamw.param_groups for p in group["params"]}
-    for name, parameter in backbone.model.named_parameters():
-        assert decay[id(parameter)] == (0.5 if parameter.ndim >= 2 else 0.0), name
+    for recipe, of_vectors in (("debias-clip", 0.0), ("debias-clip-as-released", 0.5)):
+        decays = RECIPES[recipe].decays
+        optimizer = Optimizer(backbone, weight_decay=0.5, betas=(0.9, 0.999), eps=1e-8, decays=decays)
+        decay = {id(p): group["weight_decay"] for group in optimizer.adamw.param_groups for p in group["params"]}
+        for name, parameter in backbone.model.named_parameters():
+            assert decay[id(parameter)] == (0.5 if parameter.ndim >= 2 else of_vectors), name
+        assert len(optimizer.adamw.param_groups) == (1 if of_vectors else 2)
 
 
 def test_the_scale_is_trained_and_stays_at_most_100():

@@ -18,6 +18,7 @@ from helpers.tiny_clip import CONFIG, correct, registered, tiny_clip, tiny_sigli
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import (
     STEPS,
+    checkpoint,
     config,
     is_the_same_run,
     killed_copy,
@@ -109,6 +110,14 @@ def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, fi
     run = config((str(finished_run / "last"), *world[1:]), tmp_path)
     assert load_base_tokenizer(run).context_length == 248
     assert prepare_backbone(load_base_model(run), run)[0].tokenizer.context_length == 248
+
+
+def test_the_recipe_says_what_weight_decay_acts_on(world, finished_run, tmp_path, capsys):
+    train(config(world, tmp_path, recipe="debias-clip-as-released", batch=16, components=1, max_steps=1))
+    assert "1 components of each of 4 parts, eot pooling, weight decay on all parameters" in capsys.readouterr().out
+    runs = ((tmp_path, 1), (finished_run, STEPS))
+    groups = [checkpoint(*run)["optimizer"]["adamw"]["param_groups"] for run in runs]
+    assert [sorted(group["weight_decay"] for group in of_run) for of_run in groups] == [[0.1], [0.0, 0.1]]
 
 
 @pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])

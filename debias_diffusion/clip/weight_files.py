@@ -21,13 +21,18 @@ _SMART_CLIPS = "mask_net."  # SmartCLIP's mask network, beside Long-CLIP's weigh
 TEXT = "text."  # the text tower's prefix in open_clip's CustomTextCLIP; OpenAI's and Long-CLIP's names have none
 
 
-def read_state(file: Path) -> dict[str, torch.Tensor]:
+def read_state(file: Path, as_released: bool = False) -> dict[str, torch.Tensor]:
     """The state dict in a file, without the prefix `module.`.
 
     Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
 
+    Args:
+        as_released: put the first of two tables of positions under `text.` in the place of the second, as the loader of
+            DeBias-CLIP's authors does (commit 18a06c9; the audit in reyuyu/SAID). Their published scores are of these
+            rows, which training did not move; the trained ones lie in the second table.
+
     Raises:
-        UserError: the file is not there, or holds no state dict.
+        UserError: the file is not there, holds no state dict, or no two tables for `as_released`.
     """
     if not file.is_file():
         raise UserError(f"{str(file)!r} is not there.")
@@ -39,7 +44,15 @@ def read_state(file: Path) -> dict[str, torch.Tensor]:
         state = state["state_dict"]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{str(file)!r} holds no state dict of weights.")
-    return {name.removeprefix("module."): value for name, value in state.items()}
+    state = {name.removeprefix("module."): value for name, value in state.items()}
+    if as_released:
+        if TEXT + _LONG_CLIPS not in state:
+            raise UserError(
+                f"{str(file)!r} does not hold two tables of positions under {TEXT!r}, and as-released: is for the file "
+                "of DeBias-CLIP's authors, debias_vitb_3e.pt. Leave out as-released:."
+            )
+        state[TEXT + _LONG_CLIPS] = state[TEXT + POSITIONS]
+    return state
 
 
 def model_digest(

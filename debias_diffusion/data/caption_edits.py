@@ -1,4 +1,4 @@
-"""Edits of captions: those of Figures 1a, 2, 3, 4 and S1 to S5 of the DeBias-CLIP paper, and random orders."""
+"""Edits of captions: those of Figures 1a, 2, 3, 4 and S1 to S5 of the DeBias-CLIP paper, and of others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from ..text.sentences import join_sentences, split_sentences
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5
 SHUFFLES = 3  # random orders of every caption
+PLACES = (25, 50, 75, 100)  # where sentence 1 is put, in percent of the other sentences
 
 
 def swap_first(number: int, sentences: list[str]) -> list[str]:
@@ -18,6 +19,21 @@ def swap_first(number: int, sentences: list[str]) -> list[str]:
     if other > 0:
         edited[0], edited[other] = edited[other], edited[0]
     return edited
+
+
+def moved(percent: int, sentences: list[str]) -> list[str]:
+    """Sentence 1 behind so many percent of the other sentences, rounded; these keep their order.
+
+    After PosBias (Wu and Albreiki, arXiv 2511.11216), which moves a segment of a caption and masks the rest. Here the
+    rest stays, so that at every position the caption has the same sentences.
+    """
+    place = (percent * (len(sentences) - 1) + 50) // 100
+    return [*sentences[1 : place + 1], *sentences[:1], *sentences[place + 1 :]]
+
+
+def beginning(part: int, parts: int, sentences: list[str]) -> list[str]:
+    """The first `part` of so many parts of the sentences, in whole ones; from `parts` sentences on no two are equal."""
+    return sentences[: -(-part * len(sentences) // parts)]
 
 
 def padded(count: int, sentences: list[str]) -> list[str]:
@@ -57,6 +73,7 @@ EDITS = {
     "swap2": Edit("Swap 2", "first2", (lambda sentences: sentences[:2][::-1],)),
     "first": Edit("First only", "first2", (lambda sentences: sentences[:1],)),
     **{f"padding{n}": Edit(f"Padding {n}", "first2", (partial(padded, n),)) for n in range(1, MOST_PADDING + 1)},
+    **{f"after{percent}": Edit(f"After {percent}%", "keep", (partial(moved, percent),)) for percent in PLACES},
 }
 LOSING = {name: edit for name, edit in EDITS.items() if edit.base != name}
 

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -58,12 +59,14 @@ class Benchmark:
         images: the folders that images lie in. With several, an image's name begins with its folder. Where the only one
             is not there, images lie in the benchmark's own folder.
         page: where it is downloaded from.
+        keys: that an entry of its files has, for errors; empty where other errors say it.
     """
 
     read: Callable[[Path, list[BadRecord]], Entries]
     needs: tuple[str, ...]
     images: tuple[str, ...]
     page: str
+    keys: str = ""
 
 
 def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -105,7 +108,7 @@ def _json_list(entries: list, name: str, bad: list[BadRecord]) -> Iterator[tuple
 
 def _objects(path: Path, key: str) -> list[dict]:
     """The list of JSON objects under `key`. Raises UserError when there is none."""
-    objects = read_json(path, dict, _AGAIN).get(key)
+    objects = read_json(path, dict, f"Expected is a list of objects named {key!r} in it. {_AGAIN}").get(key)
     if not isinstance(objects, list) or not all(isinstance(part, dict) for part in objects):
         raise UserError(f"{str(path)!r} has no list of objects named {key!r}. {_AGAIN}")
     return objects
@@ -122,10 +125,14 @@ def _urban1k(root: Path, bad: list[BadRecord]) -> Entries:
             yield Entry(f"caption/{name}.txt", f"{name}.jpg", text.split("\n")[:1])
 
 
-def _dci(root: Path, bad: list[BadRecord]) -> Entries:
+def _dci(root: Path, bad: list[BadRecord], as_released: bool = False) -> Entries:
     """Every annotation of every split: 7,805, the whole benchmark.
 
     Short and extra caption together, as DCI's `get_extended_caption`; a full stop between them where none is.
+
+    Args:
+        as_released: join them with nothing in between, as the code of DeBias-CLIP's authors does (by the audit in
+            reyuyu/SAID, DATASET_PROTOCOL_AUDIT.json).
     """
     for name in (name for names in read_json(root / "splits.json", dict, _AGAIN).values() for name in names):
         path = root / "annotations" / str(name)
@@ -133,10 +140,11 @@ def _dci(root: Path, bad: list[BadRecord]) -> Entries:
             raise UserError(f"splits.json of dci names {str(path)!r}, which is not there. Unpack all of it.")
         with leave_out(f"annotations/{name}", bad):
             fields = parse_object(read_file(path))
-            captions = (fields.get(key) for key in ("short_caption", "extra_caption"))
-            parts = [caption.strip() for caption in captions if is_text(caption) and caption.strip()]
+            captions = [text for key in ("short_caption", "extra_caption") if is_text(text := fields.get(key))]
+            parts = [caption.strip() for caption in captions if caption.strip()]
             parts[:-1] = [part if part[-1] in ".!?" else f"{part}." for part in parts[:-1]]
-            yield Entry(f"annotations/{name}", fields.get("image"), (" ".join(parts),))
+            joined = "".join(captions) if as_released else " ".join(parts)
+            yield Entry(f"annotations/{name}", fields.get("image"), (joined,))
 
 
 def _long_dci(root: Path, bad: list[BadRecord]) -> Entries:
@@ -186,7 +194,8 @@ def _coco(*splits: str, captions_an_image: int | None = None) -> Benchmark:
                 number = str(image.get("id"))
                 yield Entry(f"{name}, image {number}", file, captions[number][:captions_an_image])
 
-    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download")
+    keys = "image_id, caption; of images id, file_name"
+    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download", keys)
 
 
 _FLICKR30K, _FLICKR30K_IMAGES = "results_20130124.token", "flickr30k-images"
@@ -203,7 +212,8 @@ def _karpathy(*splits: str) -> Benchmark:
                 raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
                 yield Entry(f"{name}, image {file}", file, raw)
 
-    return Benchmark(read, (name, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
+    keys = "split, filename, sentences, of these raw"
+    return Benchmark(read, (name, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page, keys)
 
 
 def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
@@ -284,21 +294,37 @@ def _recos(root: Path, bad: list[BadRecord]) -> Entries:
 
 
 _IIW_FOLDERS = tuple(folder for folder, _ in IIW_PARTS.values())
+_IN_DCI = ("splits.json", "annotations", "photos")
+_DCI = Benchmark(_dci, _IN_DCI, ("photos",), f"{_GITHUB}/facebookresearch/DCI", "image, short_caption, extra_caption")
 
 BENCHMARKS: dict[str, Benchmark] = {
     "urban1k": Benchmark(_urban1k, ("caption", "image"), ("image",), f"{_HUB}/BeichenZhang/Urban1k"),
-    "dci": Benchmark(_dci, ("splits.json", "annotations", "photos"), ("photos",), f"{_GITHUB}/facebookresearch/DCI"),
-    "long-dci": Benchmark(_long_dci, ("dci_long.csv",), ("photos",), f"{_HUB}/mderakhshani/Long-DCI"),
+    "dci": _DCI,
+    "dci-as-released": replace(_DCI, read=partial(_dci, as_released=True)),
+    "long-dci": Benchmark(
+        _long_dci,
+        ("dci_long.csv",),
+        ("photos",),
+        f"{_HUB}/mderakhshani/Long-DCI",
+        "filepath, title, divided by tabs",
+    ),
     "docci": Benchmark(
-        _docci, ("docci_descriptions.jsonlines", "images"), ("images",), "https://google.github.io/docci/#downloads"
+        _docci,
+        ("docci_descriptions.jsonlines", "images"),
+        ("images",),
+        "https://google.github.io/docci/#downloads",
+        "split (test), image_file, description",
     ),
     "iiw": Benchmark(
         _iiw,
         (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS),
         _IIW_FOLDERS,
         f"{_GITHUB}/google/imageinwords/tree/main/datasets",
+        "IIW, image (of IIW-400 image/key)",
     ),
-    "sharegpt4v-1k": Benchmark(_sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{_HUB}/Lin-Chen/ShareGPT4V"),
+    "sharegpt4v-1k": Benchmark(
+        _sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{_HUB}/Lin-Chen/ShareGPT4V", "image, conversations"
+    ),
     "coco": _coco("val2017"),
     "coco-five": _coco("val2017", captions_an_image=FIVE),
     "coco-train": _coco("train2017"),
@@ -371,6 +397,7 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
     """
     root = find_root(name, root)
     benchmark, source, label = BENCHMARKS[name], ImageFolder(root), f"{name} in {str(root)!r}"
+    advice = f"Expected keys: {benchmark.keys}. {_AGAIN}" if benchmark.keys else _AGAIN
     # Of several folders the names of images begin with their folder.
     if len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir():
         source = ImageFolder(root / benchmark.images[0])
@@ -378,9 +405,9 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
     by_image: dict[str, list[Entry]] = {}
     for entry in benchmark.read(root, bad):
         if not is_text(entry.image):
-            raise UserError(f"{entry.where} of {label} names no image, found {entry.image!r}. Download it again.")
+            raise UserError(f"{entry.where} of {label} names no image, found {entry.image!r}. {advice}")
         by_image.setdefault(entry.image, []).append(entry)
-    usable_captions(label, list(by_image), bad, _AGAIN)
+    usable_captions(label, list(by_image), bad, advice)
     missing = [image for image in by_image if not is_there(source, image)]
     if missing:
         raise UserError(
@@ -392,7 +419,7 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
         where, given = entries[0].where, [caption for entry in entries for caption in entry.captions]
         texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
         if not texts:
-            raise UserError(f"{where} of {label} has no caption for the image {image!r}. Download it again.")
+            raise UserError(f"{where} of {label} has no caption for the image {image!r}. {advice}")
         bad += [BadRecord(where, "empty caption", f"image {image}")] * (len(given) - len(texts))
         captions += texts
         image_of += [position] * len(texts)

@@ -31,12 +31,12 @@ DIFFERENCE, STEPS = "difference.safetensors", "steps"  # of a fine-tuned toy CLI
 _BIG_VISION = (".npz", ".npy")  # which only open_clip reads, and refuses where a shape differs
 
 
-def load_backbone(place: str, weights: str | None = None) -> Backbone:
+def load_backbone(place: str, weights: str | None = None, as_released: bool = False) -> Backbone:
     """Loads a CLIP or SigLIP two-tower of open_clip's.
 
     Args:
-        place, weights: of an `EncoderSpec` of the kind OPEN_CLIP: a folder or "hf-hub:owner/name", or the name of a
-            model and a tag, a file (Long-CLIP's, too), or None for random weights from torch's current seed.
+        place, weights, as_released: of an `EncoderSpec` of the kind OPEN_CLIP: a folder or "hf-hub:owner/name", or the
+            name of a model and a tag, a file (Long-CLIP's, too), or None for random weights from torch's current seed.
 
     Returns:
         The model, with the heads suppressed that its configuration notes.
@@ -57,7 +57,8 @@ def load_backbone(place: str, weights: str | None = None) -> Backbone:
     if (prompts := config.get("debias_diffusion", {}).get("regional_prompts")) is not None:
         with explain_failure(f"The regional prompts of {place!r} cannot be used"):
             add_prompts(clip.visual, PromptSettings.from_config(prompts))
-    stretched = file and load_weights(clip, file, place, bool(config["model_cfg"].get("quick_gelu")))
+    quick_gelu = bool(config["model_cfg"].get("quick_gelu"))
+    stretched = file and load_weights(clip, file, place, quick_gelu, as_released)
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")
     if stretched:
@@ -175,7 +176,9 @@ def _find_weights(place: str, weights: str | None) -> Path | None:
     return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(place, weights)))
 
 
-def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
+def load_weights(
+    clip: nn.Module, file: Path, model: str, quick_gelu: bool, as_released: bool = False
+) -> dict[str, int] | None:
     """Loads weights into open_clip's module, and never interpolates text positions, as open_clip does silently.
 
     A Long-CLIP checkpoint's two tables of positions become one, and the module gets their context length. Without the
@@ -187,6 +190,7 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
         file: weights that open_clip reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
         model: its name in errors.
         quick_gelu: whether `clip` has OpenAI's activation, which is not in the file.
+        as_released: see `read_state`.
 
     Returns:
         {"keep", "factor"} that a Long-CLIP checkpoint's positions were stretched with; else None.
@@ -195,7 +199,7 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
         UserError: the file has another context length, or is Long-CLIP's and of another model. Errors of the libraries
             for broken or hostile files and other sizes pass through.
     """
-    state = {} if file.suffix in _BIG_VISION else read_state(file)
+    state = {} if file.suffix in _BIG_VISION else read_state(file, as_released)
     long_clip, is_prefixed = is_long_clip(state), f"{TEXT}token_embedding.weight" in state
     tower = getattr(clip, "text", clip)
     if long_clip:

@@ -41,15 +41,15 @@ VOCABULARY = 49408
 WRITTEN_BY = "debias-diffusion"
 
 
-def read_file(file: Path) -> tuple[TextEncoder, CLIPTokenizer]:
-    """The text encoder in a file of weights, in float32 and eval mode, and its tokenizer; see above.
+def read_file(file: Path, as_released: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text encoder in a file of weights (see `read_state`), in float32 and eval mode, and its tokenizer; see above.
 
     A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
 
     Raises:
         UserError: the file holds no whole CLIP text encoder.
     """
-    content = read_state(file)
+    content = read_state(file, as_released)
     tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
     state, follows_rule = _text_part(tensors, file)
     config, has_activation = _config(state, file)

@@ -35,6 +35,7 @@ READINGS = {
     "kohya": "as kohya",
     "comfyui": "as ComfyUI",
 }
+AS_RELEASED = "as-released:"  # before the name of a file, see `weight_files.read_state`
 MODELS_OF_RUN = ("last", "best")  # folders that `train` writes models to, the result first
 FIRST, SECOND = "encoder", "encoder_2"  # folders that `align` writes encoders to, as `export` would
 _CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones begin
@@ -78,6 +79,7 @@ class EncoderSpec:
         kind: what lies there.
         place: file, folder, hub id or open_clip name; of a training run the folder of its model.
         weights: tag or file of MODEL:WEIGHTS; else None, which for an open_clip name is random weights.
+        as_released: whether "as-released:" stands before the name of a file, see `weight_files.read_state`.
     """
 
     name: str
@@ -85,6 +87,7 @@ class EncoderSpec:
     kind: Kind
     place: str
     weights: str | None = None
+    as_released: bool = False
 
     @classmethod
     def parse(cls, name: str | os.PathLike, reading: Reading = "overlap") -> "EncoderSpec":
@@ -102,8 +105,14 @@ class EncoderSpec:
         prefix, colon, rest = name.partition(":")
         if colon and prefix in READINGS:
             reading, name = cast(Reading, prefix), rest
-        kind, place, weights = (Kind.ORIGINAL, name, None) if name == ORIGINAL else _find(name)
-        return cls(name, reading, kind, place, weights)
+        bare = name.removeprefix(AS_RELEASED)
+        kind, place, weights = (Kind.ORIGINAL, name, None) if name == ORIGINAL else _find(bare)
+        if bare != name and not os.path.isfile(weights or place):
+            raise UserError(
+                f"{AS_RELEASED} stands before a file, as in {AS_RELEASED}ViT-B-16-quickgelu:debias_vitb_3e.pt, and "
+                f"{bare!r} is none. Leave it out."
+            )
+        return cls(name, reading, kind, place, weights, bare != name)
 
     @cached_property
     def digest(self) -> str:
@@ -113,10 +122,11 @@ class EncoderSpec:
         Raises:
             OSError: a file cannot be read.
         """
+        mark = AS_RELEASED * self.as_released
         if self.weights and os.path.exists(self.weights):
-            return f"{self.place}:{self._digest_of(self.weights)}"
+            return f"{mark}{self.place}:{self._digest_of(self.weights)}"
         if os.path.exists(self.place) and self.kind is not Kind.ORIGINAL:
-            return self._digest_of(self.place)
+            return mark + self._digest_of(self.place)
         if "/" in self.place:
             from .hub import place_digest
 
@@ -186,7 +196,9 @@ class EncoderSpec:
                 raise self.refusal()
             if self.kind in (Kind.TRANSFORMERS, Kind.HUB, Kind.FILE):
                 source = self._source()
-                return read_file(Path(source)) if os.path.isfile(source) else read_text_encoder(source)
+                if os.path.isfile(source):
+                    return read_file(Path(source), self.as_released)
+                return read_text_encoder(source)
             from ..ablation.heads import fold_text_heads  # open_clip is optional
             from .text_encoders import keeps_projection, to_transformers
 
@@ -223,7 +235,7 @@ class EncoderSpec:
             )
         match self.kind:
             case Kind.OPEN_CLIP:
-                return load_backbone(self.place, self.weights)
+                return load_backbone(self.place, self.weights, self.as_released)
             case Kind.ABLATION:
                 return _load_ablated(Path(source))
             case Kind.DIFFERENCE:
@@ -260,6 +272,8 @@ def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPToke
             - a hub id (`owner/name`) of a transformers repository, or of one that holds such a file and nothing else to
               load ("BeichenZhang/LongCLIP-L"); `hf-hub:owner/name` of an open_clip one;
             - "toy/debias-clip" and the like.
+
+            Before the file of DeBias-CLIP's authors, "as-released:" reads positions as their loader does.
 
     Returns:
         (text_encoder, tokenizer): a CLIPTextModel, or a CLIPTextModelWithProjection if a folder's configuration names

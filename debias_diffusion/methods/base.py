@@ -175,6 +175,10 @@ class Method(Checked, ABC):
         """Multiplies the learning rate of a parameter, by its name in the optimizer ("method/..." for `modules`)."""
         return 1.0
 
+    def decays(self, parameter: nn.Parameter) -> bool:
+        """Whether weight decay acts on a parameter: on matrices alone, as usual."""
+        return parameter.ndim >= 2
+
     def fit(self, batch: int, embed_dim: int) -> "Method":
         """The method for that batch and features, where nobody has said how many components it takes."""
         return self

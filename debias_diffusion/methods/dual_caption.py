@@ -1,17 +1,20 @@
 """Training on a long and a short caption of each image, as in DeBias-CLIP; Long-CLIP's recipe is in `fix_clip`.
 
 debias-clip           drop the summary, draw a random subset of the rest, pad in front (Algorithm 1); w = 0.1
-debias-clip-sdxl      the same, and words keep the hidden states that SDXL's UNet reads (see `keep_states`)
+debias-clip-as-released
+                      the same as the released weights were trained: components of each of four processes, weight decay
+                      on all parameters (docs/training.md)
+debias-clip-sdxl      as debias-clip, and words keep the hidden states that SDXL's UNet reads (see `keep_states`)
 smart-clip-sampling   one caption, cut after a random number of sentences, and one loss: SmartCLIP's sampling (section
                       C.5) without its mask network (`smart_clip`)
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..clip.backbone import Backbone
 from ..errors import UserError
@@ -78,6 +81,7 @@ class DualCaption(KeepStates):
         component_parts: Equal parts of the global batch, in its order, that each have components of their own. 1 takes
             those of the whole batch. Long-CLIP's code takes those of each process, before gathering: as many parts as
             it has processes. The loss is the same however many processes a run has.
+        decay: The parameters that weight decay acts on: matrices, or all of them, as in Long-CLIP's code.
     """
 
     sampling: str
@@ -87,6 +91,7 @@ class DualCaption(KeepStates):
     label_smoothing: BelowOne = 0.1
     pooling: Literal["eot", "average"] = "eot"
     component_parts: PositiveInt = 1
+    decay: Literal["matrices", "all"] = field(default="matrices", metadata={"is_setting": False})
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,6 +119,9 @@ class DualCaption(KeepStates):
     def fit(self, batch: int, embed_dim: int) -> "DualCaption":
         most = min(batch // self.component_parts - 1, embed_dim)
         return self if self.components < most else replace(self, components=max(1, most // 2))
+
+    def decays(self, parameter: nn.Parameter) -> bool:
+        return self.decay == "all" or super().decays(parameter)
 
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:
@@ -167,11 +175,15 @@ class DualCaption(KeepStates):
         components = f", {self.components} components" if self.has_short and self.components else ""
         components += f" of each of {self.component_parts} parts" if components and self.component_parts > 1 else ""
         short = "given short captions" if self.reads_short else f"{self.sampling} sentences"
-        return f"{short}{padding}{components}, {self.pooling} pooling{super().describe()}"
+        decay = ", weight decay on all parameters" if self.decay == "all" else ""
+        return f"{short}{padding}{components}, {self.pooling} pooling{decay}{super().describe()}"
 
 
 RECIPES = {
     "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
+    "debias-clip-as-released": DualCaption(
+        sampling="random", padding="random", short_weight=0.1, component_parts=4, decay="all"
+    ),
     "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, keep_states=3.0),
     "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }

@@ -145,9 +145,9 @@ class TrainConfig(RunConfig):
             hf-hub:owner/name.
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
-        recipe: debias-clip, debias-clip-sdxl (the same with keep_states, for encoders that go into SDXL), long-clip,
-            smart-clip, smart-clip-sampling or fix-clip. The options that follow, and those of Fix-CLIP, override a
-            part of it.
+        recipe: debias-clip, debias-clip-as-released (as its authors' weights were trained), debias-clip-sdxl (with
+            keep_states, for encoders that go into SDXL), long-clip, smart-clip, smart-clip-sampling or fix-clip. The
+            options that follow, and those of Fix-CLIP, override a part of it.
         import_file: Python file that adds your method to the recipes (docs/extending.md). Its contents are a setting of
             the run.
         sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
@@ -199,6 +199,7 @@ class TrainConfig(RunConfig):
         compile: Compile the towers with torch.compile, which takes a minute at each start and a third off every step.
             auto does so on a CUDA GPU with 1,000 steps or more to go, and goes on without where it fails; a run that
             resumes keeps to what it began with. YAML needs quotes around on and off.
+        weight_decay: On matrices only; of debias-clip-as-released on all parameters.
         seed: Of all random draws: random weights, order of samples, short captions.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """

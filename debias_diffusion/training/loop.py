@@ -87,7 +87,7 @@ class _Training(Run):
         self.modules = nn.ModuleDict(modules).to(accelerator.device) if modules else None
         self.write_modules = partial(self.method.save, modules=self.modules)
         self.backbone.to(accelerator.device).train()
-        settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate
+        settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate, self.method.decays
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
         given = {"recipe": self.method, "cached_features": config.freeze_image_tower}
         if self.backbone.family.causal and not config.chunk:  # a chunk has a layout of its own

@@ -25,26 +25,30 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup: int) -> floa
 
 
 def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, rate: Callable[[str], float] = lambda name: 1.0
+    named: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    rate: Callable[[str], float] = lambda name: 1.0,
+    decays: Callable[[nn.Parameter], bool] = lambda parameter: parameter.ndim >= 2,
 ) -> list[dict]:
-    """Groups for AdamW: weight decay on matrices only, and a "rate" that multiplies the learning rate."""
+    """Groups for AdamW: weight decay where `decays` says so, and a "rate" that multiplies the learning rate."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in named:
-        groups.setdefault((parameter.ndim >= 2, rate(name)), []).append(parameter)
+        groups.setdefault((decays(parameter), rate(name)), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, "rate": factor}
-        for (is_matrix, factor), parameters in groups.items()
+        {"params": parameters, "weight_decay": weight_decay if has_decay else 0.0, "rate": factor}
+        for (has_decay, factor), parameters in groups.items()
     ]
 
 
 class AdamW:
-    """torch's AdamW with weight decay on matrices only, and loss scaling for fp16.
+    """torch's AdamW with weight decay on matrices only, unless `decays` says otherwise, and loss scaling for fp16.
 
     Args:
         named: parameters by name; those without `requires_grad` are left out.
         precision: for "fp16", gradients are scaled so that small ones do not vanish; a step in which one of them
             overflows is skipped and the scale lowered.
         rate: multiplies the learning rate of a parameter, by its name.
+        decays: whether weight decay acts on a parameter.
 
     Attributes:
         scaler: scales the loss before its gradient is computed; does nothing unless the precision is "fp16".
@@ -58,9 +62,10 @@ class AdamW:
         eps: float,
         precision: str = "fp32",
         rate: Callable[[str], float] = lambda name: 1.0,
+        decays: Callable[[nn.Parameter], bool] = lambda parameter: parameter.ndim >= 2,
     ):
         trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
-        groups = parameter_groups(trained, weight_decay, rate)
+        groups = parameter_groups(trained, weight_decay, rate, decays)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.scaler = torch.amp.GradScaler(trained[0][1].device.type, enabled=precision == "fp16")
 

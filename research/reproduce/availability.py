@@ -30,7 +30,7 @@ def missing_parts(world: World, root: Path, models: Collection[Model], columns: 
     settings += [world.training | model.training for model in models if model.training is not None]
     settings += [world.evaluations.get(column.evaluation, {}) for column in columns]
     bases = [world.bases[model.base] for model in models if model.base in world.bases]
-    lines, benchmarks, places = [], [], [base.model for base in bases]
+    lines, benchmarks, places = [], [], [place for base in bases for place in (base.model, base.pretrained) if place]
     for given in settings:
         dataset = given.get("dataset") or []
         for name in [dataset] if isinstance(dataset, str) else dataset:

@@ -199,7 +199,7 @@ def write_table(
     Raises:
         UserError: a row is compared with one that is not there.
     """
-    head = {part: getattr(table, part) for part in ("paper", "title", "source", "note")}
+    head = {part: getattr(table, part) for part in ("paper", "title", "source", "note", "within", "otherwise")}
     content = {"name": name, **head, "world": world.title, "seeds": seeds, "versions": versions()}
     content |= {"made_with": list(made_with), "of_papers": world.of_papers}
     content["columns"] = {title: column.evaluation for title, column in table.columns.items()}
@@ -211,17 +211,17 @@ def write_table(
 
 
 def _cells(table: PaperTable, label: str, scores: Lookup) -> dict[str, dict]:
-    """{column: "ours", the mean over seeds, "by_seed", "published", and of some rows "minus"}"""
+    """{column: "ours", the mean over seeds, "by_seed", "published", "repeated", and of some rows "minus"}"""
     row, cells = table.rows[label], {}
     if row.minus and row.minus not in table.rows:
         raise UserError(f"{label} is compared with {row.minus!r}, which is none of the rows {', '.join(table.rows)}.")
-    published = [*row.published, *[None] * len(table.columns)]
-    for (title, column), number in zip(table.columns.items(), published, strict=False):
+    given = ([*part, *[None] * len(table.columns)] for part in (row.published, row.repeated))
+    for (title, column), *numbers in zip(table.columns.items(), *given, strict=False):
         column = row.column(column)
         values = scores(row, column.evaluation, column.score)
         by_seed = [mean_of(of_seed) for of_seed in values.values()]
         cells[title] = {"ours": round(float(np.mean(by_seed)), 4), "by_seed": [round(value, 4) for value in by_seed]}
-        cells[title]["published"] = number
+        cells[title] |= dict(zip(("published", "repeated"), numbers, strict=True))
         if row.minus:
             subtracted = scores(table.rows[row.minus], column.evaluation, column.score)
             trained = row.is_trained or table.rows[row.minus].is_trained
@@ -234,10 +234,11 @@ def table_page(content: dict) -> str:
 
     Published numbers are subtracted in a world with the papers' data alone.
     """
-    published = any(cell["published"] is not None for cells in content["rows"].values() for cell in cells.values())
-    subtracts, header, rows = content["of_papers"] and published, ["row"], []
+    all_cells = [cell for cells in content["rows"].values() for cell in cells.values()]
+    given = [kind for kind in ("published", "repeated") if any(cell[kind] is not None for cell in all_cells)]
+    subtracts, header, rows = content["of_papers"] and "published" in given, ["row"], []
     for title in content["columns"]:
-        header += [title, *["published"] * published, *["difference"] * subtracts]
+        header += [title, *given, *["difference"] * subtracts]
     for label, cells in content["rows"].items():
         compared = next((numbers["minus"]["row"] for numbers in cells.values() if "minus" in numbers), None)
         details = [*content["sets"].get(label, []), *([f"minus {compared}"] if compared else [])]
@@ -246,11 +247,24 @@ def table_page(content: dict) -> str:
             ours, minus = cell(numbers["ours"], form=".2f"), numbers.get("minus")
             row.append(f"{ours}: {cell(minus['difference'], minus['low'], minus['high'], '+.2f')}" if minus else ours)
             number = numbers["published"]
-            row += [cell(number, form=".2f")] * published
+            row += [cell(numbers[kind], form=".2f") for kind in given]
             row += [cell(None if number is None else numbers["ours"] - number, form="+.2f")] * subtracts
         rows.append(row)
     lines = [f"# {escaped(content['paper'])}, {escaped(content['name'])}: {escaped(content['title'])}"]
     lines += [f"{content['world']}, seeds {', '.join(map(str, content['seeds']))}. Published: {content['source']}."]
     sets = ", ".join(f"{title}: {evaluation}" for title, evaluation in content["columns"].items())
     lines += [line for line in (content["note"], f"Sets: {sets}.", mixed_note(content["made_with"])) if line]
-    return "\n\n".join([*lines, Table(header, rows).markdown()]) + "\n"
+    ending = [_nearness(content)] if subtracts and content["within"] is not None else []
+    return "\n\n".join([*lines, Table(header, rows).markdown(), *ending]) + "\n"
+
+
+def _nearness(content: dict) -> str:
+    """Whether all numbers are as near to the published ones as the table says, which are not, and what to look at."""
+    within, far = content["within"], []
+    for label, cells in content["rows"].items():
+        for title, numbers in cells.items():
+            if numbers["published"] is not None and abs(numbers["ours"] - numbers["published"]) > within + 1e-9:
+                far.append(f"{label} {title} by {numbers['ours'] - numbers['published']:+.2f}")
+    if not far:
+        return f"All numbers are within {within} of the published ones."
+    return f"Further than {within} from the published: {', '.join(far)}. {content['otherwise']}"

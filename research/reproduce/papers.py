@@ -87,11 +87,13 @@ class Row(Model):
 
     Attributes:
         published: a number for each column, None where there is none.
+        repeated: likewise, as others measured it with the published model.
         minus: the row whose scores are subtracted, with 95% intervals; empty: none.
         sets: {a column's evaluation: the one that this row's published number is of}.
     """
 
     published: list[float | None] = field(default_factory=list)
+    repeated: list[float | None] = field(default_factory=list)
     minus: str = ""
     sets: dict[str, str] = field(default_factory=dict)
 
@@ -111,6 +113,8 @@ class PaperTable(Checked):
         columns: by title.
         rows: by name.
         note: on what is compared or could not be read.
+        within: how near to the published numbers ours must be; None: the page does not say.
+        otherwise: what to look at where one is not.
     """
 
     paper: str
@@ -119,6 +123,8 @@ class PaperTable(Checked):
     columns: dict[str, Column]
     rows: dict[str, Row]
     note: str = ""
+    within: float | None = None
+    otherwise: str = ""
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,16 @@ def test_a_row_is_compared_with_the_row_it_names(tmp_path):
     assert set(asked) == {("up", "docci-all"), ("down", "docci-all"), ("down", "docci")}
     toy = write_table("t", table, look_up, replace(world, of_papers=False), [*UP], tmp_path).read_text()
     assert "| row | c | published |\n" in toy and "10.33" not in toy
+    # Ours is 80.33; beside what others measured, and by how much it may differ.
+    near = {"up": Row("up", published=[80.2], repeated=[80.3], sets={"docci": "docci-all"})}
+    for within, ending in (
+        (0.2, "All numbers are within 0.2 of"),
+        (0.1, "Further than 0.1 from the published: up c by +0.13. Look"),
+    ):
+        checked = replace(table, rows=near, within=within, otherwise="Look there.")
+        page = write_table("t", checked, look_up, world, [*UP], tmp_path).read_text()
+        assert "| row | c | published | repeated | difference |" in page and "| 80.33 | 80.20 | 80.30 | +0.13 |" in page
+        assert ending in page.splitlines()[-1]
     with pytest.raises(UserError, match="up is compared with 'low', which is none of the rows up, down"):
         write_table("t", replace(table, rows=rows | {"up": Row("up", minus="low")}), None, world, [0], tmp_path)
 

@@ -1,4 +1,4 @@
-"""The first run of docs/training.md, with a ViT-B/16."""
+"""The first run of docs/training.md, with a ViT-B/16; the released DeBias-CLIP's file."""
 
 import json
 import re
@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.modules import ROOT
+from helpers.released import INVENTORY, checkpoint
 from PIL import Image
+
+from debias_diffusion.encoders.spec import load_two_tower
 
 FIRST_RUN_BYTES = 8_000_000_000  # checkpoints of a ViT-B/16 with AdamW's state, and what is exported of it
 
@@ -37,3 +41,17 @@ def test_the_first_run_at_true_size(tmp_path):
         assert len(set(picture.convert("RGB").getdata())) > 100
     config = json.loads((tmp_path / "runs" / "encoder" / "text_encoder" / "config.json").read_text())
     assert (config["hidden_size"], config["max_position_embeddings"]) == (512, 248)
+
+
+def test_a_file_with_the_released_names_and_sizes_loads_with_either_table_of_positions(tmp_path):
+    torch.manual_seed(0)
+    state = {name: (0.02 * torch.randn(shape)).half() for name, shape in INVENTORY["tensors"].items()}
+    torch.save(checkpoint(state), file := tmp_path / "debias_vitb_3e.pt")
+    first, second = (state[f"text.positional_embedding{end}"].float() for end in ("", "_res"))
+    for prefix, table in (("", torch.cat([first[:20], second[20:]])), ("as-released:", first)):
+        backbone = load_two_tower(f"{prefix}ViT-B-16-quickgelu:{file}")
+        assert torch.equal(backbone.text.tower.positional_embedding, table)
+        assert sum(tensor.numel() for tensor in backbone.parameters()) == INVENTORY["value_count"] - second.numel()
+        with torch.no_grad():
+            features = backbone.encode_text(backbone.tokenize(["A red cat. " * 100]))
+        assert features.shape == (1, 512) and features.isfinite().all()
