@@ -1,5 +1,6 @@
 """`debias-diffusion ablate`: searches for heads whose suppression makes a CLIP retrieve better."""
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -41,6 +42,7 @@ from debias_diffusion.text.tokens import TokenBatch
 from .options import AblateConfig
 
 FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
+SEARCH = "search"  # the item with its time
 PROBE_FILE, PICTURE = "probe.json", "heads.png"
 _WITHOUT_EFFECT = ("output", "model", "data", "images", "root", "device", "batch", "max_bad")  # paths are inputs
 # Why the recall may fall all the same, and what to do.
@@ -111,7 +113,7 @@ class _Search:
                     f"Which heads hurt cannot be known from these {len(self.pairs.records)} pairs: the model finds "
                     "none of them (mean-R 0.0), as where images or captions are alike. Give other pairs."
                 )
-            beta = self._search(problem)
+            beta = self._timed_search(problem)
             if not (beta < 1).any():
                 print("On these pairs no ablation is better than none: nothing is ablated.")
                 return
@@ -144,7 +146,12 @@ class _Search:
             encoded, heads = problem.encode((beta < 1).flatten()[None]), ablation.names
         write_png(self.output / PICTURE, draw_heads(ablation.beta, f"beta of each head of the {config.tower} tower"))
         recall = {"before": recalls(problem.untouched)[0], "after": recalls(encoded)[0]}
-        more = {"heads": heads, "settings": asdict(config), "recall": recall}
+        more = {
+            "heads": heads,
+            "seconds": self.job.notes(SEARCH)["seconds"],
+            "settings": asdict(config),
+            "recall": recall,
+        }
         write_seen(self.output, add_seen([self.seen_before], self.pairs.digest, range(len(self.pairs.records))))
         with self.job.write(FILE) as temporary:
             write_ablation(temporary, config.model, self.backbone, ablation, **more)
@@ -176,6 +183,14 @@ class _Search:
         population = Population(tower, config.beta, self.means)
         return Problem(population, images, texts, config.batch, seed=config.seed)
 
+    def _timed_search(self, problem: Problem) -> Tensor:
+        """`_search`; notes its seconds, with those of what an earlier run of it has finished."""
+        started, before = time.monotonic(), sum(self.job.notes(name).get("seconds", 0) for name in self.job.names())
+        beta = self._search(problem)
+        if SEARCH not in self.job:  # one that finds nothing is asked again
+            self.job.note(SEARCH, seconds=round(before + time.monotonic() - started, 3))
+        return beta
+
     def _search(self, problem: Problem) -> Tensor:
         """[blocks, heads] the betas."""
         config = self.config
@@ -190,7 +205,8 @@ class _Search:
             case "all":
                 mask = fittest(problem, every_mask(*problem.shape))
             case "ga":
-                mask, _ = genetic_search(problem, config.generations, config.efficient, config.seed, self.job)
+                settings = config.generations, config.efficient, config.seed, self.job, config.population
+                mask, _ = genetic_search(problem, *settings)
         return torch.where(mask.view(*problem.shape), config.beta if self.means is None else 0.0, 1.0)
 
     def _probe(self, problem: Problem | None = None) -> dict[str, dict[str, float]]:

@@ -95,6 +95,7 @@ def generate(config: GenerateConfig) -> Path:
         low_memory=config.low_memory,
         show_steps=not config.several,
         loras=config.loras and LoraFolder(config.loras),
+        refiner=config.refiner,
     )
     kind = renderer.checkpoint.check_kind(PIPELINES)
     if kind != SDXL and any(first.prompt.prompt_2 for first in firsts):
@@ -162,7 +163,7 @@ def _difference(path: Path, settings: dict) -> str:
     """How an existing file's settings differ; "" if they do not."""
     before = read_settings(path)
     # one encoder may have several paths; positions are known when the prompt is read
-    skipped = {name for name in ("encoder", "encoder_2") if settings[f"{name}_sha256"]} | {"positions"}
+    skipped = {name for name in ("encoder", "encoder_2", "refiner") if settings[f"{name}_sha256"]} | {"positions"}
     wanted = {name: value for name, value in settings.items() if name not in skipped}
     return "it holds no settings" if before is None else first_difference(USUAL | before, wanted)
 

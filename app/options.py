@@ -157,6 +157,7 @@ class AblateConfig(Checked):
         fitness: What ga and all maximise: margin, or robust, its mean over captions as they are, with sentences 1 and 4
             swapped, and without the first.
         generations: Of ga, at most.
+        population: Individuals of a generation of ga, at least 2. null is 48, 96 or 128, by the number of heads.
         efficient: ga with fewer individuals, none of which ablates more than 60% of the heads.
         learning_rate: Of bp.
         epochs: Of bp.
@@ -182,6 +183,7 @@ class AblateConfig(Checked):
     beta: Share = 0.1
     fitness: Literal["margin", "robust"] = "margin"
     generations: PositiveInt = 100
+    population: between(int, 2, 10_000) | None = None
     efficient: bool = False
     learning_rate: LearningRate = 2e-2
     epochs: PositiveInt = 32
@@ -271,6 +273,7 @@ class GenerateConfig(ImageOptions):
             original, and none, is the checkpoint's own. separate:NAME and cut:NAME are `reading`.
         encoder_2: The same for SDXL's second one, with a projection. "stretch" is the checkpoint's own with 248
             positions, untrained, as in Long-CLIP.
+        refiner: SDXL's refiner, a folder or hub id, for the last fifth of the denoising. It reads long prompts, too.
         output: PNG to write, picture.png by default; for several images the folder, pictures by default. Each PNG
             holds the settings that made it.
         overwrite: Replace an image at `output` that has other settings, such as another prompt.
@@ -304,7 +307,7 @@ class GenerateConfig(ImageOptions):
 
     GROUPS = {  # noqa: RUF012 - without an annotation, so no option
         "Prompts": ("prompt", "prompts", "like", "negative_prompt", "reading", "emphasis", "breaks", "clip_skip"),
-        "Models": ("base", "encoder", "encoder_2", "loras"),
+        "Models": ("base", "encoder", "encoder_2", "refiner", "loras"),
         "Images": (
             *("output", "overwrite", "images_per_prompt", "seed"),
             *("steps", "scheduler", "karras", "guidance_scale", "sharpen", "height", "width"),
@@ -322,6 +325,7 @@ class GenerateConfig(ImageOptions):
     device: str | None = None
     precision: Precision = "auto"
     encoder_2: str | None = None
+    refiner: str | None = None
     prompts: str | None = None
     like: str | None = None
     loras: str | None = None

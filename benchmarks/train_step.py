@@ -12,7 +12,8 @@
               has QuickGELU, so take a model with it (ViT-B-16-quickgelu)
 
 With --fix-clip, the parts of Fix-CLIP instead, each against long-clip's step: masks, with masked views and short
-positions (Table 4, row 1); four regional prompts and the last three of six groups of blocks; all of fix-clip.
+positions (Table 4, row 1); four regional prompts and the last three of six groups of blocks; all of fix-clip, with
+masked patches replaced and discarded (Table 5).
 
 Same weights, samples, dtype and optimizer; (a) to (d) use PyTorch's scaled_dot_product_attention, (e) what it uses.
 On a GPU each turn is five steps in a row, as `train` makes them: a batch lies in pinned memory, and the host waits for
@@ -161,6 +162,7 @@ FIX_CLIP = {
     "masks": ("fix-clip", {"groups": 0, "prompts": 0}),
     "prompts+hierarchy": ("long-clip", {"groups": 6, "prompts": 4}),
     "all": ("fix-clip", {}),
+    "all, discarded": ("fix-clip", {"masked_patches": "discard"}),
 }
 
 

@@ -6,6 +6,7 @@ holds if one of its lines has its checksum. So a kill between any two of these l
 
 import json
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -133,6 +134,10 @@ class Job:
         Raises:
             UserError: what lies there is not of this job.
         """
+        return self._write(name, notes)
+
+    def _write(self, name: str, notes: dict) -> AbstractContextManager[Path]:
+        """`write`, with notes as they are at the end."""
         path = self.folder / name
         if os.path.lexists(path) and name not in self:
             raise UserError(
@@ -167,10 +172,15 @@ class Job:
         )
 
     def ensure(self, name: str, write: Callable[[Path], None]) -> Path:
-        """Where an item lies that `write` writes to a temporary path if it is not there or damaged."""
+        """Where an item lies that `write` writes to a temporary path if it is not there or damaged.
+
+        How long that took is noted, as "seconds".
+        """
         if self.path(name, damaged="absent") is None:
-            with self.write(name) as temporary:
+            started, notes = time.monotonic(), {}
+            with self._write(name, notes) as temporary:
                 write(temporary)
+                notes["seconds"] = time.monotonic() - started
         return self.folder / name
 
     def remove(self, name: str) -> None:

@@ -56,7 +56,7 @@ class Encoders(Checked):
     Attributes:
         encoders: Encoders to compare: training runs, folders, files, hub ids, MODEL:PRETRAINED as open_clip names them
             (ViT-B-16-quickgelu:openai), toy/clip, toy/long-clip, toy/debias-clip. How prompts are read for images
-            (cut:NAME) changes nothing here.
+            (cut:NAME) changes nothing here. short:RUN reads with a Fix-CLIP run's positions for short captions.
         output: Folder for the results: JSON, figures, the page of `evaluate all`, generated images in images/ENCODER/.
             What is finished there is not done again.
         batch_size: Images, or texts, encoded at once.
@@ -146,6 +146,7 @@ class Drawing(ImageOptions, Encoders):
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
         encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
             stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
+        refiner: SDXL's refiner, a folder or hub id, for the last fifth of the denoising; it reads with its own encoder.
         layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
             last one after the final norm, as in Long-CLIP's code.
         scheduler: diffusers' class in the place of the checkpoint's scheduler. null keeps it.
@@ -158,6 +159,7 @@ class Drawing(ImageOptions, Encoders):
     images_at_once: PositiveInt | Literal["auto"] = "auto"
     prefix: str = ""
     encoder_2: str | None = None
+    refiner: str | None = None
     layer: Layer = "penultimate"
     scheduler: Scheduler | None = None
     zero_empty_negative: bool | None = None
@@ -252,12 +254,16 @@ class AttentionConfig(Captions):
 
     Attributes:
         prompt: A prompt to show word by word.
+        image: Image file, to show how similar its parts are to the prompt, and what regional prompts look at.
     """
 
     prompt: str | None = field(default=None, kw_only=True)
+    image: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         Data.__post_init__(self)
+        if self.image is not None and self.prompt is None:
+            raise UserError("The image is compared with a text. Give --prompt, too.")
         if self.has_captions or self.prompt is None:
             check_source(self)
 

@@ -45,7 +45,9 @@ class Evaluation:
 EVALUATIONS = {
     "robustness": Evaluation("How shortsighted?", options.RobustnessConfig, "robustness", "two towers"),
     "retrieval": Evaluation("Retrieval with whole captions", options.RetrievalConfig, "retrieval", "two towers"),
-    "attention": Evaluation("Where encoders look", options.AttentionConfig, "attention", "text encoder"),
+    "attention": Evaluation(
+        *("Where encoders look", options.AttentionConfig, "attention", "text encoder"), saved=("attention_image.png",)
+    ),
     "drift": Evaluation(
         "What the UNet reads",
         options.DriftConfig,

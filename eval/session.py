@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -182,13 +181,9 @@ class ResultCache:
         return Job.key(kind, depends | {"versions": versions()})
 
     def _file(self, name: str, compute: Callable[[], Content], save: Callable[[Content, Path], None]) -> Path:
-        if self._job.path(name, damaged="absent") is None:
-            started = time.monotonic()
-            content = compute()
-            with self._job.write(name, seconds=time.monotonic() - started) as temporary:
-                save(content, temporary)
+        file = self._job.ensure(name, lambda temporary: save(compute(), temporary))
         self.seconds += self._job.notes(name)["seconds"]
-        return self.output / name
+        return file
 
 
 # ---- encoders, and the report

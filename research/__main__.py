@@ -15,6 +15,7 @@ COMMANDS = {
         "--output scores",
         "eval",
     ),
+    "pairs": Command(options.PairsConfig, "pairs:write_pairs", "--root data --output data/coco-train-1k.jsonl", "eval"),
     "toymodels": Command(
         options.ToyModelsConfig, "toymodels.build:build", "--output runs/toyworld --weights runs/weights", "eval"
     ),

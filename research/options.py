@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import Data, check_output
-from debias_diffusion.limits import Checked
+from debias_diffusion.limits import Checked, NonNegativeInt, between
 from debias_diffusion.toyworld.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
 
@@ -66,6 +66,23 @@ class ToyModelsConfig(Checked):
 
     output: str = "runs/toyworld"
     weights: str = str(WEIGHTS)
+
+
+@dataclass
+class PairsConfig(Checked):
+    """Write pairs of COCO's and ImageNet's training sets as JSONL, for `ablate` and `train`.
+
+    Attributes:
+        root: Folder with coco/ (annotations and train2017) and imagenet/train.
+        output: File to write, ending in .jsonl.
+        coco: First so many images of COCO's train2017, each with its first caption.
+        imagenet: So many classes of ImageNet-1k, at most 1000, each with one image and "a photo of a tench." and so on.
+    """
+
+    root: str
+    output: str
+    coco: NonNegativeInt = 1000
+    imagenet: between(int, 0, 1000) = 0
 
 
 @dataclass(kw_only=True)

@@ -364,11 +364,11 @@ def test_pairs_that_are_all_alike_are_refused(config, tmp_path):
 
 
 def test_a_stopped_command_continues_to_the_same_bits_on_the_same_data_alone(config, tmp_path, monkeypatch):
-    settings = dict(generations=4, limit=22, beta=0.5)
+    settings = dict(generations=4, limit=22, beta=0.5, population=6)
     whole, note, folder = ablate(config("whole", **settings)), Job.note, tmp_path / "run"
 
     def stop(job, name, **notes):
-        note(job, name, **notes)
+        note(job, name, **notes | {"seconds": 1000.0})
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -392,5 +392,7 @@ def test_a_stopped_command_continues_to_the_same_bits_on_the_same_data_alone(con
     for job in jobs:
         content = json.loads((job.folder / "ablation.json").read_text())
         notes = [job.notes(f"generation-{number:04}") for number in range(4)]
-        contents.append((notes, content["beta"], content["recall"]))
+        contents.append(([note | {"seconds": 0} for note in notes], content["beta"], content["recall"]))
+        assert len(notes[0]["masks"]) == 6  # individuals
+        assert (content["seconds"] > 1000) == (job is jobs[1])  # with the time of the run that was stopped
     assert contents[0] == contents[1]

@@ -313,9 +313,11 @@ def test_files_without_usable_settings_are_refused(tiny, content, message, tmp_p
 
 def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
     changes = {"encoders": ["/home/me/long", "gone"], "base": "other", "scheduler": "PLMS", "prompt_2": "a dog"}
+    changes["refiner"] = "r"
     request, notes = from_image(settings_with(tmp_path / "a.png", **changes), tiny)
     assert (request.encoders, request.scheduler, request.reading) == (["long"], "Euler", "overlap")
-    for words in ("SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not used"):
+    expected = "SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not", "refiner is not"
+    for words in expected:
         assert words in " ".join(notes)
 
 

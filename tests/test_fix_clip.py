@@ -26,8 +26,9 @@ from debias_diffusion.clip.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.clip.text_tower import set_short_positions
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.loading import load_backbone
-from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import FixClip, draw_mask, mask_size
 from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
@@ -334,6 +335,25 @@ def test_the_text_side_is_exported_and_the_image_side_is_refused(finished, tmp_p
     with pytest.raises(SystemExit):
         main(["export", f"--model={finished}", f"--output={tmp_path / 'clip'}", "--to=clip"])
     assert "regional prompts" in capsys.readouterr().err
+
+
+def test_evaluations_read_short_captions_with_their_own_positions(finished, fix_world, tmp_path):
+    """The paper's Table 13: the same weights, captions cut at the short table's length and read with it."""
+    names = [str(finished), f"short:{finished}"]
+    long, short = map(load_two_tower, names)
+    assert torch.equal(short.model.positional_embedding, short_table(finished)) and short.digest() != long.digest()
+    assert len({EncoderSpec.parse(name).digest[-64:] for name in names}) == 2  # which the PNG of an image holds
+    [table] = (part for name, part in load_text_encoder(names[1])[0].state_dict().items() if "position_emb" in name)
+    assert torch.equal(table, short_table(finished))
+    data, images = fix_world[1:]
+    encoders = evaluate_retrieval(RetrievalConfig(names, str(tmp_path), data, images=images))["encoders"]
+    assert [numbers["window"] for numbers in encoders.values()] == [248, 77] and list(encoders)[1] == names[1]
+    with pytest.raises(UserError, match="is evaluated alone. Leave short: out"):
+        config((names[1], *fix_world[1:]), tmp_path / "on", **SETTINGS)
+    with pytest.raises(UserError, match="no short_positions.safetensors"):
+        load_two_tower("short:toy/clip")
+    with pytest.raises(UserError, match="short: stands before a run of `train --recipe fix-clip`"):
+        EncoderSpec.parse("short:toy/long-clip")
 
 
 def test_without_prompts_both_towers_are_exported(fix_world, tmp_path):

@@ -22,7 +22,7 @@ from ..prompts import check_prompt, check_text, parse_seed
 from .models import DemoModels
 
 MOST_IMAGES, MOST_SCENES = 8, 2**31
-UNUSED = ("prompt_2", "encoder_2", "loras", "karras", "clip_skip")  # of an image's settings
+UNUSED = ("prompt_2", "encoder_2", "refiner", "loras", "karras", "clip_skip")  # of an image's settings
 
 
 @dataclass

@@ -5,6 +5,7 @@ How good an ablation is: the margin by which texts prefer their image (AAT, equa
 
 import math
 import random
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
@@ -206,13 +207,19 @@ def better_alone(recalls: Iterable[dict[str, float]], score: str, best: bool = F
 
 
 def genetic_search(
-    problem: Problem, generations: int = 100, efficient: bool = False, seed: int = 0, job: Job | None = None
+    problem: Problem,
+    generations: int = 100,
+    efficient: bool = False,
+    seed: int = 0,
+    job: Job | None = None,
+    individuals: int | None = None,
 ) -> tuple[Tensor, list[Generation]]:
     """The `fittest` of the generations' winners, and all generations.
 
     Args:
         efficient: fewer individuals; those that ablate more than 60% of the heads are not evaluated.
         job: notes each generation, from which a stopped search continues to the same bits.
+        individuals: of a generation; None: `population_size`.
     """
     heads, most = math.prod(problem.shape), 0.6 if efficient else 1.0
     known: dict[bytes, Encoded] = {}  # of the last generation, whose features are not computed again
@@ -221,6 +228,7 @@ def genetic_search(
         nonlocal known
         if job and (name := f"generation-{generation:04}") in job:
             return torch.tensor(job.notes(name)["fitness"], dtype=torch.float64)
+        started = time.monotonic()
         by_key = {mask.numpy().tobytes(): mask for mask in masks if mask.double().mean() <= most}
         if new := {key: mask for key, mask in by_key.items() if key not in known}:
             images, texts = problem.encode(torch.stack(list(new.values())))
@@ -232,10 +240,10 @@ def genetic_search(
         scores = [fitness.get(mask.numpy().tobytes(), -torch.inf) for mask in masks]
         if job:
             bits = ["".join("01"[ablated] for ablated in mask) for mask in masks.tolist()]
-            job.note(name, masks=bits, fitness=scores)
+            job.note(name, masks=bits, fitness=scores, seconds=time.monotonic() - started)
         return torch.tensor(scores, dtype=torch.float64)
 
-    first = first_masks(population_size(heads, efficient), heads, seed)
+    first = first_masks(individuals or population_size(heads, efficient), heads, seed)
     bar = tqdm(evolve(first, score, generations, seed), "generations, at most", generations, unit=" generations")
     history = []
     for generation in bar:

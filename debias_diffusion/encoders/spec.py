@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 from importlib.util import find_spec
@@ -36,6 +36,7 @@ READINGS = {
     "comfyui": "as ComfyUI",
 }
 AS_RELEASED = "as-released:"  # before the name of a file, see `weight_files.read_state`
+SHORT = "short:"  # before a name: captions are read with the positions for short ones
 MODELS_OF_RUN = ("last", "best")  # folders that `train` writes models to, the result first
 FIRST, SECOND = "encoder", "encoder_2"  # folders that `align` writes encoders to, as `export` would
 _CHINESE_CLIPS = "OFA-Sys/chinese-clip"  # how hub ids of the published ones begin
@@ -80,6 +81,7 @@ class EncoderSpec:
         place: file, folder, hub id or open_clip name; of a training run the folder of its model.
         weights: tag or file of MODEL:WEIGHTS; else None, which for an open_clip name is random weights.
         as_released: whether "as-released:" stands before the name of a file, see `weight_files.read_state`.
+        is_short: the two-tower reads all captions with its positions for short ones, see `Backbone.read_short`.
     """
 
     name: str
@@ -88,6 +90,7 @@ class EncoderSpec:
     place: str
     weights: str | None = None
     as_released: bool = False
+    is_short: bool = False
 
     @classmethod
     def parse(cls, name: str | os.PathLike, reading: Reading = "overlap") -> "EncoderSpec":
@@ -95,7 +98,7 @@ class EncoderSpec:
 
         Args:
             name: see `load_text_encoder`; or "original", SDXL's own encoder; "overlap:" or another of READINGS may
-                stand before it.
+                stand before it, and "short:" before a two-tower of Fix-CLIP.
             reading: where no prefix says it.
 
         Raises:
@@ -105,14 +108,17 @@ class EncoderSpec:
         prefix, colon, rest = name.partition(":")
         if colon and prefix in READINGS:
             reading, name = cast(Reading, prefix), rest
-        bare = name.removeprefix(AS_RELEASED)
+        plain = name.removeprefix(SHORT)
+        bare = plain.removeprefix(AS_RELEASED)
         kind, place, weights = (Kind.ORIGINAL, name, None) if name == ORIGINAL else _find(bare)
-        if bare != name and not os.path.isfile(weights or place):
+        if plain != name and kind is not Kind.OPEN_CLIP:
+            raise UserError(f"{name!r}: {SHORT} stands before a run of `train --recipe fix-clip`. Leave it out.")
+        if bare != plain and not os.path.isfile(weights or place):
             raise UserError(
                 f"{AS_RELEASED} stands before a file, as in {AS_RELEASED}ViT-B-16-quickgelu:debias_vitb_3e.pt, and "
                 f"{bare!r} is none. Leave it out."
             )
-        return cls(name, reading, kind, place, weights, bare != name)
+        return cls(name, reading, kind, place, weights, bare != plain, plain != name)
 
     @cached_property
     def digest(self) -> str:
@@ -122,6 +128,8 @@ class EncoderSpec:
         Raises:
             OSError: a file cannot be read.
         """
+        if self.is_short:
+            return json_digest({SHORT: replace(self, is_short=False).digest})
         mark = AS_RELEASED * self.as_released
         if self.weights and os.path.exists(self.weights):
             return f"{mark}{self.place}:{self._digest_of(self.weights)}"
@@ -154,7 +162,7 @@ class EncoderSpec:
     @cached_property
     def context_length(self) -> int:
         """In tokens, BOS and EOS included: of the configuration; where there is none, of the weights."""
-        if self.kind is Kind.ORIGINAL:
+        if self.kind is Kind.ORIGINAL or self.is_short:
             return TRAINED_POSITIONS
         config = self._config()
         text = config.get("model_cfg", config)
@@ -218,6 +226,8 @@ class EncoderSpec:
         advice = f"If it is in open_clip's layout, give hf-hub:{self.name}." if self.kind is Kind.HUB else ""
         with explain_failure(f"The model {self.name!r} could not be loaded", advice), quiet_logging():
             backbone = self._read_two_tower().float().eval()
+            if self.is_short:
+                backbone.read_short()
             if backbone.random_weights and not random_weights:
                 raise UserError(f"{self.name!r} has no weights, and results of random ones mean nothing.")
             return backbone

@@ -260,6 +260,8 @@ class TrainConfig(RunConfig):
         base = EncoderSpec.parse(":".join(filter(None, (self.model, self.pretrained))))
         if base.kind is Kind.CHINESE_CLIP:
             raise base.refusal()
+        if base.is_short:
+            raise UserError(f"{self.model!r}: what short captions are read with is evaluated alone. Leave short: out.")
         if base.kind is Kind.ABLATION:
             raise ablated(self.model)
         if base.kind is not Kind.OPEN_CLIP:

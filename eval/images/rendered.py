@@ -29,7 +29,7 @@ FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and dpg-bench
 _SETTINGS = (
     *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
-    *("encoder_2", "layer", "scheduler", "height", "width", "sharpen", "zero_empty_negative"),
+    *("encoder_2", "refiner", "layer", "scheduler", "height", "width", "sharpen", "zero_empty_negative"),
 )
 
 
@@ -41,7 +41,8 @@ def make_renderer(config: Any, device: torch.device) -> Renderer:
     """
     is_toy = config.base != shipped(config.base)  # as many of its small images as fill two cores
     batch = (20 if is_toy else 1) if config.images_at_once == "auto" else config.images_at_once
-    renderer = Renderer(config.base, Sampling.of(vars(config)), device, encoder_2=config.encoder_2, batch=batch)
+    models = {"encoder_2": config.encoder_2, "refiner": config.refiner}
+    renderer = Renderer(config.base, Sampling.of(vars(config)), device, **models, batch=batch)
     renderer.checkpoint.check_kind()
     return renderer
 
@@ -111,6 +112,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
             with processes.open_job(folders[label], _COMMAND, *jobs[label]) as job:
                 rendered[label] = render_into(job, renderer, encoder, tasks, processes=processes)
     inputs = {label: digests for label, (_, digests) in jobs.items()}
-    base = next(iter(inputs.values()))["base"]
+    first = next(iter(inputs.values()))
+    base, refiner = first["base"], {"refiner": first["refiner"]} if config.refiner else {}
     of_encoders = {label: digests["encoder"] or base for label, digests in inputs.items()}
-    return rendered, {"base": base, "encoder_2": renderer.digest(config.encoder_2), "encoders": of_encoders}
+    return rendered, {"base": base, "encoder_2": renderer.digest(config.encoder_2), "encoders": of_encoders} | refiner

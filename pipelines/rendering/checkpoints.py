@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,15 +33,22 @@ from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps
 from debias_diffusion.toyworld.shipped import shipped
 
-from ..classes import StableDiffusionLongPromptPipeline, StableDiffusionXLLongPromptPipeline
+from ..classes import (
+    StableDiffusionLongPromptPipeline,
+    StableDiffusionXLLongPromptImg2ImgPipeline,
+    StableDiffusionXLLongPromptPipeline,
+)
 
 SDXL = "StableDiffusionXLPipeline"
+REFINER = "StableDiffusionXLImg2ImgPipeline"  # SDXL's, of one text encoder
 PIPELINES = {SDXL: StableDiffusionXLLongPromptPipeline, "StableDiffusionPipeline": StableDiffusionLongPromptPipeline}
+REFINERS = {REFINER: StableDiffusionXLLongPromptImg2ImgPipeline}
 STRETCH = "stretch"  # as second encoder: the checkpoint's, with Long-CLIP's stretched positions
 
 Part = Literal["all", "encoders", "denoiser"]  # of a pipeline: everything, text encoders, UNet and autoencoder
 Slot = Literal["text_encoder", "text_encoder_2"]
 _TOKENIZERS: dict[Slot, str] = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
+_SLOTS: dict[str, list[Slot]] = {SDXL: [*_TOKENIZERS], REFINER: ["text_encoder_2"]}  # of others the first
 _DENOISER = ("unet", "vae")
 _FIRST_POSITIONS = r"(conditioner\.embedders\.0|cond_stage_model)\.transformer\..*position_embedding\.weight"
 
@@ -110,8 +117,9 @@ class Checkpoint:
     def check_kind(self, kinds: Collection[str] = (SDXL,)) -> str:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""
         if (kind := self._index["_class_name"]) not in kinds:
+            wanted = "an SDXL folder" if SDXL in kinds else "the folder of SDXL's refiner"
             raise UserError(
-                f"The SDXL checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give an SDXL folder."
+                f"The SDXL checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give {wanted}."
             )
         return kind
 
@@ -244,6 +252,7 @@ def load_pipeline(
     dtype: torch.dtype | None = None,
     encoder_2: str | os.PathLike | None = None,
     part: Part = "all",
+    kinds: Mapping[str, type[DiffusionPipeline]] = PIPELINES,
 ) -> DiffusionPipeline:
     """Loads an SDXL or Stable Diffusion 1.5 checkpoint for long prompts.
 
@@ -257,6 +266,7 @@ def load_pipeline(
             "stretch" keeps its weights and stretches its positions as Long-CLIP does.
         part: "encoders" leaves out UNet and autoencoder, which are then None; "denoiser" the text encoders, so that it
             renders from embeddings that the other part has made.
+        kinds: `PIPELINES`; or `REFINERS`, for SDXL's refiner in a folder.
 
     Raises:
         UserError: the checkpoint is of another kind or incomplete, or an encoder does not fit. As far as configurations
@@ -265,7 +275,7 @@ def load_pipeline(
     dtype = dtype or default_dtype(device)
     with explain_failure(f"The SDXL checkpoint {os.fspath(base)!r} could not be loaded", "Give an SDXL folder."):
         checkpoint = Checkpoint.parse(base)
-        kind = checkpoint.check_kind(PIPELINES)
+        kind = checkpoint.check_kind(kinds)
         if encoder_2 is not None and kind != SDXL:
             raise UserError(
                 f"The SDXL checkpoint {checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 "
@@ -275,7 +285,7 @@ def load_pipeline(
         given = {slot: os.fspath(name) for slot, name in given.items() if name is not None}
         if checkpoint.file and checkpoint._positions:  # diffusers builds the encoder that the configuration describes
             given.setdefault("text_encoder", os.fspath(checkpoint.file))
-        pipe = _load(checkpoint, given, dtype, part)
+        pipe = _load(checkpoint, given, dtype, part, kinds[kind])
         if encoder_2 == STRETCH and part != "denoiser":
             text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
             pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
@@ -285,12 +295,13 @@ def load_pipeline(
         return pipe
 
 
-def _load(checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Part) -> DiffusionPipeline:
-    kind = checkpoint.check_kind(PIPELINES)
-    slots = list(_TOKENIZERS)[: 2 if kind == SDXL else 1]
+def _load(
+    checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Part, cls: type[DiffusionPipeline]
+) -> DiffusionPipeline:
+    slots = _SLOTS.get(checkpoint.check_kind(PIPELINES | REFINERS), ["text_encoder"])
     checkpoint.check_sizes()
     parts: dict = {_DTYPE_ARGUMENT: dtype}
-    if kind == SDXL:
+    if "text_encoder_2" in slots:
         parts["add_watermarker"] = False
     elif part == "encoders" or checkpoint.file:
         parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte; single files have none
@@ -303,10 +314,10 @@ def _load(checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype,
     elif checkpoint.file is None:
         parts |= {name: _load_model(checkpoint, name, dtype) for name in _DENOISER}
     if checkpoint.file is None:
-        return PIPELINES[kind].from_pretrained(checkpoint.configs, **parts)
+        return cls.from_pretrained(checkpoint.configs, **parts)
     try:
         with quiet_logging():  # diffusers warns of every model that it casts
-            pipe = PIPELINES[kind].from_single_file(str(checkpoint.file), config=checkpoint.configs, **parts)
+            pipe = cls.from_single_file(str(checkpoint.file), config=checkpoint.configs, **parts)
         on_meta = (f"{name}.{key}" for name, weights in _weights(pipe) for key in weights if weights[key].is_meta)
         missing = next(on_meta, None)
     except NotImplementedError as error:  # casting weights that the file does not have

@@ -35,7 +35,17 @@ from debias_diffusion.text.weighting import BREAK
 
 from ..long_prompt import LongPromptOptions, PromptLayout
 from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, Parts, scheduled
-from .checkpoints import PIPELINES, STRETCH, Checkpoint, Part, default_dtype, load_pipeline, load_text_encoders
+from .checkpoints import (
+    PIPELINES,
+    REFINERS,
+    SDXL,
+    STRETCH,
+    Checkpoint,
+    Part,
+    default_dtype,
+    load_pipeline,
+    load_text_encoders,
+)
 from .loras import Lora, LoraFolder, lora_tags, read_lora
 from .options import KARRAS, ClipSkip, ImageOptions, Scheduler
 from .png import first_difference, sampler, settings_text, write_png
@@ -109,9 +119,10 @@ class Sampling(ImageOptions):
         return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
 
 
-USUAL = dict.fromkeys(("karras", "clip_skip", "loras"))
+USUAL = dict.fromkeys(("karras", "clip_skip", "loras", "refiner", "refiner_sha256"))
 USUAL |= {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
 del USUAL["reading"]
+HANDOVER = 0.8  # of the denoising, after which SDXL's refiner takes over
 
 
 @dataclass(frozen=True)
@@ -237,6 +248,7 @@ def render(
     seeds: Sequence[int],
     sampling: Sampling,
     on_step: Callable[[int, int], None] | None = None,
+    refined: tuple[DiffusionPipeline, Parts] | None = None,
 ) -> list[Image.Image | str]:
     """Images of one batch from the parts of `encode`; `pipe` needs no text encoder.
 
@@ -246,6 +258,7 @@ def render(
     Args:
         pipe: may have a safety checker.
         on_step: called after each step with the number of finished steps and of all. What it raises ends the rendering.
+        refined: SDXL's refiner, which does the last fifth of the denoising, with embeddings of its own.
 
     Returns:
         each image, or in words why there is none: "its embeddings are not finite (NaN or infinite)"
@@ -259,24 +272,34 @@ def render(
             on_step(index + 1, pipe.num_timesteps)
         return {}
 
-    exchange = ExchangeEmbeddings(parts, check_latents, ["latents"])
-    embeddings = [embedding for _, part in parts for embedding in part.values()]
-    hook = pipe.vae.decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
+    size = {"height": sampling.height, "width": sampling.width}
+    stages = [(pipe, parts, size)]
+    if refined:
+        unfinished = size | {"denoising_end": HANDOVER, "output_type": "latent"}
+        stages = [(pipe, parts, unfinished), (*refined, {"denoising_start": HANDOVER})]
+    output, calls = None, 0
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    decoder = stages[-1][0].vae.decoder
+    embeddings = [embedding for _, of_stage, _ in stages for _, part in of_stage for embedding in part.values()]
+    hook = decoder.register_forward_hook(lambda module, inputs, pixels: decoded.extend(_finite_rows(pixels)))
     try:
         if not any(map(all, zip(*map(_finite_rows, embeddings), strict=True))):
             raise _LostError(_NOT_FINITE.format("embeddings"))
-        with np.errstate(invalid="ignore"):  # NaN is reported below
-            output = pipe(
-                **{name: embedding.to(pipe.device) for name, embedding in parts[0][1].items()},
-                height=sampling.height,
-                width=sampling.width,
-                num_inference_steps=sampling.steps,
-                guidance_scale=sampling.guidance_scale,
-                # On the CPU, because each kind of device draws other numbers from the same seed.
-                generator=[torch.Generator("cpu").manual_seed(seed) for seed in seeds],
-                callback_on_step_end=exchange,
-                callback_on_step_end_tensor_inputs=exchange.inputs(pipe),
-            )
+        for stage, of_stage, settings in stages:
+            # The refiner counts its calls of the UNet from 0, and schedules count all.
+            left = [(last - calls, part) for last, part in of_stage if last >= calls] or of_stage[-1:]
+            exchange = ExchangeEmbeddings(left, check_latents, ["latents"])
+            with np.errstate(invalid="ignore"):  # NaN is reported below
+                output = stage(
+                    **{name: embedding.to(stage.device) for name, embedding in left[0][1].items()},
+                    **settings | ({"image": output.images} if output else {}),
+                    num_inference_steps=sampling.steps,
+                    guidance_scale=sampling.guidance_scale,
+                    generator=generators,  # on the CPU: each kind of device draws other numbers from the same seed
+                    callback_on_step_end=exchange,
+                    callback_on_step_end_tensor_inputs=exchange.inputs(stage),
+                )
+            calls = stage.num_timesteps
     except _LostError as lost:
         return [str(lost)] * len(seeds)
     finally:
@@ -315,6 +338,7 @@ class Renderer:
         low_memory: either the text encoders or the UNet are in memory, never both.
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
         loras: whose files tags in prompts name; None: tags are not read.
+        refiner: folder or hub id of SDXL's refiner, see `render`.
 
     Raises:
         UserError: there is no such checkpoint, it is of another kind, or cannot render images of this size.
@@ -329,10 +353,18 @@ class Renderer:
     low_memory: bool = False
     show_steps: bool = False
     loras: LoraFolder | None = None
+    refiner: str | None = None
 
     def __post_init__(self):
         self.checkpoint = Checkpoint.parse(self.base)
-        self.checkpoint.check_kind(PIPELINES)
+        self.checkpoint.check_kind(PIPELINES if self.refiner is None else (SDXL,))
+        self._refiner: DiffusionPipeline | None = None
+        if self.refiner is not None:
+            if self.low_memory:
+                raise UserError("The refiner is a second UNet in memory. Give --low-memory or --refiner, not both.")
+            if (refiner := Checkpoint.parse(self.refiner)).file:
+                raise UserError(f"The refiner {self.refiner!r} is one file. Give a folder in diffusers' layout.")
+            refiner.check_kind(REFINERS)
         self.sampling = self._with_defaults(self.sampling)
         self.dtype = self.dtype or default_dtype(self.device)
         self._pipe: DiffusionPipeline | None = None
@@ -382,13 +414,13 @@ class Renderer:
 
     def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
         """The digests of the models, read from their files; None for an encoder of the checkpoint."""
-        digests = {slot: self.digest(name) for slot, name in self._encoders(encoder).items()}
+        digests = {slot: self.digest(name) for slot, name in self._models(encoder).items()}
         return {"base": self.checkpoint.digest, **digests}
 
     def digest(self, encoder: str | None) -> str | None:
-        """Of an encoder, computed once, because it may have gigabytes."""
+        """Of an encoder or the refiner, computed once, because it may have gigabytes."""
         if encoder not in self._digests:
-            self._digests[encoder] = EncoderSpec.parse(encoder).digest
+            self._digests[encoder] = (Checkpoint if encoder == self.refiner else EncoderSpec).parse(encoder).digest
         return self._digests[encoder]
 
     def png_settings(self, encoder: EncoderSpec, prompt: ImagePrompt) -> dict:
@@ -396,7 +428,7 @@ class Renderer:
 
         Models are named as they were given. Of an encoder in files there is the sha256, too.
         """
-        names = self._encoders(encoder)
+        names = self._models(encoder)
         digests = {f"{slot}_sha256": (self.digest(name) or "").rpartition(":")[2] for slot, name in names.items()}
         return {
             **self.identity(prompt),
@@ -451,7 +483,8 @@ class Renderer:
         seeds = [[prompt.seed for prompt in batch] for batch in batches]
         if not self.low_memory:
             for batch, of_batch in zip(self._with_loras(pipe, batches), seeds, strict=True):
-                yield render(pipe, encode(pipe, batch, sampling), of_batch, sampling)
+                refined = self._refined(pipe, encoder, batch) if self.refiner else None
+                yield render(pipe, encode(pipe, batch, sampling), of_batch, sampling, refined=refined)
             return
         per_round = max(1, ENCODED_AT_ONCE // self.batch)
         for start in range(0, len(batches), per_round):
@@ -479,6 +512,17 @@ class Renderer:
         if loaded:
             self.loras.apply(pipe, ())
 
+    def _refined(
+        self, pipe: DiffusionPipeline, encoder: EncoderSpec, batch: Sequence[ImagePrompt]
+    ) -> tuple[DiffusionPipeline, Parts]:
+        """The refiner with the scheduler and the options of `pipe`, and a batch's embeddings of its one encoder."""
+        if self._refiner is None:
+            self._refiner = load_pipeline(self.refiner, None, self.device, self.dtype, kinds=REFINERS)
+            self._refiner.set_progress_bar_config(disable=not self.show_steps)
+        refiner = self.prepare(replace_components(self._refiner, scheduler=pipe.scheduler), encoder)
+        trained = replace(self.sampling, layer="penultimate", clip_skip=None)
+        return refiner, encode(refiner, batch, trained)
+
     def _load(self, encoder: EncoderSpec, part: Part) -> DiffusionPipeline:
         first, second = names = tuple(self._encoders(encoder).values())
         if part == "all" and self._pipe is not None:
@@ -493,6 +537,10 @@ class Renderer:
         if part == "all":
             self._pipe, self._loaded = pipe, names
         return pipe
+
+    def _models(self, encoder: EncoderSpec) -> dict[str, str | None]:
+        """The names of `_encoders`, and of the refiner."""
+        return self._encoders(encoder) | {"refiner": self.refiner}
 
     def _encoders(self, encoder: EncoderSpec) -> dict[str, str | None]:
         """The names of the encoders that replace the checkpoint's."""

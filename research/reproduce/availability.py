@@ -8,7 +8,7 @@ from huggingface_hub import try_to_load_from_cache
 from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.errors import UserError
 
-from .papers import Base, Column, Model, World, ablation_settings, fill
+from .papers import Base, Column, Model, World, ablation_settings, fill, training_settings
 
 TFLOPS = 120e12  # FLOP a second of the GPU that hours are counted for: an A100 at two fifths of its bf16 peak
 PAIRS_OF_SHAREGPT4V = 1_245_901
@@ -16,8 +16,8 @@ _WEIGHT_FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "
 
 
 def gpu_hours(model: Model, world: World) -> float:
-    """Of one training on ShareGPT4V, by count."""
-    if model.training is None or model.base not in world.bases:
+    """Of one training on ShareGPT4V, by count; other data are small."""
+    if "data" in (model.training or {"data": None}) or model.base not in world.bases:
         return 0.0
     pairs = PAIRS_OF_SHAREGPT4V * (model.training.get("epochs") or world.training.get("epochs", 3))
     return pairs * world.bases[model.base].tflop * 1e12 / TFLOPS / 3600
@@ -27,13 +27,13 @@ def missing_parts(world: World, root: Path, models: Collection[Model], columns: 
     """What is not here of the data and weights of these rows and columns, one line each, with how to get it."""
     settings = [ablation_settings(world, model) for model in models if model.ablation is not None]
     settings += [world.alignment | model.alignment for model in models if model.alignment is not None]
-    settings += [world.training | model.training for model in models if model.training is not None]
+    settings += [training_settings(world, model) for model in models if model.training is not None]
     settings += [world.evaluations.get(column.evaluation, {}) for column in columns]
     bases = [world.bases[model.base] for model in models if model.base in world.bases]
     lines, benchmarks, places = [], [], [place for base in bases for place in (base.model, base.pretrained) if place]
     for given in settings:
-        dataset = given.get("dataset") or []
-        for name in [dataset] if isinstance(dataset, str) else dataset:
+        dataset = given.get("dataset") if given.get("kind") != "classification" else None
+        for name in [dataset] if isinstance(dataset, str) else dataset or ():
             try:
                 find_root(name, fill(given.get("root", "{root}"), root, 0))
             except UserError as error:

@@ -10,6 +10,7 @@ from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AblateConfig, AlignConfig
+from debias_diffusion.encoders.spec import SHORT
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
 from debias_diffusion.jobs import Job
@@ -23,7 +24,7 @@ from debias_diffusion.training.loop import train
 from .availability import gpu_hours
 from .contents import Contents
 from .measuring import KINDS, checked
-from .papers import Model, World, ablation_settings, describe, fill
+from .papers import Model, World, ablation_settings, describe, fill, training_settings
 from .units import Unit
 
 _SPELLING = ("recipe", "method", *RECIPE_OPTIONS)  # options of a method, which can be spelled in several ways
@@ -72,6 +73,7 @@ class Work:
 
         def work(folder: Path) -> dict:
             nothing_helps = model.ablation is not None and not Path(encoder, ABLATION_FILE).is_file()
+            nothing_helps &= kind != "ablation"  # which is of the search itself
             where = {"encoders": [unablated if nothing_helps else encoder], "output": str(folder)}
             where |= {"device": self.device} if self.device else {}
             return KINDS[kind](settings | where)
@@ -99,6 +101,8 @@ class Work:
                 needs = (make(model, seed, encoder, identity, needs),)
                 label = identity = Path(needs[0]).name
                 encoder = str(self.output / needs[0])
+        if model.positions == "short":
+            label, encoder = f"{label}-short", f"{SHORT}{encoder}"
         if model.reading:
             label, encoder = f"{label}-{model.reading}", f"{model.reading}:{encoder}"
         return encoder, unablated, label, needs
@@ -123,7 +127,7 @@ class Work:
         base, given = self.world.bases[model.base], model.training or {}
         _check_names("train", given, TrainConfig)
         names = {"model": fill(base.model, self.root, 0), "pretrained": base.pretrained}
-        settings = self.world.training | given | names
+        settings = training_settings(self.world, model) | names
         recipe = METHODS.get(settings.get("recipe", "debias-clip"))
         for name, values in self.world.substitute.items():
             value = settings.get(name, getattr(recipe, name, None))

@@ -2,24 +2,31 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jsonargparse import ArgumentError
 
+from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
+from debias_diffusion.app.ablate import SEARCH
 from debias_diffusion.app.command_line import make_options, make_parser
 from debias_diffusion.data.caption_edits import LOSING
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
+from debias_diffusion.eval.classification import ClassificationConfig, evaluate_classification
 from debias_diffusion.eval.image_features import PairSession
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import FEW
 from debias_diffusion.eval.retrieval import DIRECTIONS, KS, RetrievalConfig, hits, retrieve
 from debias_diffusion.eval.robustness import RobustnessConfig, rank_edits
+from debias_diffusion.files import read_json_object
+from debias_diffusion.jobs import Job
 
 from ..cola import evaluate_cola
 from ..options import ColaConfig
 
+THIRDS = ("first", "middle", "last")
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
 
 # {score: the fields of `papers.Queries`, or one number}
@@ -40,13 +47,15 @@ def checked(options: type, values: dict[str, Any]) -> Any:
 
 
 def retrieval_scores(settings: dict) -> Scores:
-    """R@1 ("t2i", "i2t") and mean-R ("mean-R t2i", "mean-R i2t", "mean-R" of both) of every query, in percent."""
+    """R@1 ("t2i", "i2t"), "R@5 t2i" and so on, "mean-R t2i" and "mean-R" of both, of every query, in percent."""
     session = PairSession("retrieval", checked(RetrievalConfig, settings))
     [result] = session.by_encoder(partial(retrieve, session)).values()
     scores, means, groups = {}, [], result["groups"]
     for short, direction in SHORT.items():
-        means.append(np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0))
-        scores[short] = _queries(hits(result["ranks"][direction], 1), groups[direction])
+        by_k = {k: hits(result["ranks"][direction], k) for k in KS}
+        means.append(np.mean([*by_k.values()], axis=0))
+        named = {short if k == 1 else f"R@{k} {short}": values for k, values in by_k.items()}
+        scores |= {name: _queries(values, groups[direction]) for name, values in named.items()}
         scores[f"mean-R {short}"] = _queries(means[-1].round(4), groups[direction])
     if len(means[0]) == len(means[1]):
         scores["mean-R"] = _queries(np.mean(means, axis=0), groups["image_to_text"])
@@ -121,6 +130,26 @@ def cola_scores(settings: dict) -> Scores:
     return {"t2i": _queries(np.array(values), [str(item) for item in range(len(values))])}
 
 
+def classification_scores(settings: dict) -> Scores:
+    """Top-1 of all images in percent ("t2i")."""
+    [encoder] = evaluate_classification(checked(ClassificationConfig, settings))["encoders"].values()
+    return {"t2i": encoder["top1_percent"]}
+
+
+def ablation_scores(settings: dict) -> Scores:
+    """What a search left: its time ("minutes"), and of the heads that it ablates the share of all ("ratio"), the mean
+    number in a layer ("a layer"), and that in each third of the layers ("a layer, first third", middle, last)."""
+    [folder] = map(Path, settings["encoders"])
+    content = read_json_object(folder / ABLATION_FILE) or {"beta": [[1.0]] * 3, "heads": []}  # none where none helps
+    ablated = np.zeros(np.shape(content["beta"]))
+    for name in content["heads"]:
+        ablated[tuple(map(int, name.split("-")))] = 1
+    counts = {f"a layer, {name} third": part for name, part in zip(THIRDS, np.array_split(ablated, 3), strict=True)}
+    counts = {"a layer": ablated} | counts
+    scores = {name: float(part.sum(axis=1).mean()) for name, part in counts.items()}
+    return scores | {"ratio": float(ablated.mean()), "minutes": Job.read(folder).notes(SEARCH)["seconds"] / 60}
+
+
 def _of_images(values: dict[str, list[int]] | list[float | None], groups: Sequence[str]) -> dict[str, list]:
     """The queries of a score of images: a ratio of counts, in percent, or a mean over the images that have a value."""
     if isinstance(values, dict):
@@ -136,4 +165,6 @@ KINDS: dict[str, Callable[[dict], Scores]] = {
     "attention": attention_scores,
     "generation": generation_scores,
     "cola": cola_scores,
+    "classification": classification_scores,
+    "ablation": ablation_scores,
 }

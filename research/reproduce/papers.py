@@ -66,6 +66,7 @@ class Model(Checked):
         alignment: settings of `align` besides the world's, of the trained encoder or of the SDXL checkpoint's own.
         reading: of prompts longer than the context length, in images; None: as the encoder's name says.
         evaluation: settings of the evaluation besides the world's.
+        positions: that captions are read with: short, of a Fix-CLIP training, are the base model's own.
     """
 
     base: str = "openai-b16"
@@ -74,6 +75,7 @@ class Model(Checked):
     alignment: dict[str, Any] | None = None
     reading: Reading | None = None
     evaluation: dict[str, Any] | None = None
+    positions: Literal["long", "short"] = "long"
 
     @property
     def is_trained(self) -> bool:
@@ -259,6 +261,13 @@ class World(Checked):
     needs: dict[str, str] = field(default_factory=dict)
     budget: str = ""
     of_papers: bool = False
+
+
+def training_settings(world: World, model: Model) -> dict[str, Any]:
+    """Settings of a model's `train`, without data where the world draws them."""
+    settings = world.training | (model.training or {})
+    drawn = ("data", "images", "validation") if world.pairs is not None else ()
+    return {name: value for name, value in settings.items() if name not in drawn}
 
 
 def fill(value: Any, root: Path, seed: int) -> Any:

@@ -19,7 +19,7 @@ def write_small_papers(folder: Path) -> Path:
     world["training"]["batch"] = 8
     world["ablation"] |= {"limit": 22, "generations": 1, "bp_batch": 8}
     few = {"components": {32: 2, 4: 0}, "batch": {1024: 8, 2048: 8}, "limit": dict.fromkeys((100, 200, 500, 1000), 22)}
-    few["epochs"] = dict.fromkeys((3, 5, 6, 7, 9, 10, 32, 64), 1)
+    few["epochs"] = dict.fromkeys((3, 5, 6, 7, 9, 10, 16, 32, 64), 1)
     world["substitute"] |= few
     for evaluation in world["evaluations"].values():
         evaluation["limit"] = 3

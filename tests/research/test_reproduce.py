@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
@@ -14,9 +15,11 @@ from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from PIL import Image
 
+from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.data.retrieval import images_digest
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.intervals import paired_difference
+from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.files import read_json_object, write_json
 from debias_diffusion.jobs import Job
 from research.options import ReproduceConfig
@@ -417,6 +420,59 @@ def test_a_score_that_was_not_measured_is_missing(monkeypatch):
     assert expected["objects_right"].mean == 75.0
     scores["fid_own"] = {"value": 3.0}
     assert measuring.generation_scores(settings)["fid"] == 3.0
+
+
+def test_a_search_has_its_time_and_its_heads_by_layer(tmp_path):
+    settings = {"data": "toy/validation-1", "limit": 40, "search": "naive"}
+    folder = ablate(AblateConfig("toy/clip", str(tmp_path / "search"), **settings))
+    content, nothing = read_json_object(folder / "ablation.json"), tmp_path / "nothing"
+    counts = [sum(name.startswith(f"{block}-") for name in content["heads"]) for block in range(3)]
+    scores = measuring.ablation_scores({"encoders": [str(folder)]})
+    assert [scores[f"a layer, {third} third"] for third in measuring.THIRDS] == counts and sum(counts) > 0
+    assert scores["a layer"] == sum(counts) / 3 and scores["ratio"] == sum(counts) / np.size(content["beta"])
+    assert scores["minutes"] == content["seconds"] / 60 > 0
+    with Job.open(nothing, "ablate") as job:  # of a search in which no head helps
+        job.note("search", seconds=90.0)
+    assert measuring.ablation_scores({"encoders": [str(nothing)]}) == dict.fromkeys(scores, 0.0) | {"minutes": 1.5}
+
+
+def test_recalls_and_top_1_are_those_of_the_evaluations(tmp_path):
+    given = {"encoders": ["toy/clip"], "data": "toy/test-9", "limit": 60}
+    scores = measuring.retrieval_scores(given | {"output": str(tmp_path / "a")})
+    [encoder] = evaluate_retrieval(RetrievalConfig(output=str(tmp_path / "b"), **given))["encoders"].values()
+    found = [scores[name] for name in ("t2i", "R@5 t2i", "R@10 t2i", "i2t", "R@5 i2t", "R@10 i2t")]
+    found = [Queries(**part).mean for part in found]
+    assert found == pytest.approx([recall for way in encoder["recall_percent"].values() for recall in way.values()])
+    assert found[3] < found[4] < found[5]
+    rows = b"".join(bytes([label]) + bytes([20 * label]) * 3072 for label in range(10))
+    (tmp_path / "test_batch.bin").write_bytes(rows)
+    (tmp_path / "batches.meta.txt").write_text("\n".join(["white", "black"] * 5))
+    given = {"encoders": ["toy/clip"], "data": str(tmp_path), "dataset": "cifar-10"}
+    top_1 = measuring.classification_scores(given | {"output": str(tmp_path / "c")})
+    assert top_1 == {
+        "t2i": read_json_object(tmp_path / "c" / "classification.json")["encoders"]["toy/clip"]["top1_percent"]
+    }
+
+
+def test_short_positions_and_drawn_data_are_part_of_a_row(tmp_path, monkeypatch):
+    world, seen = files.read_world(PAPERS, "toy"), []
+    monkeypatch.setitem(measuring.KINDS, "retrieval", lambda settings: seen.append(settings["encoders"]) or {})
+    work = Work(world, tmp_path / "root", tmp_path / "output")
+    long = Model("openai-l14", training={"recipe": "fix-clip"})
+    units = [work.units[work.add(model, "coco", 0)] for model in (long, replace(long, positions="short"))]
+    for unit in units:
+        unit.work(tmp_path)
+    assert units[0].name != units[1].name and units[0].needs == units[1].needs
+    assert seen[1] == [f"short:{seen[0][0]}"]
+    sft = files.read_tables(PAPERS)["aat-figure-5"].rows["SFT, 1 epoch"]
+    elsewhere = Work(world, tmp_path / "elsewhere", tmp_path / "output")
+    assert work.add(sft, "coco", 0) == elsewhere.add(sft, "coco", 0)  # the toy world draws its pairs
+    assert missing_parts(world, tmp_path, [sft], [Column("imagenet-1k")]) == []
+    real = files.read_world(PAPERS, "real")
+    lines = "\n".join(missing_parts(real, tmp_path, [sft], [Column("imagenet-1k")]))
+    assert (
+        "coco-train-1k.jsonl' is not there. Get it with: python -m research pairs" in lines and "imagenet/val" in lines
+    )
 
 
 def test_the_slope_of_attention_is_that_of_the_line():
