@@ -73,7 +73,10 @@ def test_the_refiner_reads_the_whole_prompt_as_it_was_trained(base, refiner, mon
     monkeypatch.setattr(StableDiffusionXLImg2ImgPipeline, "__call__", watched)
     images = [rendered(base, refiner, [LONG], layer=layer, steps=2)[0] for layer in ("penultimate", "last")]
     rendered(base, refiner, [LONG], "cut:original", steps=2)
-    whole, last, cut = read
+    for text in ("a [cat:dog:3]", "a dog"):  # of five calls the refiner makes the last
+        rendered(base, refiner, [text], "a1111:original")
+    whole, last, cut, scheduled, plain = read
+    assert torch.equal(scheduled, plain)
     assert torch.equal(whole, last) and not np.array_equal(*images)  # the layer is that of the base alone
     assert whole.shape[1:] == (227, tiny_sdxl.WIDTH_2) and cut.shape[1] == 77
 
