@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.app.comfyui import NODE_CLASS_MAPPINGS
-from debias_diffusion.app.comfyui.long_prompt_node import READINGS, LongPromptEncode, read_text
+from debias_diffusion.app.comfyui.long_prompt_node import READINGS, encode_prompt, read_text
+from debias_diffusion.app.comfyui.schema import INPUTS, NODE_ID, LongPromptEncode, v3_node
 from debias_diffusion.app.comfyui.write import write_node
 from debias_diffusion.app.options import ComfyUIConfig
 from debias_diffusion.encoders.text_encoders import prefixed_state
@@ -85,21 +86,22 @@ class StandIn:
         return rows
 
     def words(self, text, name):
-        """Ids and vectors: of a file whose name stands behind "embedding:", which ComfyUI finds after spaces only."""
+        """Ids and vectors: of a file whose name stands behind "embedding:", which ComfyUI finds after white space."""
         words = []
-        for part in re.split(r"[ \n](?=embedding:)", text):
+        for part in re.split(r"(?<=\s)(?=embedding:)", text):
             if part.startswith("embedding:"):
                 file, *rest = part[len("embedding:") :].split()
+                file, after = re.match(r"([^<[]*)(.*)", file).groups()
                 words.append(self.embeddings[file][f"clip_{name}"])
-                part = " ".join(rest)
+                part = " ".join([after, *rest])
             words.append(self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
         return words
 
-    def encode_from_tokens_scheduled(self, rows):
+    def encode_from_tokens_scheduled(self, rows, add_dict=None):
         outputs = {name: self.encode(model, rows[name], PADS[name]) for name, model in self.models.items()}
         shortest = min(states.shape[1] for states, _ in outputs.values())
         states = torch.cat([states[:, :shortest] for states, _ in outputs.values()], dim=-1)
-        return [[states, {"pooled_output": list(outputs.values())[-1][1]}]]
+        return [[states, {"pooled_output": list(outputs.values())[-1][1]} | (add_dict or {})]]
 
     def encode(self, model, rows, pad):
         empty = [[(BOS, 1.0), (EOS, 1.0), *[(pad, 1.0)] * (len(rows[0]) - 2)]]
@@ -126,7 +128,11 @@ class StandIn:
 
 def encode(clip, text, **options):
     """The conditioning alone, of the length of our pipelines unless told otherwise."""
-    return LongPromptEncode().encode(clip, text, **{"multiple_of_77": False} | options)[0]
+    return encode_prompt(clip, text, **{"multiple_of_77": False} | options)[0]
+
+
+def read_tokens(clip, text, names=("l", "g"), reading="overlap"):
+    return {name: read.tokens for name, read in read_text(clip, text, names, reading).items()}
 
 
 def escape(text):
@@ -291,7 +297,7 @@ def test_tokens_and_cuts_are_those_of_our_pipeline(tokenizing):
     for text in TEXTS:
         tokens, _ = tokenize_text(text, clip_tokenizer(TRAINED_POSITIONS))
         escaped = text.replace("(", "\\(").replace(")", "\\)")
-        assert list(read_text(tokenizing, escaped, ("l", "g"))[0].values()) == [tokens] * 2
+        assert list(read_tokens(tokenizing, escaped).values()) == [tokens] * 2
 
 
 @pytest.mark.parametrize("reading", ["overlap", "separate", "a1111", "kohya"])
@@ -300,7 +306,7 @@ def test_runs_that_touch_are_those_of_our_pipeline(tokenizing, reading):
     parts = parse_prompt(TIGHT, "overlap", "comfyui")
     for tokenizer, read in zip(
         (clip_tokenizer(TRAINED_POSITIONS), clip_tokenizer(TRAINED_POSITIONS, "!")),
-        read_text(tokenizing, TIGHT, ("l", "g"), reading)[0].values(),
+        read_tokens(tokenizing, TIGHT, reading=reading).values(),
         strict=True,
     ):
         tokens = tokenize_parts(parts, tokenizer, reading)
@@ -313,7 +319,7 @@ def test_runs_that_touch_are_those_of_our_pipeline(tokenizing, reading):
 
 def test_tokens_are_those_of_comfyui(tokenizing):
     for text in (LONG, WEIGHTED, "(a) b(c:1.2)d, ((e:1.3)) \\(f\\)"):
-        for name, read in read_text(tokenizing, text, ("l", "g"))[0].items():
+        for name, read in read_tokens(tokenizing, text).items():
             rows = tokenizing.tokenize(text, return_word_ids=True)[name]
             theirs = [pair[:2] for row in rows for pair in row if pair[2]]
             assert list(zip(read.ids, read.weights, strict=True)) == theirs
@@ -346,7 +352,7 @@ def test_textual_inversions_stay_whole(comfyui, tmp_path):
     vectors = {"clip_l": torch.randn(30, 768), "clip_g": torch.randn(30, 1280)}
     save_file(vectors, tmp_path / "style.safetensors")
     clip = comfyui_clip(models, embeddings=str(tmp_path))
-    tokens, *_ = read_text(clip, prompt.format("embedding:style"), ("l", "g"))
+    tokens = read_tokens(clip, prompt.format("embedding:style"))
     assert tokens["l"].cuts == tokens["g"].cuts and tokens["l"].cuts.count(0) == 29
     pipe = sdxl_pipeline(models).set_long_prompt()
     for tokenizer, encoder, weights in zip((pipe.tokenizer, pipe.tokenizer_2), models, vectors.values(), strict=True):
@@ -355,53 +361,65 @@ def test_textual_inversions_stay_whole(comfyui, tmp_path):
     assert difference(encode(clip, prompt.format("embedding:style")), embeds, pooled) < 1e-4
 
 
-@pytest.fixture
-def embedded(load):
-    """(CLIP with an SD 1.5 embedding of 4 vectors named sd15, its models, the vectors), without ComfyUI."""
-    make, (width, _) = load
-    if make is not StandIn:
-        pytest.skip("for ComfyUI's own, see the tests with files of embeddings")
-    models, vectors = encoders(32, 64, positions=77), list(torch.randn(4, width))
-    return StandIn(models, {"sd15": {"clip_l": vectors, "clip_g": vectors}}), models, vectors
+@pytest.fixture(scope="module")
+def embedded(load, tmp_path_factory):
+    """(a CLIP with an SD 1.5 embedding of 4 vectors named sd15, the same without, the vectors, their width)"""
+    make, (width, width_2) = load
+    models, vectors = encoders(width, width_2, positions=77), torch.randn(4, width)
+    if make is StandIn:
+        return StandIn(models, {"sd15": {key: list(vectors) for key in ("clip_l", "clip_g")}}), StandIn(models), vectors
+    folder = tmp_path_factory.mktemp("embeddings")
+    save_file({"emb_params": vectors}, folder / "sd15.safetensors")
+    return comfyui_clip(models, str(folder)), comfyui_clip(models), vectors
+
+
+def rows_of(tokens):
+    """Comparable: ids, and a vector's first numbers."""
+    return [tuple(token[:3].tolist()) if torch.is_tensor(token) else token for token in tokens]
 
 
 def test_embedding_without_a_name_is_text(embedded):
-    clip, models, _ = embedded
+    clip, plain, _ = embedded
     for text in ("A diagram of an embedding: a list of numbers.", "an embedding:", "embedding:\n(embedding:) x"):
-        assert (
-            difference(encode(clip, text), encode(StandIn(models), text.replace("embedding:", "embedding :"))[0][0])
-            == 0
-        )
+        assert difference(encode(clip, text), encode(plain, text.replace("embedding:", "embedding :"))[0][0]) == 0
 
 
 def test_embedding_that_does_not_fit_is_left_out_for_that_encoder(embedded):
-    clip, models, vectors = embedded
-    tokens, *_ = read_text(clip, "a red embedding:sd15 cat", ("l", "g"))
-    plain, *_ = read_text(clip, "a red cat", ("l", "g"))
-    assert tokens["g"] == plain["g"]
-    assert [id(token) for token in tokens["l"].ids[2:6]] == [id(vector) for vector in vectors]
+    clip, plain, vectors = embedded
+    width = vectors.shape[1]
+    tokens, without = read_tokens(clip, "a red embedding:sd15 cat"), read_tokens(clip, "a red cat")
+    assert tokens["g"] == without["g"]
+    assert rows_of(tokens["l"].ids[2:6]) == rows_of(vectors)
     for text in ("a red embedding:sd15 cat", SENTENCE * 9 + "embedding:sd15 " + SENTENCE):
-        both, without = encode(clip, text)[0][0], encode(StandIn(models), text.replace("embedding:sd15 ", ""))[0][0]
-        assert torch.equal(both[..., 32:], without[..., 32:])
-        assert not torch.equal(both[..., :32], without[..., :32])
+        both, one = encode(clip, text)[0][0], encode(plain, text.replace("embedding:sd15 ", ""))[0][0]
+        assert torch.equal(both[..., width:], one[..., width:]) and not torch.equal(both[..., :width], one[..., :width])
 
 
-def test_embeddings_are_found_where_comfyui_finds_them(embedded):
-    clip, _, vectors = embedded
-    texts = [
-        "一只猫。embedding:sd15",
-        "a\tembedding:sd15",
-        "(embedding:sd15)。embedding:sd15\x1c。b",
-        "x\x1cy\x1fz\t\u3000q",
-    ]
-    for text in [*texts, "\tembedding:sd15", "embedding:sd15\nembedding:sd15 (\tembedding:sd15:1.1)"]:
-        (row,) = clip.tokenize(text, return_word_ids=True)["l"]
-        read = read_text(clip, text, ("l",))[0]["l"]
-        theirs = [(id(token) if torch.is_tensor(token) else token, weight) for token, weight, word in row if word]
-        ours = [id(token) if torch.is_tensor(token) else token for token in read.ids]
-        assert list(zip(ours, read.weights, strict=True)) == theirs
-    found = read_text(clip, "embedding:sd15 a", ("l",))[0]["l"]
-    assert found.cuts[:4] == [Cut.NEVER] * 3 + [Cut.WORD] and len(vectors) == 4
+SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u2003\u2028\u3000"
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [
+        *((f"a{space}embedding:sd15{space}b", 1) for space in SPACES),
+        ("一只猫。embedding:sd15", 0),
+        ("(embedding:sd15)。embedding:sd15\x1c。b", 1),
+        ("x\x1cy\x1fz\t\u3000q", 0),
+        ("embedding:sd15\nembedding:sd15 (\tembedding:sd15:1.1)", 3),
+        ("x embedding:sd15<lora:y:0.8> z. Embedding:sd15", 1),
+        ("embedding:sd15[b. c](embedding:sd15[)embedding:sd15", 3),
+        ("a (red embedding:sd15<embedding:sd15:1.3) \\(embedding:sd15\\)", 1),
+    ],
+    ids=ascii,
+)
+def test_embeddings_are_found_where_comfyui_finds_them(embedded, text, times):
+    clip, *_ = embedded
+    (row,) = clip.tokenize(text, return_word_ids=True)["l"]
+    read = read_tokens(clip, text, ["l"])["l"]
+    theirs = [(token, weight) for token, weight, word in row if word]
+    assert rows_of(read.ids) == rows_of(token for token, _ in theirs)
+    assert read.weights == [weight for _, weight in theirs]
+    assert sum(map(torch.is_tensor, read.ids)) == 4 * times and read.cuts.count(Cut.NEVER) == 3 * times
 
 
 def test_lengths_compose_with_those_of_comfyui(sdxl):
@@ -414,20 +432,72 @@ def test_lengths_compose_with_those_of_comfyui(sdxl):
 
 def test_chunks_are_shown(tokenizing):
     long = SENTENCE * 5 + "It (dreams:1.2) of fish."
-    node = LongPromptEncode()
-    _, shown = node.encode(tokenizing, long, "separate")
+    _, shown = encode_prompt(tokenizing, long, reading="separate")
     text = f"CLIP-L: 95 tokens, chunks: 2\n1. 72 tokens: {SENTENCE * 4}\n2. 23 tokens: {SENTENCE}It dreams of fish."
     assert shown == "\n\n".join(text.replace("CLIP-L", name).replace(" \n", "\n") for name in ("CLIP-L", "bigG"))
-    assert f"[{SENTENCE * 2}".strip() in node.encode(tokenizing, long)[1]
-    assert node.encode(tokenizing, "")[1].startswith("CLIP-L: 0 tokens, chunks: 1\n1. 0 tokens: \n\nbigG")
-    assert node.encode(tokenizing, "a " * 300, "kohya")[1].startswith("CLIP-L: 225 tokens, chunks: 3")
+    assert f"[{SENTENCE * 2}".strip() in encode_prompt(tokenizing, long)[1]
+    assert encode_prompt(tokenizing, "")[1].startswith("CLIP-L: 0 tokens, chunks: 1\n1. 0 tokens: \n\nbigG")
+    assert encode_prompt(tokenizing, "a " * 300, reading="kohya")[1].startswith("CLIP-L: 225 tokens, chunks: 3")
+
+
+SIZES = {"width": 1216, "height": 832, "crop_w": 0, "crop_h": 64, "target_width": 1024, "target_height": 768}
+
+
+def test_each_encoder_reads_its_own_text(sdxl):
+    clip, pipe = sdxl
+    pipe.set_long_prompt(emphasis="comfyui")
+    for text_l, text_g in ((WEIGHTED, LONG), (LONG, SHORT), ("", SHORT)):
+        text_l, text_g = (
+            text.replace("(and birds)", "and birds").replace("(small:1)", "small") for text in (text_l, text_g)
+        )
+        embeds, _, pooled, _ = pipe.encode_prompt(text_l, text_g or None, negative_prompt="")
+        # With `text`, an empty one of the two is no text of its own.
+        calls = [{"text_l": text_l, "text_g": text_g}, {"text_g": text_g, "text_l": "", "text": text_l}]
+        for call in calls:
+            ours = encode(clip, call.pop("text", None), **call, **SIZES)
+            assert difference(ours, embeds, pooled) < 1e-4
+            assert {name: ours[0][1][name] for name in SIZES if name in ours[0][1]} == {
+                k: v for k, v in SIZES.items() if v
+            }
+
+
+def test_a_text_without_an_encoder_or_an_encoder_without_text_is_refused(load):
+    make, (width, width_2) = load
+    models = encoders(width, width_2, positions=77)
+    with pytest.raises(ValueError, match="no text for bigG: give `text`, or `text_g` and `text_l`"):
+        encode(make(models), None, text_l=SHORT)
+    with pytest.raises(ValueError, match="has no bigG, which reads `text_g`"):
+        encode(make(models[:1]), SHORT, text_g=SHORT)
 
 
 def test_only_the_class_changes_in_a_workflow_of_comfyui():
     inputs = LongPromptEncode.INPUT_TYPES()
-    assert set(inputs["required"]) == {"clip", "text"}  # those of ComfyUI's CLIPTextEncode
+    assert set(inputs["required"]) == {"clip"} and list(INPUTS)[:2] == ["clip", "text"]
+    assert {"clip", "text_g", "text_l", *SIZES} < set(INPUTS)  # those of CLIPTextEncodeSDXL
     assert all("tooltip" in options for kind in inputs.values() for _, options in kind.values())
     assert len(LongPromptEncode.OUTPUT_TOOLTIPS) == len(LongPromptEncode.RETURN_TYPES)
+
+
+def test_both_declarations_are_of_one_node(comfyui, tokenizing):
+    """By ComfyUI's V3 schema and by the older class: the same inputs, outputs and results."""
+    from comfy_api.latest import io
+    from nodes import MAX_RESOLUTION
+
+    new, old = v3_node(io), LongPromptEncode
+    schema = new.GET_SCHEMA()
+    assert schema.node_id == NODE_ID and tuple(new.RETURN_NAMES) == old.RETURN_NAMES
+    for needed, inputs in old.INPUT_TYPES().items():
+        declared = new.INPUT_TYPES()[needed]
+        assert list(inputs) == list(declared)
+        for name, (kind, options) in inputs.items():
+            assert declared[name][0] == ("COMBO" if isinstance(kind, list) else kind)
+            assert {
+                key: value for key, value in declared[name][1].items() if key != "multiselect"
+            }.items() <= options.items()
+    assert old.INPUT_TYPES()["optional"]["width"][1]["max"] == MAX_RESOLUTION
+    call = {"clip": tokenizing, "text": LONG, "reading": "a1111", "width": 512}
+    (conditioning, shown), theirs = getattr(old(), old.FUNCTION)(**call), new.EXECUTE_NORMALIZED(**call)
+    assert difference(conditioning, theirs[0][0][0]) == 0 and shown == theirs[1]
 
 
 def test_a_pack_has_what_the_registry_reads(tmp_path):
@@ -435,6 +505,7 @@ def test_a_pack_has_what_the_registry_reads(tmp_path):
     folder = write_node(ComfyUIConfig(output=str(tmp_path / "long_prompt")))
     pack = tomllib.loads((folder / "pyproject.toml").read_text())
     assert pack["project"]["version"] == version("debias-diffusion") and pack["project"]["dependencies"] == []
+    assert (folder / "web" / "docs" / f"{NODE_ID}.md").is_file() and (folder / "icon.svg").is_file()
     assert "DisplayName" in pack["tool"]["comfy"] and "comfyui" not in pack["project"]["name"].lower()
     assert "Apache License" in (folder / "LICENSE").read_text()
 
@@ -443,8 +514,7 @@ def test_a_pack_has_what_the_registry_reads(tmp_path):
 def test_workflows_name_the_node_and_its_inputs(name):
     workflow = json.loads((ROOT / "examples" / "comfyui" / name).read_text())
     nodes = [node for node in workflow.values() if node["class_type"] in NODE_CLASS_MAPPINGS]
-    inputs = LongPromptEncode.INPUT_TYPES()
-    assert [set(node["inputs"]) for node in nodes] == [set(inputs["required"])] * 2
+    assert [set(node["inputs"]) for node in nodes] == [{"clip", "text"}] * 2
     loader = "DualCLIPLoader" if "248" in name else "CheckpointLoaderSimple"
     assert {workflow[node["inputs"]["clip"][0]]["class_type"] for node in nodes} == {loader}
     links = [link for node in workflow.values() for link in node["inputs"].values() if isinstance(link, list)]

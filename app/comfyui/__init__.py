@@ -1,6 +1,21 @@
 """A node for ComfyUI. This folder goes into its `custom_nodes`; docs/comfyui.md says how."""
 
-from .long_prompt_node import LongPromptEncode
+from .schema import NODE_ID, TITLE, LongPromptEncode, v3_node
 
-NODE_CLASS_MAPPINGS = {"DebiasLongPromptEncode": LongPromptEncode}
-NODE_DISPLAY_NAME_MAPPINGS = {"DebiasLongPromptEncode": "CLIP Text Encode (long prompt)"}
+WEB_DIRECTORY = "web"  # with the node's page
+
+try:
+    from comfy_api.latest import ComfyExtension, io
+except ImportError:  # not in ComfyUI, or in one without that schema
+    NODE_CLASS_MAPPINGS = {NODE_ID: LongPromptEncode}
+    NODE_DISPLAY_NAME_MAPPINGS = {NODE_ID: TITLE}
+else:
+
+    class LongPrompts(ComfyExtension):
+        """What ComfyUI asks for the pack's nodes."""
+
+        async def get_node_list(self) -> list[type]:
+            return [v3_node(io)]
+
+    async def comfy_entrypoint() -> LongPrompts:
+        return LongPrompts()

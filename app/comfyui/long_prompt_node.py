@@ -1,8 +1,8 @@
-"""ComfyUI's "CLIP Text Encode (long prompt)": chunks that end with sentences, both encoders of SDXL aligned."""
+"""What the node does: chunks that end with sentences, both encoders of SDXL aligned."""
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,18 @@ except ImportError:  # not a copy that `debias-diffusion comfyui` wrote, which h
 ENCODERS = {"l": "CLIP-L", "g": "bigG", "h": "CLIP-H"}
 READINGS = ("overlap", "separate", "a1111", "kohya", "comfyui")  # of `chunks.Reading`
 
-# A piece of text that is tokenized by itself. ComfyUI looks for `embedding:name` after a space or a line's end only,
-# and its tokenizer takes the control characters that Python calls white space for text.
+# A character of a word. ComfyUI looks for `embedding:name` after all that Python calls white space, and its tokenizer
+# takes the control characters among them for text.
+_CHARACTER = r"(?: (?! (?<= [\x1c-\x1f] ) embedding: ) [\S\x1c-\x1f] )"
+
+# A piece of text that is tokenized by itself.
 _PIECE = re.compile(
-    r"""
+    rf"""
     embedding (?= : (?: \s | $ ) )                                # without a name it is text
-    | embedding: [\S\x1c-\x1f]+
-    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )*?           # up to a mark that no white space follows
-      (?: [。！？，、；：] | [.!?…] (?! ["'”’»)\]}]* \d ) ) ["'”’»)\]}]* (?= [^\W_] ) (?! embedding: )
-    | (?: [\S\x1c-\x1f] | [^\S\ \n] (?= embedding: ) )+
+    | embedding: {_CHARACTER}+
+    | {_CHARACTER}*?                                              # up to a mark that no white space follows
+      (?: [。！？，、；：] | [.!?…] (?! ["'”’»)\]}}]* \d ) ) ["'”’»)\]}}]* (?= [^\W_] ) (?! embedding: )
+    | {_CHARACTER}+
     """,
     re.VERBOSE,
 )
@@ -39,97 +42,74 @@ WeightedToken = tuple[Any, float]  # an id, or the vector [width] of a textual i
 Clip = Any  # `comfy.sd.CLIP`; ComfyUI is no dependency
 
 
-class LongPromptEncode:
-    """The node. See ComfyUI's documentation for the names that it looks for."""
+def encode_prompt(
+    clip: Clip,
+    text: str | None = None,
+    text_g: str | None = None,
+    text_l: str | None = None,
+    reading: str = "overlap",
+    multiple_of_77: bool = True,
+    breaks: bool = False,
+    match: list | None = None,
+    **sizes: int,
+) -> tuple[list, str]:
+    """The conditioning for a text of any length: that of `debias_diffusion.pipelines` with the same weights.
 
-    CATEGORY = "model/conditioning"
-    DESCRIPTION = (
-        "Reads a prompt of any length with the text encoders of SDXL, SD 1.5, SD 2 or Stable Cascade. A prompt that is "
-        "longer than an encoder is read in chunks that end with a sentence, if possible; both encoders of SDXL stay "
-        "aligned token by token. Weights are written as (word:1.2)."
-    )
-    SEARCH_ALIASES = ("long prompt", "77 tokens", "token limit", "chunks", "text", "prompt", "encode prompt")
-    FUNCTION = "encode"
-    RETURN_TYPES = ("CONDITIONING", "STRING")
-    RETURN_NAMES = ("CONDITIONING", "chunks")
-    OUTPUT_TOOLTIPS = (
-        "The prompt's conditioning, as long as the prompt needs.",
-        "How each text encoder reads the prompt: the text and the number of tokens of each chunk.",
-    )
+    Only calls of ComfyUI's own `CLIPTextEncode` are used, so LoRAs, hooks, CLIP skip and memory management work as
+    there, and a prompt that fits 77 tokens is encoded as there, except in kohya's reading.
 
-    @classmethod
-    def INPUT_TYPES(cls) -> dict:
-        text = "The prompt, with ComfyUI's weights such as (word:1.2), and embedding:name."
-        reading = (
-            "How a prompt longer than an encoder is read. overlap: each chunk but the first together with the end of "
-            "the text before it, so that words such as 'it' are understood; at most twice the chunks. separate: each "
-            "chunk by itself. a1111, kohya, comfyui: cut and joined as these programs do; ComfyUI's weights count. "
-            "kohya's conditioning always has 227 positions, and what follows 225 tokens is not read."
-        )
-        multiple = (
-            "Add pads up to a multiple of 77 positions, which is sampled in one batch with conditioning of ComfyUI's "
-            "own nodes, up to 308. Off: the length of this package's diffusers pipelines, such as 152."
-        )
-        breaks = "BREAK, in capitals, begins a new chunk. Off: it is text, as in ComfyUI."
-        match = "Conditioning used together with this one, such as the positive prompt's: at least its length results."
-        return {
-            "required": {
-                "clip": ("CLIP", {"tooltip": "Text encoders of SDXL, its refiner, SD 1.5, SD 2 or Stable Cascade."}),
-                "text": ("STRING", {"multiline": True, "dynamicPrompts": True, "tooltip": text}),
-            },
-            "optional": {
-                "reading": (list(READINGS), {"default": "overlap", "tooltip": reading}),
-                "multiple_of_77": ("BOOLEAN", {"default": True, "tooltip": multiple}),
-                "breaks": ("BOOLEAN", {"default": False, "tooltip": breaks}),
-                "match": ("CONDITIONING", {"tooltip": match}),
-            },
-        }
+    Args:
+        clip: of SDXL, its refiner, SD 1.5, SD 2 or Stable Cascade; each encoder may have any context length.
+        text: with ComfyUI's weights and `embedding:name`.
+        text_g, text_l: what bigG and CLIP-L read in place of `text`, unless empty.
+        reading: one of `READINGS`; see `chunks.split_text` and `chunks.positions_of`.
+        multiple_of_77: the result's length is a multiple of 77, except in kohya's reading.
+        breaks: BREAK begins a new chunk; chunks without a token are left out.
+        match: conditioning, the length of which the result has at least, except in kohya's reading.
+        sizes: `width`, `height`, `crop_w`, `crop_h`, `target_width`, `target_height` for SDXL's UNet, in pixels, as of
+            ComfyUI's `CLIPTextEncodeSDXL`; 0 leaves one to the sampler, which takes the size of the image and no crop.
 
-    def encode(
-        self,
-        clip: Clip,
-        text: str,
-        reading: str = "overlap",
-        multiple_of_77: bool = True,
-        breaks: bool = False,
-        match: list | None = None,
-    ) -> tuple[list, str]:
-        """The conditioning for a text of any length: that of `debias_diffusion.pipelines` with the same weights.
+    Returns:
+        the conditioning, and the chunks as text. The conditioning is pairs of embeddings [1, positions, width of
+        all encoders] and a dict with `pooled_output` [1, pooled width] of the first chunk and the sizes; more than one
+        pair if the CLIP's hooks follow a schedule.
 
-        Only calls of ComfyUI's own `CLIPTextEncode` are used, so LoRAs, hooks, CLIP skip and memory management work as
-        there, and a prompt that fits 77 tokens is encoded as there, except in kohya's reading.
+    Raises:
+        RuntimeError, ValueError: `clip` is None, or has other text encoders than CLIP; an encoder has no text, or a
+            text no encoder.
+    """
+    if clip is None:
+        raise RuntimeError("the clip input is None. If its checkpoint holds no text encoder, use DualCLIPLoader")
+    empty = empty_rows(clip)
+    prompts = choose_texts(text, {"g": text_g, "l": text_l}, empty)
+    # Encoders of one text share its tokenization.
+    shared = {prompt: [name for name in empty if prompts[name] == prompt] for prompt in prompts.values()}
+    read = {}
+    for prompt, names in shared.items():
+        read |= read_text(clip, prompt, names, reading, breaks)
+    positions = count_positions([read[name].tokens for name in empty], [len(row) for row in empty.values()], reading)
+    if reading != "kohya":
+        positions = max([positions, *(embeds.shape[1] for embeds, _ in match or [])])
+        positions += -positions % chunks.TRAINED_POSITIONS if multiple_of_77 else 0
+    inputs = {name: split_rows(read[name].tokens, row, positions, reading) for name, row in empty.items()}
+    given = {name: size for name, size in sizes.items() if size}
+    conditioning = [
+        [join_encoders(embeds, [rows.kept for rows in inputs.values()], extras["pooled_output"]), extras]
+        for embeds, extras in clip.encode_from_tokens_scheduled(fill_rows(inputs, empty), add_dict=given)
+    ]
+    shown = [show_chunks(ENCODERS[name], inputs[name].split, read[name].spans, read[name].plain) for name in inputs]
+    return conditioning, "\n\n".join(shown)
 
-        Args:
-            clip: of SDXL, its refiner, SD 1.5, SD 2 or Stable Cascade; each encoder may have any context length.
-            text: with ComfyUI's weights and `embedding:name`.
-            reading: one of `READINGS`; see `chunks.split_text` and `chunks.positions_of`.
-            multiple_of_77: the result's length is a multiple of 77, except in kohya's reading.
-            breaks: BREAK begins a new chunk; chunks without a token are left out.
-            match: conditioning, the length of which the result has at least, except in kohya's reading.
 
-        Returns:
-            the conditioning, and the chunks as text. The conditioning is pairs of embeddings [1, positions, width of
-            all encoders] and a dict with `pooled_output` [1, pooled width] of the first chunk; more than one pair if
-            the CLIP's hooks follow a schedule.
-
-        Raises:
-            RuntimeError, ValueError: `clip` is None, or has other text encoders than CLIP.
-        """
-        if clip is None:
-            raise RuntimeError("the clip input is None. If its checkpoint holds no text encoder, use DualCLIPLoader")
-        empty = empty_rows(clip)
-        texts, spans, plain = read_text(clip, text, tuple(empty), reading, breaks)
-        positions = count_positions(list(texts.values()), [len(row) for row in empty.values()], reading)
-        if reading != "kohya":
-            positions = max([positions, *(embeds.shape[1] for embeds, _ in match or [])])
-            positions += -positions % chunks.TRAINED_POSITIONS if multiple_of_77 else 0
-        inputs = {name: split_rows(texts[name], row, positions, reading) for name, row in empty.items()}
-        conditioning = [
-            [join_encoders(embeds, [given.kept for given in inputs.values()], extras["pooled_output"]), extras]
-            for embeds, extras in clip.encode_from_tokens_scheduled(fill_rows(inputs, empty))
-        ]
-        shown = [show_chunks(ENCODERS[name], inputs[name].split, spans[name], plain) for name in inputs]
-        return conditioning, "\n\n".join(shown)
+def choose_texts(text: str | None, texts: dict[str, str | None], encoders: Collection[str]) -> dict[str, str]:
+    """What each of the encoders reads: its own text, unless that is empty or absent, and `text` otherwise."""
+    for name, prompt in texts.items():
+        if prompt and name not in encoders:
+            raise ValueError(f"this CLIP has no {ENCODERS[name]}, which reads `text_{name}`: leave that input empty")
+    lacking = [name for name in encoders if text is None and texts.get(name) is None]
+    if lacking:
+        raise ValueError(f"no text for {ENCODERS[lacking[0]]}: give `text`, or `text_g` and `text_l`")
+    return {name: texts.get(name) or text or "" for name in encoders}
 
 
 class EncoderInput(NamedTuple):
@@ -159,6 +139,14 @@ def empty_rows(clip: Clip) -> dict[str, list[WeightedToken]]:
 def embedding_width(clip: Clip, name: str) -> int:
     """The width of an encoder's token embeddings, and of textual inversions for it."""
     return getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings().weight.shape[-1]
+
+
+class EncoderText(NamedTuple):
+    """A text as one encoder reads it."""
+
+    tokens: chunks.Tokens
+    spans: list[tuple[int, int]]  # of each token, in `plain`
+    plain: str  # the text without the signs of weights
 
 
 class Word(NamedTuple):
@@ -192,8 +180,8 @@ def weighted_words(text: str, breaks: bool = False) -> tuple[list[Word], str, li
 
 def read_text(
     clip: Clip, text: str, names: Sequence[str], reading: chunks.Reading = "overlap", breaks: bool = False
-) -> tuple[dict[str, chunks.Tokens], dict[str, list[tuple[int, int]]], str]:
-    """By encoder, a text's tokens and their spans; and the text without the signs of weights, in which the spans are.
+) -> dict[str, EncoderText]:
+    """A text's tokens for each of the encoders `names`.
 
     ComfyUI's tokenizers do not say where in the text a token stands, so each piece is tokenized by itself. CLIP's
     tokens never reach across white space. Vectors of another width than an encoder's are left out for it, as ComfyUI
@@ -202,7 +190,7 @@ def read_text(
     words, plain, places = weighted_words(text, breaks)
     escaped = [re.sub(r"[()]", r"\\\g<0>", plain[word.start : word.end]) for word in words]  # weights have been read
     tokenized = [clip.tokenize(word, return_word_ids=True) for word in escaped]
-    texts, spans = {}, {}
+    texts = {}
     for name in names:
         width, comma = embedding_width(clip, name), clip.tokenize(",")[name][0][1][0]
         found = [
@@ -213,11 +201,12 @@ def read_text(
             if word_id and (not torch.is_tensor(token) or token.shape[-1] == width)  # BOS, EOS, pads: 0
         ]
         ids, weights = [token for token, _ in found], [word.weight for _, word in found]
-        spans[name] = [(word.start, word.end) for _, word in found]
+        spans = [(word.start, word.end) for _, word in found]
         cuts = rate_cuts(plain, found, reading, comma)
-        before = {sum(start < place for start, _ in spans[name]) for place in places} - {0, len(ids)}
-        texts[name] = chunks.Tokens(ids, cuts, weights, tuple(sorted(before)))
-    return texts, spans, plain
+        before = {sum(start < place for start, _ in spans) for place in places} - {0, len(ids)}
+        tokens = chunks.Tokens(ids, cuts, weights, tuple(sorted(before)))
+        texts[name] = EncoderText(tokens, spans, plain)
+    return texts
 
 
 def rate_cuts(plain: str, found: list[tuple[Any, Word]], reading: chunks.Reading, comma: int) -> list[chunks.Cut]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]  # of a checkout; the package's folder, where it is installed
 WORKFLOWS = "example_workflows"  # where ComfyUI looks for them, for its list of templates
+HELP = "web/docs"  # where it looks for a node's page: `WEB_DIRECTORY` of `__init__.py`, then `docs`
 
 
 def write_pack(folder: Path) -> None:
@@ -28,12 +29,17 @@ def write_pack(folder: Path) -> None:
     else:
         package, examples, installed = _ROOT, _HERE / "examples", distribution("debias-diffusion")
         license_text, version = installed.read_text("licenses/LICENSE"), installed.version
-    (folder / WORKFLOWS).mkdir(parents=True)
+    node = [_HERE / name for name in ("__init__.py", "schema.py", "long_prompt_node.py")]
     shared = [package / "text" / name for name in ("chunks.py", "sentences.py")]
-    for file in (_HERE / "__init__.py", _HERE / "long_prompt_node.py", *shared, examples / "README.md"):
-        shutil.copyfile(file, folder / file.name)
-    for file in examples.glob("*.json"):
-        shutil.copyfile(file, folder / WORKFLOWS / file.name)
+    places = {
+        ".": [*node, *shared, examples / "README.md", examples / "icon.svg"],
+        WORKFLOWS: sorted(examples.glob("*.json")),
+        HELP: [examples / "DebiasLongPromptEncode.md"],
+    }
+    for place, files in places.items():
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            shutil.copyfile(file, folder / place / file.name)
     (folder / "LICENSE").write_text(license_text, encoding="utf-8")
     (folder / "pyproject.toml").write_text(PYPROJECT.format(version=version), encoding="utf-8")
 
@@ -67,6 +73,7 @@ dependencies = []
 [tool.comfy]
 PublisherId = ""  # yours at registry.comfy.org
 DisplayName = "Long prompts"
+Icon = ""  # the address at which icon.svg is published
 """
 
 if __name__ == "__main__":
