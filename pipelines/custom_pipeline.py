@@ -47,6 +47,7 @@ def write_block(folder: str | Path) -> Path:
     name = modular.StableDiffusionXLLongPromptBlocks.__name__
     config = {"_class_name": name, "_diffusers_version": version("diffusers")}
     config["auto_map"] = {"ModularPipelineBlocks": f"{path.stem}.{name}"}
+    config["requirements"] = modular.LongPromptTextEncoderStep._requirements
     (path.parent / "modular_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return path.parent
 

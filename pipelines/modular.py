@@ -1,6 +1,8 @@
 """A text step of diffusers' modular pipelines that reads prompts of any length."""
 
 import copy
+import inspect
+import re
 from dataclasses import fields
 
 import torch
@@ -12,6 +14,13 @@ from diffusers.modular_pipelines.stable_diffusion_xl.encoders import StableDiffu
 from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
 
 _OPTIONS = [option for option in fields(LongPromptOptions) if option.name != "sharpen"]  # `sharpened` does that here
+
+
+def _descriptions() -> dict[str, str]:
+    """What each option does, as the docstring of `LongPromptOptions` says."""
+    attributes = (inspect.getdoc(LongPromptOptions) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 class _Reader(SDXLLongPromptMixin, TextualInversionLoaderMixin):
@@ -32,13 +41,20 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
     `sharpen`, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
     """
 
+    _requirements = {"diffusers": ">=0.36", "torch": ">=2.8", "transformers": ">=4.56"}  # noqa: RUF012 - as in diffusers
+
     @property
     def description(self) -> str:
         return "Text step that encodes prompts of any length, without truncation"
 
     @property
     def inputs(self) -> list[InputParam]:
-        return [*super().inputs, *(InputParam(option.name, option.type, option.default) for option in _OPTIONS)]
+        said = _descriptions()
+        options = [
+            InputParam(option.name, option.type, option.default, description=said.get(option.name, ""))
+            for option in _OPTIONS
+        ]
+        return [*super().inputs, *options]
 
     @torch.no_grad()
     def __call__(self, components, state):

@@ -1,7 +1,10 @@
 """diffusers' modular pipelines with the long-prompt text step: the same when short, all read when long, and saved."""
 
 import ast
+import json
 import sys
+from dataclasses import fields
+from importlib.metadata import requires
 
 import diffusers
 import numpy as np
@@ -21,6 +24,7 @@ from helpers.tiny_sdxl import assemble
 from helpers.vocabulary import tiny_tokenizer
 
 from debias_diffusion.pipelines import (
+    LongPromptOptions,
     LongPromptTextEncoderStep,
     StableDiffusionXLLongPromptBlocks,
     StableDiffusionXLLongPromptPipeline,
@@ -95,6 +99,14 @@ def test_the_options_are_arguments_of_the_call(ours):
         draw(ours, LONG, reading="all")
 
 
+def test_every_option_is_described(ours):
+    step = ours.blocks.sub_blocks["text_encoder"]
+    described = {param.name: param.description for param in step.inputs}
+    options = {option.name for option in fields(LongPromptOptions)} - {"sharpen"}
+    assert all(len(described[name]) > 20 for name in options) and described["strict"].startswith("raise a ValueError")
+    assert all(described[name].count(":") < 9 and "  " not in described[name] for name in options)
+
+
 def test_the_scale_of_a_lora(parts):
     fresh = tiny_sdxl.sdxl_parts()
     add_lora(fresh["text_encoder"])
@@ -167,8 +179,13 @@ def test_the_written_block_needs_nothing_of_ours_and_survives_saving(ours, parts
     blocks = ModularPipelineBlocks.from_pretrained(str(folder), trust_remote_code=True)
     assert type(blocks).__module__.startswith("diffusers_modules.")
     assert same(build(blocks, parts), ours, LONG)
+    assert [param.description for param in blocks.inputs] == [param.description for param in ours.blocks.inputs]
     # A copy of the blocks that diffusers saves, and weights from a folder of SDXL.
+    requirements = json.loads((folder / "modular_config.json").read_text())["requirements"]
     blocks.save_pretrained(str(folder))
+    if hasattr(StableDiffusionXLAutoBlocks, "_requirements"):  # older ones save none
+        assert json.loads((folder / "modular_config.json").read_text())["requirements"] == requirements
+    assert set(requires("debias-diffusion")) >= {f"{name}{bound}" for name, bound in requirements.items()}
     assemble(StableDiffusionXLPipeline, parts).save_pretrained(tmp_path / "sdxl")
     again = ModularPipelineBlocks.from_pretrained(str(folder), trust_remote_code=True)
     pipe = again.init_pipeline(str(tmp_path / "sdxl"))
