@@ -240,7 +240,9 @@ def test_break_begins_a_chunk_if_it_counts(sdxl, reading):
     pipe.set_long_prompt(emphasis="comfyui", reading=reading)
     embeds, *_ = pipe.encode_prompt(BROKEN.replace("BREAK", "break"), negative_prompt="")
     assert difference(encode(clip, BROKEN, reading=reading), embeds) < 1e-4
-    assert encode(clip, "a BREAK b", reading="a1111", breaks=True)[0][0].shape[1] == 2 * TRAINED_POSITIONS
+    for program in ("a1111", "comfyui"):
+        ((states, _),) = encode(clip, SENTENCE * 6 + "BREAK b", reading=program, breaks=True)
+        assert states.shape[1] == 3 * TRAINED_POSITIONS
 
 
 def test_reading_comfyui_is_that_of_comfyui(tokenizing):

@@ -258,8 +258,9 @@ def _split_at_runs(cuts: Sequence[Cut], start: int, end: int, slots: int) -> lis
 
 
 def _groups(cuts: Sequence[Cut], start: int, end: int, least: Cut) -> Iterator[tuple[int, int]]:
-    """Start and end of the groups of tokens that end with a cut of at least this kind."""
-    return itertools.pairwise([start, *(at + 1 for at in range(start, end) if cuts[at] >= least)])
+    """Start and end of the groups of tokens that end with a cut of at least this kind, or at `end`."""
+    last = end - 1  # a break may stand within a run
+    return itertools.pairwise([start, *(at + 1 for at in range(start, end) if cuts[at] >= least or at == last)])
 
 
 def _best_start(cuts: Sequence[Cut], first: int, least: int, most: int) -> int:
