@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
+COMFY := .venv-comfyui/bin
 
-.PHONY: quickstart real showcase test slow golden mutants lowest fuzz docs lint format clean
+.PHONY: quickstart real showcase test slow golden mutants lowest comfyui fuzz docs lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
@@ -34,6 +35,9 @@ lowest: .venv-lowest/installed  ## pipelines, loading and export with the oldest
 		tests/test_long_prompt.py tests/test_modular.py tests/test_wrapped_pipelines.py tests/test_interchange.py \
 		tests/slow/test_light_install.py
 
+comfyui: .venv-comfyui/installed  ## the node in ComfyUI's own text encoders, and in its server: COMFYUI=FOLDER
+	COMFYUI="$(abspath $(COMFYUI))" $(COMFY)/python -m pytest --durations=10 tests/test_comfyui.py tests/slow/test_comfyui.py
+
 # Searches for faults with new examples each time; SECONDS for each of its searches, an hour in all.
 SECONDS ?= 200
 fuzz: .venv/installed  ## damaged data, models and folders, kills, and rude clients, for an hour or as long as you like
@@ -63,13 +67,22 @@ format: .venv/installed  ## rewrite the code in the form that lint asks for
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
-# Only what is older: the rest, torch above all, is read from .venv.
+# The two environments below hold what differs: the rest, torch above all, is read from .venv.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+READ_VENV = echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > "$$($(@D)/bin/python $(PURELIB))/newer.pth"
+
 .venv-lowest/installed: .venv/installed .ci/lowest.txt
 	$(BIN)/python -m venv --clear .venv-lowest
 	$(LOWEST)/python -m pip install --quiet --no-deps --requirement .ci/lowest.txt
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> "$$($(LOWEST)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/newer.pth"
+	$(READ_VENV)
+	touch $@
+
+.venv-comfyui/installed: .venv/installed $(or $(COMFYUI),COMFYUI=FOLDER)/requirements.txt
+	$(BIN)/python -m venv --clear .venv-comfyui
+	$(READ_VENV)
+	grep -v workflow-templates "$(COMFYUI)/requirements.txt" > .venv-comfyui/requirements.txt  # all but large images
+	$(COMFY)/python -m pip install --quiet --requirement .venv-comfyui/requirements.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-lowest build dist *.egg-info runs
+	rm -rf .venv .venv-lowest .venv-comfyui build dist *.egg-info runs

@@ -46,7 +46,7 @@ def write_models(folder):
     vae = {"z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4]}
     vae |= {"double_z": True, "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
     with torch.device("meta"):
-        first = text_encoder(CLIPTextModel, 768, 12, 248)
+        first, longer = (text_encoder(CLIPTextModel, 768, 12, positions) for positions in (77, 248))
         second = text_encoder(CLIPTextModelWithProjection, 1280, 32, 77, projection_dim=1280)
         unet = UNetModel(
             image_size=32, in_channels=4, out_channels=4, model_channels=320, channel_mult=[1, 1, 1],
@@ -57,8 +57,9 @@ def write_models(folder):
         ).state_dict()  # fmt: skip
         vae = AutoencoderKL(ddconfig=vae, embed_dim=4).state_dict()
     checkpoint = random_like(unet, "model.diffusion_model.") | random_like(vae, "first_stage_model.")
-    files = {"checkpoints/sd_xl_base_1.0": checkpoint, "text_encoders/debias_clip_l": random_like(first)}
-    files |= {"text_encoders/clip_g": random_like(second)}
+    files = {"checkpoints/sd_xl_base_1.0": checkpoint, "text_encoders/debias_clip_l": random_like(longer)}
+    files |= {"text_encoders/clip_l": random_like(first), "text_encoders/clip_g": random_like(second)}
+    files["embeddings/style"] = {"clip_l": torch.randn(3, 768), "clip_g": torch.randn(3, 1280)}
     for name, weights in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / f"{name}.safetensors")

@@ -1,27 +1,33 @@
 """The ComfyUI node in processes of its own: without the package, and in ComfyUI's server with files of true size.
 
-Like test_comfyui.py, most of it needs a checkout of ComfyUI, named by the environment variable COMFYUI.
+Like test_comfyui.py, most of it needs a checkout of ComfyUI, named by the environment variable COMFYUI; `make comfyui`
+runs both.
 """
 
+import itertools
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from helpers.comfyui import COMFYUI, LONG, difference, importable_comfyui, sdxl_pipeline
+from helpers.comfyui import COMFYUI, LONG, SENTENCE, difference, importable_comfyui, sdxl_pipeline
 from helpers.modules import ROOT
 from PIL import Image
 
 from debias_diffusion import load_text_encoder
 from debias_diffusion.app.cli import main
-from debias_diffusion.app.comfyui.long_prompt_node import LongPromptEncode
-from debias_diffusion.app.comfyui.write import WORKFLOWS
+from debias_diffusion.app.comfyui.long_prompt_node import READINGS, encode_prompt
+from debias_diffusion.app.comfyui.schema import INPUTS, NODE_ID, TITLE
+from debias_diffusion.app.comfyui.write import HELP
 from debias_diffusion.app.written_folder import MARK
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -65,7 +71,7 @@ def test_a_bare_interpreter_writes_the_same_pack_from_a_checkout(tmp_path):
         {path.relative_to(pack): path.read_bytes() for path in pack.rglob("*") if path.is_file()}
         for pack in (bare, written)
     ]
-    assert packs[0] == packs[1] and len(packs[0]) == 10
+    assert packs[0] == packs[1] and len(packs[0]) == 13
     loaded = subprocess.run([sys.executable, "-c", AS_COMFYUI_LOADS, bare], capture_output=True, text=True, check=True)
     assert loaded.stdout == "['CLIP Text Encode (long prompt)']\n"
     refused = subprocess.run(script, capture_output=True, text=True)
@@ -93,43 +99,126 @@ def test_files_of_true_size(true_size):
     embeds, _, pooled, _ = pipe.encode_prompt(prompt, negative_prompt="")
     pipe.text_encoder = pipe.text_encoder_2 = None
     clip = sd.load_clip(files, clip_type=sd.CLIPType.STABLE_DIFFUSION)
-    ours, _ = LongPromptEncode().encode(clip, prompt, multiple_of_77=False)
+    ours, _ = encode_prompt(clip, prompt, multiple_of_77=False)
     assert ours[0][0].shape == (1, 152, 2048) and embeds.std() > 0.1
     assert difference(ours, embeds, pooled) < 1e-4
 
 
-def test_the_workflow_in_comfyuis_server(true_size):
-    workflow = json.loads((true_size / "custom_nodes" / "long_prompt" / WORKFLOWS / "long_prompt_248.json").read_text())
-    workflow["5"]["inputs"] |= {"width": 64, "height": 64}
-    workflow["6"]["inputs"]["steps"] = 2
+# Of a pack that does not load, and of an `embedding:` without a file.
+COMPLAINTS = r"IMPORT FAILED|Error while calling|does not exist, ignoring"
+
+
+class Server(NamedTuple):
+    """ComfyUI's server, and its folder of models, nodes and images."""
+
+    address: str
+    process: subprocess.Popen
+    folder: Path
+
+    def ask(self, path, data=None, seconds=300):
+        """What the server answers, once it does."""
+        for _ in range(seconds):
+            try:
+                with urllib.request.urlopen(urllib.request.Request(self.address + path, data)) as answer:
+                    return answer.read().decode()
+            except urllib.error.HTTPError:
+                raise
+            except OSError:
+                assert self.process.poll() is None, "the server has ended"
+                time.sleep(1)
+        pytest.fail(f"{path} does not answer")
+
+    def run(self, workflow):
+        """The status of a workflow in the API format, and the outputs of its nodes."""
+        queued = json.loads(self.ask("/prompt", json.dumps({"prompt": workflow}).encode()))["prompt_id"]
+        while not (history := json.loads(self.ask(f"/history/{queued}"))):
+            time.sleep(0.5)
+        return history[queued]["status"], history[queued]["outputs"]
+
+    def draw(self, workflow):
+        """The pixels of the images that a workflow saves: [images, height, width, 3]."""
+        status, outputs = self.run(workflow)
+        assert status["status_str"] == "success", status
+        images = [image["filename"] for output in outputs.values() for image in output["images"]]
+        return np.stack([np.asarray(Image.open(self.folder / "output" / image)) for image in images])
+
+
+@pytest.fixture(scope="module")
+def server(true_size):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "main.py", "--cpu", "--disable-api-nodes", "--base-directory", true_size]
     command += ["--database-url", "sqlite:///:memory:", "--listen", "127.0.0.1", "--port", str(port)]
-    with (true_size / "log").open("w") as log, subprocess.Popen(command, cwd=COMFYUI, stdout=log, stderr=log) as server:
+    log = true_size / "log"
+    with log.open("w") as file, subprocess.Popen(command, cwd=COMFYUI, stdout=file, stderr=file) as process:
         try:
-            prompt = json.dumps({"prompt": workflow}).encode()
-            queued = ask(f"http://127.0.0.1:{port}/prompt", prompt, server)["prompt_id"]
-            while not (history := ask(f"http://127.0.0.1:{port}/history/{queued}", None, server)):
-                time.sleep(1)
+            yield Server(f"http://127.0.0.1:{port}", process, true_size)
         finally:
-            server.terminate()
-    assert history[queued]["status"]["status_str"] == "success"
-    (image,) = history[queued]["outputs"]["8"]["images"]
-    pixels = np.asarray(Image.open(true_size / "output" / image["filename"]))
-    assert pixels.shape == (64, 64, 3) and pixels.std() > 10
+            process.terminate()
+    assert not [line for line in log.read_text().splitlines() if re.search(COMPLAINTS, line)]
 
 
-def ask(address, data, server, seconds=300):
-    """The JSON that ComfyUI's server answers, once it does."""
-    for _ in range(seconds):
-        try:
-            with urllib.request.urlopen(urllib.request.Request(address, data)) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError:
-            raise
-        except OSError:
-            assert server.poll() is None, "the server has ended"
-            time.sleep(1)
-    pytest.fail(f"{address} does not answer")
+def example(name="long_prompt_248.json", images=1, **inputs):
+    """One of our workflows at 64 x 64 pixels and two steps; its positive prompt's node has these inputs."""
+    workflow = json.loads((ROOT / "examples" / "comfyui" / name).read_text())
+    workflow["5"]["inputs"] |= {"width": 64, "height": 64, "batch_size": images}
+    workflow["6"]["inputs"]["steps"] = 2
+    workflow["3"]["inputs"] |= inputs
+    return workflow
+
+
+def test_the_server_knows_the_node_its_page_and_its_workflows(server):
+    declared = json.loads(server.ask(f"/object_info/{NODE_ID}"))[NODE_ID]
+    assert declared["display_name"] == TITLE and declared["output_name"] == ["CONDITIONING", "chunks"]
+    assert [*declared["input"]["required"], *declared["input"]["optional"]] == list(INPUTS)
+    assert declared["input"]["optional"]["reading"][1]["default"] == "overlap"
+    page = server.ask(f"/extensions/long_prompt/docs/{NODE_ID}.md")
+    assert page == (server.folder / "custom_nodes" / "long_prompt" / HELP / f"{NODE_ID}.md").read_text()
+    assert "long_prompt_248" in json.loads(server.ask("/api/workflow_templates"))["long_prompt"]
+
+
+def test_a_batch_of_latents(server):
+    images = server.draw(example(images=2))
+    assert images.shape == (2, 64, 64, 3) and images.std() > 10 and not np.array_equal(*images)
+
+
+SIZES = {"width": 512, "height": 768, "crop_w": 0, "crop_h": 32, "target_width": 1024, "target_height": 640}
+
+
+def test_only_the_class_changes_in_a_workflow_of_comfyui(server):
+    """Short prompts, and long ones in ComfyUI's reading: the same image to the bit."""
+    workflow, drawn = example(), []
+    workflow["2"]["inputs"]["clip_name1"] = "clip_l.safetensors"  # of 77 positions
+    for theirs, inputs in (
+        ("CLIPTextEncode", {"text": "a (red:1.2) cat\tembedding:style<x> on a sofa"}),
+        ("CLIPTextEncodeSDXL", {"text_l": "a (red:1.2) cat", "text_g": "on a sofa", **SIZES}),
+        ("CLIPTextEncode", {"text": SENTENCE * 6, "reading": "comfyui"}),
+    ):
+        workflow["3"] = {"class_type": NODE_ID, "inputs": {"clip": ["2", 0], **inputs}}
+        drawn.append(server.draw(workflow))
+        inputs.pop("reading", None)
+        workflow["3"] = {"class_type": theirs, "inputs": {"clip": ["2", 0], **inputs}}
+        assert np.array_equal(drawn[-1], server.draw(workflow)), theirs
+    assert not any(np.array_equal(*pair) for pair in itertools.combinations(drawn, 2))
+
+
+def test_every_reading(server):
+    loader = {"class_type": "CLIPLoader", "inputs": {"clip_name": "clip_l.safetensors", "type": "stable_diffusion"}}
+    workflow = {"1": loader}
+    for reading in READINGS:
+        inputs = {"clip": ["1", 0], "text": SENTENCE * 6 + "BREAK the end", "reading": reading, "breaks": True}
+        workflow[reading] = {"class_type": NODE_ID, "inputs": inputs}
+        workflow[f"shown {reading}"] = {"class_type": "PreviewAny", "inputs": {"source": [reading, 1]}}
+    status, outputs = server.run(workflow)
+    assert status["status_str"] == "success"
+    shown = {reading: outputs[f"shown {reading}"]["text"][0] for reading in READINGS}
+    assert all(text.startswith("CLIP-L: ") and text.endswith("2 tokens: the end") for text in shown.values())
+    assert "tokens: [" in shown["overlap"] and "[" not in shown["separate"]
+
+
+def test_an_error_says_what_to_do(server):
+    workflow = example()
+    del workflow["3"]["inputs"]["text"]
+    status, _ = server.run(workflow)
+    assert "give `text`, or `text_g` and `text_l`" in json.dumps(status)
