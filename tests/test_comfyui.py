@@ -382,7 +382,8 @@ def rows_of(tokens):
 
 def test_embedding_without_a_name_is_text(embedded):
     clip, plain, _ = embedded
-    for text in ("A diagram of an embedding: a list of numbers.", "an embedding:", "embedding:\n(embedding:) x", "x\x1cembedding: y"):
+    sentence = "A diagram of an embedding: a list of numbers."
+    for text in (sentence, "an embedding:", "embedding:\n(embedding:) x", "x\x1cembedding: y"):
         assert difference(encode(clip, text), encode(plain, text.replace("embedding:", "embedding :"))[0][0]) == 0
 
 

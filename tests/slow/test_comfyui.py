@@ -191,7 +191,7 @@ def test_only_the_class_changes_in_a_workflow_of_comfyui(server):
     workflow, drawn = example(), []
     workflow["2"]["inputs"]["clip_name1"] = "clip_l.safetensors"  # of 77 positions
     for theirs, inputs in (
-        ("CLIPTextEncode", {"text": "a (red:1.2) cat\tembedding:style<x> on a sofa"}),
+        ("CLIPTextEncode", {"text": "a (red:1.2) cat, embedding:style on a sofa"}),
         ("CLIPTextEncodeSDXL", {"text_l": "a (red:1.2) cat", "text_g": "on a sofa", **SIZES}),
         ("CLIPTextEncode", {"text": SENTENCE * 6, "reading": "comfyui"}),
     ):
