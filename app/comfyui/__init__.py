@@ -6,7 +6,9 @@ WEB_DIRECTORY = "web"  # with the node's page
 
 try:
     from comfy_api.latest import ComfyExtension, io
-except ImportError:  # not in ComfyUI, or in one without that schema
+
+    _NODE = v3_node(io)
+except (ImportError, TypeError):  # not in ComfyUI, or in one without that schema, or with an early form of it
     NODE_CLASS_MAPPINGS = {NODE_ID: LongPromptEncode}
     NODE_DISPLAY_NAME_MAPPINGS = {NODE_ID: TITLE}
 else:
@@ -15,7 +17,7 @@ else:
         """What ComfyUI asks for the pack's nodes."""
 
         async def get_node_list(self) -> list[type]:
-            return [v3_node(io)]
+            return [_NODE]
 
     async def comfy_entrypoint() -> LongPrompts:
         return LongPrompts()

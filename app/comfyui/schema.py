@@ -15,8 +15,8 @@ DESCRIPTION = (
 SEARCH_ALIASES = ["long prompt", "77 tokens", "token limit", "chunks", "text", "prompt", "encode prompt"]
 
 _TEXT = {"multiline": True, "dynamic_prompts": True, "optional": True}
-_ADVANCED = {"extra_dict": {"advanced": True}}  # no argument in ComfyUI 0.3.64
-_SIZE = {"default": 0, "min": 0, "max": 16384, "optional": True} | _ADVANCED
+_TEXT_OF_ONE = _TEXT | {"advanced": True}
+_SIZE = {"default": 0, "min": 0, "max": 16384, "optional": True, "advanced": True}
 _READINGS = (
     "How a prompt longer than an encoder is read. overlap: each chunk but the first together with the end of "
     "the text before it, so that words such as 'it' are understood; at most twice the chunks. separate: each "
@@ -53,8 +53,8 @@ INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
             "results.",
         },
     ),
-    "text_g": ("String", _TEXT | _ADVANCED | {"tooltip": "What bigG reads in place of the text, unless empty."}),
-    "text_l": ("String", _TEXT | _ADVANCED | {"tooltip": "What CLIP-L reads in place of the text, unless empty."}),
+    "text_g": ("String", _TEXT_OF_ONE | {"tooltip": "What bigG reads in place of the text, unless empty."}),
+    "text_l": ("String", _TEXT_OF_ONE | {"tooltip": "What CLIP-L reads in place of the text, unless empty."}),
     "width": ("Int", _SIZE | {"tooltip": "Of the image, for SDXL. 0: of the image that is sampled."}),
     "height": ("Int", _SIZE | {"tooltip": "Of the image, for SDXL. 0: of the image that is sampled."}),
     "crop_w": ("Int", _SIZE | {"tooltip": "Pixels cut off at the left, for SDXL."}),
@@ -69,29 +69,26 @@ OUTPUTS = [
 
 
 def v3_node(io: Any) -> type:
-    """The node by ComfyUI's V3 schema, `comfy_api.latest.io`."""
+    """The node by the V3 schema, `comfy_api.latest.io`; raises TypeError for an early form of that, as in 0.3.64."""
 
     class LongPromptEncodeV3(io.ComfyNode):
         @classmethod
         def define_schema(cls):
-            declared = {
-                "node_id": NODE_ID,
-                "display_name": TITLE,
-                "category": CATEGORY,
-                "description": DESCRIPTION,
-                "search_aliases": SEARCH_ALIASES,
-                "inputs": [getattr(io, kind).Input(name, **options) for name, (kind, options) in INPUTS.items()],
-                "outputs": [
-                    getattr(io, kind).Output(display_name=name, tooltip=tooltip) for kind, name, tooltip in OUTPUTS
-                ],
-            }
-            known = io.Schema.__dataclass_fields__  # ComfyUI 0.3.64 has no search_aliases
-            return io.Schema(**{name: value for name, value in declared.items() if name in known})
+            return io.Schema(
+                node_id=NODE_ID,
+                display_name=TITLE,
+                category=CATEGORY,
+                description=DESCRIPTION,
+                search_aliases=SEARCH_ALIASES,
+                inputs=[getattr(io, kind).Input(name, **options) for name, (kind, options) in INPUTS.items()],
+                outputs=[getattr(io, kind).Output(display_name=name, tooltip=said) for kind, name, said in OUTPUTS],
+            )
 
         @classmethod
         def execute(cls, **inputs):
             return io.NodeOutput(*encode_prompt(**inputs))
 
+    LongPromptEncodeV3.define_schema()
     return LongPromptEncodeV3
 
 
@@ -109,8 +106,7 @@ class LongPromptEncode:
     def INPUT_TYPES(cls) -> dict:
         types: dict = {"required": {}, "optional": {}}
         for name, (kind, options) in INPUTS.items():
-            widget = options | options.get("extra_dict", {})
-            widget["dynamicPrompts"] = options.get("dynamic_prompts", False)
+            widget = options | {"dynamicPrompts": options.get("dynamic_prompts", False)}
             needed = "optional" if options.get("optional") else "required"
             types[needed][name] = (options.get("options", kind.upper()), widget)
         return types
