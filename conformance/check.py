@@ -22,7 +22,7 @@ def read(file: str) -> tuple[list[dict], dict[str, dict]]:
     prompts, content = (json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("prompts", file))
     vectors, questions = content.pop("vectors"), []
     for name, vector in vectors.items():
-        questions.append(content | {"prompt": prompts[name], "states": "states" in vector})
+        questions.append(content | {"prompt": prompts[name], "encode": "states" in vector})
         if "sentences" in vector:
             questions[-1]["parts"] = vector.pop("parts", [[[prompts[name], 1.0]]])
             questions[-1]["sentences"] = vector.pop("sentences")
@@ -67,7 +67,7 @@ def answers_of(command: list[str], asked: list[dict]) -> list[dict]:
     lines = "".join(json.dumps(question) + "\n" for question in asked)
     try:
         printed = subprocess.run(command, input=lines.encode(), stdout=subprocess.PIPE, check=True).stdout
-        answers = [json.loads(line) for line in printed.decode().splitlines()]
+        answers = [json.loads(line) for line in printed.splitlines()]
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
         raise ValueError(f"{command[0]!r} gave nothing to compare: {error}") from error
     if len(answers) != len(asked) or not all(isinstance(answer, dict) for answer in answers):

@@ -100,17 +100,18 @@ def layout(reader: PromptReader, tokens: Tokens, length: int) -> dict:
 
 
 @torch.no_grad()
-def write(folder: Path) -> None:
-    """Writes a file for each reading, one prompt a line."""
-    prompts, encoder = json.loads((HERE / "prompts.json").read_text(encoding="utf-8")), tiny_encoder()
-    for file, (reading, emphasis) in FILES.items():
-        lines = (
-            f"{json.dumps(name)}: {json.dumps(vector, separators=(',', ':'))}"
-            for name, vector in vectors(file, prompts, encoder)
-        )
-        head = f'{{"reading": "{reading}", "emphasis": "{emphasis}", "vectors": {{\n'
-        (folder / f"{file}.json").write_text(head + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+def content(file: str) -> str:
+    """The text of a file of vectors, one prompt a line."""
+    prompts = json.loads((HERE / "prompts.json").read_text(encoding="utf-8"))
+    lines = (
+        f"{json.dumps(name)}: {json.dumps(vector, separators=(',', ':'))}"
+        for name, vector in vectors(file, prompts, tiny_encoder())
+    )
+    head = dict(zip(("reading", "emphasis"), FILES[file], strict=True))
+    return json.dumps(head)[:-1] + ', "vectors": {\n' + ",\n".join(lines) + "\n}}\n"
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
+    for file in FILES:
+        (folder / f"{file}.json").write_text(content(file), encoding="utf-8")
