@@ -25,7 +25,8 @@ def test_the_files_are_what_the_package_reads(file):
 def test_prompts_that_the_programs_read_have_their_ids_and_weights(file):
     _, vectors = check.read(file)
     prompts = json.loads((check.HERE / "prompts.json").read_text(encoding="utf-8"))
-    assert len(names := RECORD["layouts"][file].keys() & {name.partition("programs/")[2] for name in vectors}) > 40
+    names = RECORD["layouts"][file].keys() & {name.partition("programs/")[2] for name in vectors}
+    assert len(names) > 40
     for name in names:
         vector = vectors[f"programs/{name}"]
         assert prompts[f"programs/{name}"] == RECORD["prompts"][name] and "second" not in vector
