@@ -93,6 +93,11 @@ COMMANDS = {
     "tokens": Command(
         options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
     ),
+    "encode": Command(
+        options.EncodeConfig,
+        "app.encode:encode_captions",
+        "--captions photos --base toy/sdxl --to diffusers --output runs/embeddings",
+    ),
     "shards": Command(
         options.ShardsConfig,
         "app.shards:write_shards",

@@ -484,6 +484,48 @@ class TokensConfig(Checked):
 
 
 @dataclass
+class EncodeConfig(Checked):
+    """Encode the captions of a training set, read whole, in the form that a trainer of SDXL takes.
+
+    All files have one length: `positions`, or what the longest caption takes, at most 302. Run the command again to
+    continue a stopped run; files of other captions, encoders or options are made again.
+
+    Attributes:
+        captions: Folder of images with captions beside them (.txt or .caption), or with a metadata.jsonl.
+        base: SDXL checkpoint that is trained, as `generate` takes it.
+        to: kohya writes NAME_te_outputs.npz, which sd-scripts takes as its own with
+            --cache_text_encoder_outputs_to_disk; diffusers writes a safetensors file for each caption, and index.jsonl.
+        output: Folder to write; for kohya by default beside the images, where sd-scripts looks.
+        encoder: Text encoder that replaces the checkpoint's first one, as `generate` takes it.
+        reading: Of captions longer than a text encoder's context length, as in `generate`; overlap by default.
+        positions: Length of all embeddings, from 77. A longer caption is an error, except under cut and kohya.
+        dtype: fp32 or fp16 of the files. They are computed in fp32.
+        overwrite: Replace files that this command did not make.
+        max_bad: Largest share of bad captions, from 0 to 1.
+        device: cpu, cuda, cuda:1, mps; the fastest available by default.
+    """
+
+    captions: str
+    base: str
+    to: Literal["kohya", "diffusers"]
+    output: str | None = None
+    encoder: str | None = None
+    reading: Reading | None = None
+    positions: PositiveInt | None = None
+    dtype: Literal["fp32", "fp16"] = "fp32"
+    overwrite: bool = False
+    max_bad: Share = 0.01
+    device: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        shipped(self.base)  # raises UserError for a misspelt toy model
+        self.spec = _parse_encoder(self.encoder, self.reading, "overlap")
+        if self.to == "diffusers" and self.output is None:
+            raise UserError("--to diffusers needs --output, a folder for the embeddings.")
+
+
+@dataclass
 class ShardsConfig(Checked):
     """Write image-caption pairs as WebDataset shards of small images, for `train --data`.
 

@@ -12,35 +12,41 @@ from ..files import open_regular
 from .bad_records import leave_out
 from .captions import LARGEST_FILE, Captions, check_caption, fold, is_text, usable_captions, utf8
 from .images import ImageFolder
+from .json_files import read_data_file
 from .records import PackedRecords, Record
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 _ALONE = (*IMAGES, "gif", "bmp", "tif", "tiff", "avif", "jp2", "ppm")  # endings of images without captions
 CAPTION = "txt"
+_CAPTIONS = (CAPTION, "caption")
+METADATA = "metadata.jsonl"  # of the hub's image folders
+SAME_NAME = "same name"  # kind of a bad record
 
 
 def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
-    """The pairs of a folder and its subfolders: an image (jpg, jpeg, png, webp) and a txt of the same name.
+    """The pairs of a folder and its subfolders: an image (jpg, jpeg, png, webp) and a txt or caption of the same name.
 
     Sorted by name, as text. Endings may be in upper case. Other files, hidden files and folders, and links to folders
     are skipped. A file without a partner or with several, and a pair whose caption is empty or unreadable, are bad
-    records.
+    records. A folder with a metadata.jsonl, as the hub has them, holds the pairs that this file names.
 
     Raises:
         UserError: there is no usable pair.
     """
     images, bad = ImageFolder(root), []
+    if (images.root / METADATA).is_file():
+        return read_data_file(images.root / METADATA), images
     groups: dict[str, list[str]] = defaultdict(list)  # names of files by their name without ending
     for name in sorted(_files(images.root)):
         stem = name.rpartition(".")[0]
-        if stem and _ending(name) in (*IMAGES, CAPTION):
+        if stem and _ending(name) in (*IMAGES, *_CAPTIONS):
             groups[stem].append(name)
 
     def read() -> Iterator[Record]:
         bar = tqdm(sorted(groups.items()), desc="reading captions", unit=" captions", disable=len(groups) < 10_000)
         for _, names in bar:
-            pictures = [name for name in names if _ending(name) != CAPTION]
-            captions = [name for name in names if _ending(name) == CAPTION]
+            pictures = [name for name in names if _ending(name) not in _CAPTIONS]
+            captions = [name for name in names if _ending(name) in _CAPTIONS]
             with leave_out(_escape((pictures or captions)[0]), bad):
                 yield _read(images.root, pictures, captions)
 
@@ -90,11 +96,11 @@ def _files(root: Path) -> Iterator[str]:
 def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     """One pair. Raises ValueError("kind: detail") or OSError."""
     if not captions:
-        raise ValueError(f"no caption: {_escape(images[0])} has none (.{CAPTION})")
+        raise ValueError(f"no caption: {_escape(images[0])} has none (.{', .'.join(_CAPTIONS)})")
     if not images:
         raise ValueError(f"no image: {_escape(captions[0])} has none (.{', .'.join(IMAGES)})")
     if len(images) > 1 or len(captions) > 1:
-        raise ValueError(f"same name: {' and '.join(map(_escape, images if len(images) > 1 else captions))}")
+        raise ValueError(f"{SAME_NAME}: {' and '.join(map(_escape, images if len(images) > 1 else captions))}")
     image, caption = images[0], captions[0]
     if not is_text(image):
         raise ValueError(f"bad file name: {_escape(image)} is not UTF-8")

@@ -33,7 +33,8 @@ def read_data_file(path: str | os.PathLike) -> Captions:
     """Reads a JSON list in ShareGPT4V's layout (`share-captioner_coco_lcs_sam_1246k_1107.json`), or JSON lines.
 
     Lines, of a file that ends in .jsonl, are {"image": path, "caption": text} or as in ShareGPT4V's layout; blank ones
-    are skipped. Either may bring a "short_caption", which `train --sampling given` reads.
+    are skipped. Either may bring a "short_caption", which `train --sampling given` reads. The names of the hub's
+    metadata.jsonl, {"file_name": path, "text": text}, are read, too.
 
     Runs of white space in captions become one space. An entry is bad if it has no image path, no caption that
     `check_caption` accepts, or is not UTF-8.
@@ -114,7 +115,7 @@ def _record_at(raw: bytes | bytearray) -> Record:
 
 def _image_and_caption(entry: dict) -> tuple[str, str]:
     """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for one that cannot be used."""
-    image = entry.get("image")
+    image = entry.get("image", entry.get("file_name"))
     if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")
     return image, caption_of(entry, f"image {image}")

@@ -1,0 +1,188 @@
+"""Embeddings of a training set's captions, read whole, in the files that a trainer of SDXL takes.
+
+Each file holds a digest of its caption, the reading, the encoders and the length. So a run that was stopped continues,
+and what no longer fits is made again.
+"""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from debias_diffusion.clip.weight_files import model_digest, save_tensors
+from debias_diffusion.data.bad_records import BadRecord, leave_out, printable, report_all
+from debias_diffusion.data.captions import Captions, usable_captions
+from debias_diffusion.data.image_folder import SAME_NAME, read_pair_folder
+from debias_diffusion.data.images import ImageSource, is_there
+from debias_diffusion.data.records import Record
+from debias_diffusion.devices import DTYPES, explain_memory, pick_device
+from debias_diffusion.encoders.spec import Kind
+from debias_diffusion.errors import UserError, explain_failure
+from debias_diffusion.files import atomic_file, bytes_digest, json_digest, open_regular, write_text
+from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptReader
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.text.chunks import Tokens
+
+from .options import EncodeConfig
+from .tokens import load_tokenizers
+
+INDEX, DIGEST = "index.jsonl", "debias_diffusion"  # the digest's name in a file
+LONGEST = 302  # positions, unless more are asked for
+
+
+def encode_captions(config: EncodeConfig) -> Path:
+    """Encodes the captions of a folder, all at one length, and returns the output folder.
+
+    `kohya`: `NAME_te_outputs.npz` as `SdxlTextEncoderOutputsCachingStrategy` of kohya-ss/sd-scripts (48d368f) writes
+    it: hidden_state1 [positions, 768], hidden_state2 [positions, 1280], pool2 [1280]. `diffusers`: a safetensors file
+    for each caption, of prompt_embeds [positions, 2048] and pooled_prompt_embeds [1280], and `index.jsonl`.
+
+    Raises:
+        UserError: the captions, the checkpoint or the options cannot be used; two images or captions would have one
+            file; captions are longer than the length; the disk is full; a file is there that this command did not make.
+    """
+    captions, images = read_pair_folder(config.captions)
+    output, spec, checkpoint = Path(config.output or images.root), config.spec, Checkpoint.parse(config.base)
+    checkpoint.check_kind()
+    with explain_failure("The captions cannot be read"):
+        options = LongPromptOptions(reading=spec.reading, positions=config.positions)
+    reader, bad = PromptReader(load_tokenizers(checkpoint, spec), options), list(captions.bad)
+    records, positions = _measure(captions, images, reader, bad)
+    files = {_file(config.to, record): record for record in records}
+    if config.to == "kohya":
+        _refuse_shared(records, files, bad)
+    advice = "Mend them, or raise --max-bad."
+    report_all(bad, len(captions.records) + len(captions.bad), config.max_bad, output, advice)
+
+    widths = [checkpoint.config(slot)["hidden_size"] for slot in ("text_encoder", "text_encoder_2")]
+    values = positions * sum(widths) + checkpoint.config("text_encoder_2")["projection_dim"]
+    names = [*files, *[INDEX] * (config.to == "diffusers")]
+    there = {name: _digest_in(output / name) for name in names if os.path.lexists(output / name)}
+    if foreign := [name for name, digest in there.items() if digest is None and not config.overwrite]:
+        raise UserError(
+            f"{len(foreign):,} files in {str(output)!r} are not of this command: {_named(foreign)}. Give --overwrite to"
+            " replace them, or another --output."
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    size, free = values * DTYPES[config.dtype].itemsize, shutil.disk_usage(output).free
+    print(f"{len(files):,} files in {output}: {len(files) * size / 1e9:.2f} GB; {free / 1e9:.1f} GB free")
+    if (len(names) - len(there)) * size > free:
+        raise UserError("The disk has no room for them. Make some, or give --dtype fp16, or another --output.")
+
+    device, first = pick_device(config.device), None if spec.kind is Kind.ORIGINAL else spec.name
+    with explain_memory(device, "Give --device cpu."):
+        pipe = load_pipeline(config.base, first, device, torch.float32, spec.fitted_second, part="encoders")
+        pipe.set_long_prompt(reading=spec.reading, positions=positions)
+        encoders = [model_digest(encoder, encoder.config, tokenizer) for tokenizer, encoder in pipe._text_encoders()]
+        settings = {"reading": spec.reading, "positions": positions, "encoders": encoders, "dtype": config.dtype}
+        digests = {name: json_digest(settings | {"caption": record.caption}) for name, record in files.items()}
+        missing = [name for name, digest in digests.items() if there.get(name) != digest]
+        print(f"{len(missing):,} to encode at {positions} positions; {len(files) - len(missing):,} are there")
+        for name in tqdm(missing, "encoding captions", unit=" captions"):
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of other programs' syntax, for each caption
+                embeds, _, pooled, _ = pipe.encode_prompt(files[name].caption, do_classifier_free_guidance=False)
+            tensors = [tensor[0].to("cpu", DTYPES[config.dtype]) for tensor in (embeds, pooled)]
+            if not all(tensor.isfinite().all() for tensor in tensors):
+                raise UserError(f"The embeddings of {files[name].image!r} are not finite. Give --dtype fp32.")
+            _write(output / name, *tensors, widths[0], digests[name])
+    if config.to == "diffusers":
+        rows = ({"image": each.image, "caption": each.caption, "file": _file(config.to, each)} for each in records)
+        write_text(output / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"Wrote {output}")
+    return output
+
+
+def _measure(
+    captions: Captions, images: ImageSource, reader: PromptReader, bad: list[BadRecord]
+) -> tuple[list[Record], int]:
+    """The captions that can be encoded, and the one length for all. Adds the others to `bad`.
+
+    Raises:
+        UserError: captions are longer than was asked for, or than `LONGEST`; or none is left.
+    """
+    asked, free = reader.options.positions, replace(reader, options=replace(reader.options, positions=None))
+    records, longer, cut = [], [], []
+    lengths: dict[int, list[list[Tokens]]] = {}  # by positions, the tokens [encoders][1] of a caption that takes them
+    for record in tqdm(captions.records, "reading captions", disable=len(captions.records) < 10_000):
+        with leave_out(record.image, bad):
+            path = PurePosixPath(record.image)
+            if path.is_absolute() or ".." in path.parts or not is_there(images, record.image):
+                raise ValueError(f"no such image: {record.image} in the folder")
+            tokens = [reader.tokens([record.caption], tokenizer) for tokenizer, _ in reader.encoders]
+            length = free.shared_length(read := reader.cut(tokens), None)
+            lengths.setdefault(length, read)
+            records.append(record)
+            cut += [record.image] * (read != tokens)
+            longer += [record.image] * (not _fits(reader, read) if asked else length > LONGEST)
+    usable_captions("The folder", records, bad, "Give a folder of images and captions.")
+    shared = free.shared_length([list(chain(*texts)) for texts in zip(*lengths.values(), strict=True)], None)
+    if longer or (shared > LONGEST and not asked):
+        raise UserError(
+            f"{len(longer):,} of {len(records):,} captions do not fit {asked or LONGEST} positions: {_named(longer)}. "
+            f"Give --positions {shared}, which holds all, shorten them, or cut them with --reading cut or kohya."
+        )
+    if cut:
+        print(f"Cut at {reader.cut_at} positions, as the reading says: {len(cut):,} captions: {_named(cut)}")
+    return records, asked or shared
+
+
+def _fits(reader: PromptReader, texts: list[list[Tokens]]) -> bool:
+    with suppress(ValueError):
+        return bool(reader.shared_length(texts, None))
+    return False
+
+
+def _file(form: str, record: Record) -> str:
+    """Where a caption's embeddings lie in the output: kohya's after the image, the others' after the caption."""
+    if form == "kohya":
+        return f"{os.path.splitext(record.image)[0]}_te_outputs.npz"
+    return f"{bytes_digest([record.caption.encode()])[:32]}.safetensors"
+
+
+def _refuse_shared(records: Sequence[Record], files: dict[str, Record], bad: Sequence[BadRecord]) -> None:
+    """Raises UserError where kohya has one file for two images, or for two captions of one image."""
+    pairs = ((record, files[_file("kohya", record)]) for record in records)
+    twice = [f"{record.image} and {last.image}" for record, last in pairs if record != last]
+    if twice := [record.detail for record in bad if record.kind == SAME_NAME] + twice:
+        raise UserError(
+            f"kohya has one file, of one caption, for images of one name: {_named(twice)}. Rename all but one."
+        )
+
+
+def _digest_in(path: Path) -> str | None:
+    """The digest in a file of this command, or what the first line of its index names; None for any other file."""
+    with suppress(OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile, SafetensorError):
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                return file.metadata()[DIGEST]
+        with open_regular(path) as file:
+            return json.loads(file.readline())["file"] if path.name == INDEX else str(np.load(file)[DIGEST])
+    return None
+
+
+def _write(path: Path, embeds: torch.Tensor, pooled: torch.Tensor, width: int, digest: str) -> None:
+    """Embeddings [positions, widths of both encoders], `width` of the first, and pooled ones [pooled width]."""
+    with atomic_file(path) as temporary:
+        if path.suffix == ".safetensors":
+            save_tensors({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, temporary, {DIGEST: digest})
+            return
+        states = {"hidden_state1": embeds[:, :width].numpy(), "hidden_state2": embeds[:, width:].numpy()}
+        with open(temporary, "wb") as file:
+            np.savez(file, **states, pool2=pooled.numpy(), **{DIGEST: np.array(digest)})
+
+
+def _named(names: Sequence[str]) -> str:
+    """The first five names."""
+    return ", ".join(map(printable, names[:5])) + ", ..." * (len(names) > 5)
