@@ -3,13 +3,14 @@
 from .clip.positions import stretch_positions
 from .encoders.spec import load_text_encoder, load_two_tower
 from .encoders.stretch import stretch_text_encoder
-from .text.reading import encode_texts
+from .text.reading import encode_texts, last_states
 from .text.sentences import split_sentences
 from .text.weighting import parse_prompt
 from .toyworld.shipped import shipped
 
 __all__ = [
     "encode_texts",
+    "last_states",
     "load_text_encoder",
     "load_two_tower",
     "parse_prompt",

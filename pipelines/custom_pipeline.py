@@ -54,7 +54,7 @@ def write_block(folder: str | Path) -> Path:
 
 def _write(path: Path, imports: list[str], last: str) -> Path:
     """A file of all that long prompts need, in the order of their imports, and at the end the source `last`."""
-    texts, calls = (sentences, chunks, reading, weighting, schedules), (sharpening, scheduling, long_prompt)
+    texts, calls = (sentences, chunks, weighting, reading, schedules), (sharpening, scheduling, long_prompt)
     parts = [_body(module) for module in (*texts, *calls)]
     lines = [line for lines, _ in parts for line in lines] + imports
     bodies = [*(body for _, body in parts), last]

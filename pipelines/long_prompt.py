@@ -291,16 +291,8 @@ class PromptReader:
                 parts = [
                     part._replace(runs=[(convert(run, quiet), weight) for run, weight in part.runs]) for part in parts
                 ]
-            read = tokenize_parts(parts, tokenizer, options.reading, options.split_special_tokens)
-            average = options.breaks == "average"
-            if not (total := sum(read.strengths) if average else 1.0):
-                raise ValueError(f"the strengths of the parts of {text[:80]!r} add up to 0, so they have no mean")
-            shares = [strength / total for strength in read.strengths]
-            weights = [
-                weight * share for part, share in zip(read.alone, shares, strict=True) for weight in part.weights
-            ]
-            check_weight(text, max([*weights, *shares], key=abs))  # of the parts that are kept
-            tokens.append(read if average else read._replace(weights=weights))
+            settings = options.reading, options.split_special_tokens, options.breaks
+            tokens.append(tokenize_parts(parts, tokenizer, *settings))
         return tokens
 
     def shared_length(

@@ -239,13 +239,16 @@ def test_a_folder_saved_by_a_class_of_ours_loads_in_diffusers(sdxl, tmp_path):
 # ---- the same reading for those who train
 
 
+@pytest.mark.filterwarnings("ignore:Weights such as")  # read as text, by the first
 def test_a_training_loop_reads_as_the_pipelines_do(sdxl, sd15):
-    captions = [LONG, SHORT]
+    captions = [LONG, SHORT, f"(red:1.4) ((cat)) BREAK:0.7 [a] dog++, {SHORT}"]
     pairs = [(sdxl["text_encoder"], sdxl["tokenizer"]), (sdxl["text_encoder_2"], sdxl["tokenizer_2"])]
-    pipe = with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl)).set_long_prompt(positions=227)
-    expected, _, expected_pooled, _ = pipe.encode_prompt(captions)
-    states, pooled = zip(*(encode_texts(*pair, captions, 227) for pair in pairs), strict=True)
-    assert torch.equal(torch.cat(states, dim=-1), expected) and torch.equal(pooled[1], expected_pooled)
+    wrapped = with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl))
+    for positions, settings in ((227, {}), (227, {"emphasis": "comfyui"}), (231, {"reading": "a1111"})):
+        pipe = wrapped.set_long_prompt(positions=positions, **settings)
+        expected, _, expected_pooled, _ = pipe.encode_prompt(captions)
+        states, pooled = zip(*(encode_texts(*pair, captions, positions, **settings) for pair in pairs), strict=True)
+        assert torch.equal(torch.cat(states, dim=-1), expected) and torch.equal(pooled[1], expected_pooled), settings
     pipe = with_long_prompts(assemble(StableDiffusionPipeline, sd15)).set_long_prompt(positions=227)
     states, _ = encode_texts(sd15["text_encoder"], sd15["tokenizer"], captions, 227, states=last_states)
     assert torch.equal(states, encode(pipe, captions)[0])

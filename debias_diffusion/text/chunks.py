@@ -40,6 +40,18 @@ class Cut(IntEnum):
     SENTENCE = 4
 
 
+class Part(NamedTuple):
+    """A part of a prompt between BREAKs.
+
+    Attributes:
+        runs: pieces of text and their weights, in order.
+        strength: of the part, if the parts are averaged.
+    """
+
+    runs: Sequence[tuple[str, float]]
+    strength: float = 1.0
+
+
 class Tokens(NamedTuple):
     """One text, tokenized for one encoder.
 

@@ -4,7 +4,6 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +13,9 @@ from transformers.convert_slow_tokenizer import convert_slow_tokenizer
 from .chunks import (
     PROGRAMS,
     TRAINED_POSITIONS,
+    Breaks,
     Emphasis,
+    Part,
     Reading,
     Tokens,
     join_runs,
@@ -24,6 +25,7 @@ from .chunks import (
     split_text,
     weigh,
 )
+from .weighting import check_weight, parse_prompt
 
 # From an encoder and ids [rows, positions]: hidden states [rows, positions, width], and pooled [rows, width] or None.
 States = Callable[[PreTrainedModel, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -79,17 +81,18 @@ def encode_texts(
     length: int,
     *,
     reading: Reading = "overlap",
-    emphasis: Emphasis = "comfyui",
+    emphasis: Emphasis | None = None,
     states: States | None = None,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What an encoder gives a UNet for texts of any length, with gradients.
 
     Args:
-        texts: each as it is, or its tokens from `tokenize_text` or `tokenize_parts`.
+        texts: each a prompt, in the syntax of `parse_prompt`, or its tokens from `tokenize_text` or `tokenize_parts`.
         length: positions of the result, at least those of the longest text, BOS and EOS.
         reading: how a text longer than the encoder is cut and joined: `chunks.split_text`, `chunks.positions_of`.
-        emphasis: what weights of tokens do: `chunks.weigh`.
+        emphasis: what weights such as `(word:1.3)` do, and whether they and BREAK are read: `parse_prompt`,
+            `chunks.weigh`. None: as in pipelines, what the program does that is imitated, else "none".
         states: runs the encoder; the ids are on `device`. None: `penultimate_states`, for SDXL; `last_states` is for
             SD 1.5.
         device: of the results; the encoder's if None.
@@ -99,10 +102,13 @@ def encode_texts(
         encoder without a projection.
 
     Raises:
-        ValueError: a text does not fit the length.
+        ValueError: a text does not fit the length, or has weights that cannot be used.
     """
-    device = device or encoder.device
-    texts = [tokenize_text(text, tokenizer)[0] if isinstance(text, str) else text for text in texts]
+    device, emphasis = device or encoder.device, emphasis or PROGRAMS.get(reading, "none")
+    texts = [
+        tokenize_parts(parse_prompt(text, reading, emphasis), tokenizer, reading) if isinstance(text, str) else text
+        for text in texts
+    ]
     if (longest := max(len(text.ids) for text in texts)) + 2 > length:
         raise ValueError(f"a text of {longest} tokens, BOS and EOS do not fit {length} positions: shorten it.")
     context = chunk_length(min(encoder.config.max_position_embeddings, length), reading)
@@ -164,32 +170,31 @@ def fast_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBas
     return fast
 
 
-class Part(NamedTuple):
-    """A part of a prompt between BREAKs.
-
-    Attributes:
-        runs: pieces of text and their weights, in order.
-        strength: of the part, if the parts are averaged.
-    """
-
-    runs: Sequence[tuple[str, float]]
-    strength: float = 1.0
-
-
 def tokenize_parts(
     parts: Sequence[Part],
     tokenizer: PreTrainedTokenizerBase,
     reading: Reading = "overlap",
     split_special_tokens: bool = False,
+    breaks: Breaks = "concatenate",
 ) -> Tokens:
-    """The tokens of a text in parts that begin new chunks, as `reading` finds and cuts them.
+    """The tokens of a text in parts that begin new chunks, or are averaged, as `reading` finds and cuts them.
 
     Empty parts are left out; in the programs that are imitated they are empty chunks, but for one at the end.
+
+    Raises:
+        ValueError: the strengths of averaged parts have no mean; a weight, by its part's strength, is out of range.
     """
     tokens = [_tokenize_runs(part.runs, tokenizer, reading, split_special_tokens)[0] for part in parts]
     last = max((number for number, part in enumerate(tokens) if part.ids), default=0)
     kept = [at for at, part in enumerate(tokens[: last + 1]) if part.ids or reading in PROGRAMS] or [0]
-    return Tokens.joined([tokens[at] for at in kept], [parts[at].strength for at in kept])
+    joined = Tokens.joined([tokens[at] for at in kept], [parts[at].strength for at in kept])
+    text, average = "".join(run for part in parts for run, _ in part.runs), breaks == "average"
+    if not (total := sum(joined.strengths) if average else 1.0):
+        raise ValueError(f"the strengths of the parts of {text[:80]!r} add up to 0, so they have no mean")
+    shares = [strength / total for strength in joined.strengths]
+    weights = [weight * share for part, share in zip(joined.alone, shares, strict=True) for weight in part.weights]
+    check_weight(text, max([*weights, *shares], key=abs))  # of the parts that are kept
+    return joined if average else joined._replace(weights=weights)
 
 
 def _tokenize_runs(

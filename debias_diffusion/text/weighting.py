@@ -5,8 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from debias_diffusion.text.chunks import Emphasis, Reading
-from debias_diffusion.text.reading import Part
+from debias_diffusion.text.chunks import Emphasis, Part, Reading
 
 STEP = 1.1  # factor of a bracket or a plus sign
 MOST_WEIGHT = 100  # far beyond use; larger ones overflow half precision
