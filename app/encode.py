@@ -76,32 +76,47 @@ def encode_captions(config: EncodeConfig) -> Path:
         )
     output.mkdir(parents=True, exist_ok=True)
     size, free = values * DTYPES[config.dtype].itemsize, shutil.disk_usage(output).free
-    print(f"{len(files):,} files in {output}: {len(files) * size / 1e9:.2f} GB; {free / 1e9:.1f} GB free")
-    if (len(names) - len(there)) * size > free:
+    total = len(files) * size
+    print(f"{len(files):,} files of {positions} positions in {output}: {total / 1e9:.2f} GB; {free / 1e9:.1f} GB free")
+    if total - sum(os.lstat(output / name).st_size for name in there) > free:
         raise UserError("The disk has no room for them. Make some, or give --dtype fp16, or another --output.")
 
-    device, first = pick_device(config.device), None if spec.kind is Kind.ORIGINAL else spec.name
+    device = pick_device(config.device)
     with explain_memory(device, "Give --device cpu."):
-        pipe = load_pipeline(config.base, first, device, torch.float32, spec.fitted_second, part="encoders")
-        pipe.set_long_prompt(reading=spec.reading, positions=positions)
-        encoders = [model_digest(encoder, encoder.config, tokenizer) for tokenizer, encoder in pipe._text_encoders()]
-        settings = {"reading": spec.reading, "positions": positions, "encoders": encoders, "dtype": config.dtype}
-        digests = {name: json_digest(settings | {"caption": record.caption}) for name, record in files.items()}
-        missing = [name for name, digest in digests.items() if there.get(name) != digest]
-        print(f"{len(missing):,} to encode at {positions} positions; {len(files) - len(missing):,} are there")
-        for name in tqdm(missing, "encoding captions", unit=" captions"):
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of other programs' syntax, for each caption
-                embeds, _, pooled, _ = pipe.encode_prompt(files[name].caption, do_classifier_free_guidance=False)
-            tensors = [tensor[0].to("cpu", DTYPES[config.dtype]) for tensor in (embeds, pooled)]
-            if not all(tensor.isfinite().all() for tensor in tensors):
-                raise UserError(f"The embeddings of {files[name].image!r} are not finite. Give --dtype fp32.")
-            _write(output / name, *tensors, widths[0], digests[name])
+        _encode(config, device, files, positions, there, output)
     if config.to == "diffusers":
         rows = ({"image": each.image, "caption": each.caption, "file": _file(config.to, each)} for each in records)
         write_text(output / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"Wrote {output}")
     return output
+
+
+def _encode(
+    config: EncodeConfig,
+    device: torch.device,
+    files: dict[str, Record],
+    positions: int,
+    there: dict[str, str | None],
+    output: Path,
+) -> None:
+    """Writes the files whose digests are not those of files that are `there`."""
+    spec, dtype = config.spec, DTYPES[config.dtype]
+    first = None if spec.kind is Kind.ORIGINAL else spec.name
+    pipe = load_pipeline(config.base, first, device, torch.float32, spec.fitted_second, part="encoders")
+    pipe.set_long_prompt(reading=spec.reading, positions=positions)
+    encoders = [model_digest(encoder, encoder.config, tokenizer) for tokenizer, encoder in pipe._text_encoders()]
+    settings = {"reading": spec.reading, "positions": positions, "encoders": encoders, "dtype": config.dtype}
+    digests = {name: json_digest(settings | {"caption": record.caption}) for name, record in files.items()}
+    missing = [name for name, digest in digests.items() if there.get(name) != digest]
+    print(f"{len(missing):,} to encode; {len(files) - len(missing):,} are there")
+    for name in tqdm(missing, "encoding captions", unit=" captions"):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other programs' syntax, for each caption
+            embeds, _, pooled, _ = pipe.encode_prompt(files[name].caption, do_classifier_free_guidance=False)
+        tensors = [tensor[0].to("cpu", dtype) for tensor in (embeds, pooled)]
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise UserError(f"The embeddings of {files[name].image!r} are not finite. Give --dtype fp32.")
+        _write(output / name, *tensors, pipe.text_encoder.config.hidden_size, digests[name])
 
 
 def _measure(

@@ -1,4 +1,4 @@
-"""OneTrainer on captions that `debias-diffusion encode --to kohya` has read whole: LoRAs and fine-tuning of SDXL's UNet.
+"""OneTrainer on captions that `debias-diffusion encode --to kohya` has read whole: LoRAs and fine-tuning of SDXL UNets.
 
 OneTrainer cuts captions at 77 tokens before its text encoders read them. This program starts its training with another
 data module in their place, which takes the embeddings from the files beside the images. All else is OneTrainer's, whose

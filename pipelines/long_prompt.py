@@ -40,7 +40,7 @@ from debias_diffusion.text.reading import (
     tokenize_parts,
 )
 from debias_diffusion.text.schedules import MANY_STEPS, find_schedules, last_steps, text_at
-from debias_diffusion.text.weighting import check_weight, has_weights, parse_prompt, take_out, unread_syntax
+from debias_diffusion.text.weighting import has_weights, parse_prompt, take_out, unread_syntax
 
 from .scheduling import EMBEDDINGS, ExchangeEmbeddings, schedule_of, scheduled
 from .sharpening import SharpenedMixin, check_sharpening

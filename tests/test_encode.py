@@ -1,0 +1,219 @@
+"""`encode`: captions of a training set as embeddings, in the files of kohya's scripts and of diffusers' loops."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.stops import Stopped, stopped_at
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from debias_diffusion.app import encode
+from debias_diffusion.app.encode import INDEX, encode_captions
+from debias_diffusion.app.options import EncodeConfig
+from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.toyworld.grammar import caption
+from debias_diffusion.toyworld.shipped import shipped
+
+SHORT, LONG = "A red star above a blue ring.", caption("test", 2).text
+TEXTS = {"a.png": SHORT, "b/c.d.jpg": LONG}
+SUFFIX = "_te_outputs.npz"
+
+
+def put(folder: Path, texts: dict[str, str], ending: str = ".txt") -> Path:
+    for image, text in texts.items():
+        (folder / image).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(folder / image)
+        if text:
+            (folder / image).with_suffix(ending).write_text(text)
+    return folder
+
+
+def run(folder: Path, to: str = "kohya", base: str = "toy/sdxl", **options) -> Path:
+    options = {"output": str(folder / "out")} | options if to == "diffusers" else options
+    return encode_captions(EncodeConfig(captions=str(folder), base=base, to=to, device="cpu", **options))
+
+
+def written(folder: Path, pattern: str = f"**/*{SUFFIX}") -> dict[str, tuple[int, int]]:
+    """{file: what changes when it is written}"""
+    return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in folder.glob(pattern)}
+
+
+def index_of(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / INDEX).read_text().splitlines()]
+
+
+def loaded_by_kohya(image: Path) -> list[np.ndarray]:
+    """The steps of `SdxlTextEncoderOutputsCachingStrategy`: `get_outputs_npz_path`, the check, `load_outputs_npz`."""
+    path = os.path.splitext(image)[0] + "_te_outputs.npz"
+    content = np.load(path)  # no pickle is read
+    assert "hidden_state1" in content and "hidden_state2" in content and "pool2" in content
+    return [content[name] for name in ("hidden_state1", "hidden_state2", "pool2")]
+
+
+@pytest.fixture(scope="module")
+def pipes():
+    encoders = {None, "toy/debias-clip"}
+    return {name: load_pipeline("toy/sdxl", name, torch.device("cpu"), part="encoders") for name in encoders}
+
+
+@pytest.mark.parametrize(
+    ("reading", "positions", "given", "encoder"),
+    [
+        ("kohya", 77, 77, None),
+        ("kohya", 152, 152, None),
+        ("kohya", 227, None, None),
+        ("cut", 77, None, None),
+        ("overlap", 227, None, None),
+        ("overlap", 302, 302, "toy/debias-clip"),
+        ("a1111", 231, 231, None),
+    ],
+)
+def test_kohya_loads_what_pipelines_read(tmp_path, pipes, reading, positions, given, encoder):
+    put(tmp_path, TEXTS, ".caption")
+    run(tmp_path, reading=reading, positions=given, encoder=encoder)
+    pipe = pipes[encoder].set_long_prompt(reading=reading, positions=positions)
+    for image, text in TEXTS.items():
+        embeds, _, pooled, _ = pipe.encode_prompt(text, do_classifier_free_guidance=False)
+        first, second, pool = arrays = loaded_by_kohya(tmp_path / image)
+        assert {array.dtype for array in arrays} == {np.dtype("float32")}
+        assert first.shape == (positions, pipe.text_encoder.config.hidden_size) and pool.ndim == 1
+        assert np.array_equal(np.concatenate([first, second], -1), embeds[0].detach())
+        assert np.array_equal(pool, pooled[0].detach())
+
+
+def test_a_trainer_of_diffusers_finds_all_captions_of_an_image(tmp_path, pipes, capsys):
+    put(tmp_path, dict.fromkeys(("a.png", "b.png"), ""))
+    rows = [("a.png", SHORT), ("a.png", LONG), ("b.png", SHORT), ("gone.png", SHORT), ("../a.png", SHORT)]
+    lines = (json.dumps({"file_name": name, "text": text}) for name, text in rows)
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+    output = run(tmp_path, "diffusers", dtype="fp16", max_bad=0.5)
+    index = index_of(output)
+    assert [(row["image"], row["caption"]) for row in index] == rows[:3]
+    assert index[0]["file"] == index[2]["file"] != index[1]["file"]
+    pipe = pipes[None].set_long_prompt(positions=227)
+    for row in index:
+        embeds, _, pooled, _ = pipe.encode_prompt(row["caption"], do_classifier_free_guidance=False)
+        tensors = load_file(output / row["file"])
+        assert torch.equal(tensors["prompt_embeds"], embeds[0].half())
+        assert torch.equal(tensors["pooled_prompt_embeds"], pooled[0].half())
+    assert "2 bad records (2 no such image)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["kohya", "diffusers"])
+def test_only_what_differs_is_made_again(tmp_path, to):
+    put(tmp_path, TEXTS)
+    pattern = f"**/*{SUFFIX}" if to == "kohya" else "out/*.safetensors"
+    run(tmp_path, to)
+    before = written(tmp_path, pattern)
+    run(tmp_path, to)
+    assert written(tmp_path, pattern) == before and len(before) == 2
+    (tmp_path / "a.txt").write_text(f"{SHORT} {SHORT}")
+    run(tmp_path, to)
+    after = written(tmp_path, pattern)
+    kept = before.items() & after.items()
+    assert {name for name, _ in kept} == before.keys() - ({f"a{SUFFIX}"} if to == "kohya" else set())
+    for options in ({"reading": "separate"}, {"positions": 302}, {"encoder": "toy/debias-clip"}, {"dtype": "fp16"}):
+        run(tmp_path, to, **options)
+        last = written(tmp_path, pattern)
+        current = last.keys() if to == "kohya" else {row["file"] for row in index_of(tmp_path / "out")}
+        assert not {name for name in current if last[name] == after.get(name)}, options
+        after = last
+
+
+def test_a_stopped_run_continues(tmp_path):
+    put(tmp_path, TEXTS)
+    with pytest.raises(Stopped), stopped_at(10):  # one file has its name, the other has not
+        run(tmp_path)
+    before = written(tmp_path)
+    assert len(before) == 1
+    run(tmp_path)
+    assert before.items() < written(tmp_path).items()
+    assert len(loaded_by_kohya(tmp_path / "b/c.d.jpg")[0]) == 227
+
+
+@pytest.mark.parametrize("to", ["kohya", "diffusers"])
+def test_files_of_others_stay_unless_they_may_be_replaced(tmp_path, to):
+    put(tmp_path, {"a.png": SHORT})
+    if to == "kohya":
+        np.savez(tmp_path / f"a{SUFFIX}", hidden_state1=np.zeros((77, 768)))
+        foreign = [tmp_path / f"a{SUFFIX}"]
+    else:
+        [file] = (name for name in os.listdir(run(tmp_path, to)) if name != INDEX)
+        foreign = [tmp_path / "out" / file, tmp_path / "out" / INDEX]
+        save_file({"prompt_embeds": torch.zeros(1)}, foreign[0])
+        foreign[1].write_text('{"image": "a.png"}\n')
+    before = [path.read_bytes() for path in foreign]
+    with pytest.raises(UserError, match=rf"{len(foreign)} files in .* are not of this command: .*--overwrite"):
+        run(tmp_path, to)
+    assert [path.read_bytes() for path in foreign] == before
+    run(tmp_path, to, overwrite=True)
+    assert not any(new == old for new, old in zip((path.read_bytes() for path in foreign), before, strict=True))
+    run(tmp_path, to)
+
+
+def metadata(*names: str) -> str:
+    return "".join(json.dumps({"file_name": name, "text": f"{SHORT} {at}"}) + "\n" for at, name in enumerate(names))
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ({"a.jpg": ""}, {}, "one file, of one caption, .*: a.jpg and a.png"),
+        ({"a.caption": SHORT}, {}, "one file, of one caption, .*: a.caption and a.txt"),
+        ({"a.webp": "", "metadata.jsonl": metadata("a.png", "a.webp")}, {}, ": a.png and a.webp"),
+        ({"metadata.jsonl": metadata("a.png", "a.png")}, {}, ": a.png and a.png"),
+        ({"metadata.jsonl": metadata("../x.png")}, {}, r"no usable record, and 1 bad .*\.\./x.png"),
+        ({"c.txt": SHORT, "d.png": ""}, {}, "2 of 4 records cannot be used.* --max-bad"),
+        ({}, {"positions": 152}, "1 of 2 captions do not fit 152 positions: b/c.d.jpg. Give --positions 227"),
+        ({"a.txt": LONG * 2}, {}, "1 of 2 captions do not fit 302 positions: a.png. Give --positions 377"),
+        ({}, {"positions": 100, "reading": "kohya"}, "positions is 100, but with reading='kohya' it must be 77"),
+        ({}, {"base": "sd15"}, "is a StableDiffusionPipeline, not a StableDiffusionXLPipeline"),
+        ({}, {"to": "diffusers", "output": None}, "--to diffusers needs --output"),
+    ],
+)
+def test_what_would_be_lost_in_silence_is_refused_by_name(tmp_path, files, options, message):
+    put(tmp_path, TEXTS)
+    for name, content in files.items():
+        if content:
+            (tmp_path / name).write_text(content)
+        else:
+            Image.new("RGB", (8, 8)).save(tmp_path / name)
+    if options.get("base"):
+        base = Path(shipped("toy/sdxl"))
+        (tmp_path / "sd15").mkdir()
+        text = (base / "model_index.json").read_text().replace("StableDiffusionXLPipeline", "StableDiffusionPipeline")
+        (tmp_path / "sd15" / "model_index.json").write_text(text)
+        options = {"base": str(tmp_path / "sd15")}
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, **options)
+    assert not written(tmp_path)
+
+
+def test_longer_captions_are_read_where_positions_say_so_and_cut_ones_are_named(tmp_path, capsys):
+    put(tmp_path, TEXTS | {"a.png": LONG * 2})
+    run(tmp_path, positions=377)
+    assert {len(loaded_by_kohya(tmp_path / image)[0]) for image in TEXTS} == {377}
+    run(tmp_path, reading="kohya")
+    assert "Cut at 227 positions, as the reading says: 1 captions: a.png" in capsys.readouterr().out
+
+
+def test_room_is_counted_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    put(tmp_path, TEXTS)
+    size = run(tmp_path) and sum(array.nbytes for array in loaded_by_kohya(tmp_path / "a.png"))
+    monkeypatch.setattr(encode.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
+    run(tmp_path, reading="separate")  # takes the place of what is there
+    (tmp_path / f"a{SUFFIX}").unlink()
+    run(tmp_path)
+    for path in (tmp_path / f"a{SUFFIX}", tmp_path / f"b/c.d{SUFFIX}"):
+        path.unlink()
+    with pytest.raises(UserError, match="The disk has no room for them. .*--dtype fp16"):
+        run(tmp_path)
+    assert not written(tmp_path)
+    run(tmp_path, dtype="fp16")
+    assert loaded_by_kohya(tmp_path / "a.png")[0].dtype == np.float16
