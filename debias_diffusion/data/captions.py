@@ -50,13 +50,12 @@ def check_object(value) -> dict:
 
 
 def caption_of(entry: dict, where: str) -> str:
-    """The "caption" of an entry, the answer in its "conversations", or its "text", before folding.
+    """The "caption" of an entry, or the answer in its "conversations", before folding.
 
     Raises:
-        ValueError("kind: `where`"): the entry has none, or `check_caption` refuses it.
+        ValueError("kind: `where`"): the entry has neither, or `check_caption` refuses it.
     """
     caption = answer_of(entry) if entry.get("caption") is None else entry["caption"]
-    caption = entry.get("text") if caption is None else caption
     if caption is None:
         raise ValueError(f"no caption: {where}")
     return check_caption(caption, where)

@@ -115,7 +115,9 @@ def _record_at(raw: bytes | bytearray) -> Record:
 
 def _image_and_caption(entry: dict) -> tuple[str, str]:
     """(image, caption before folding) of an entry. Raises ValueError("kind: detail") for one that cannot be used."""
-    image = entry.get("image", entry.get("file_name"))
+    if "file_name" in entry:  # as the hub has it
+        entry = {"image": entry["file_name"], "caption": entry.get("text")} | entry
+    image = entry.get("image")
     if not is_text(image):
         raise ValueError(f"no image path: found {image!r}")
     return image, caption_of(entry, f"image {image}")

@@ -32,6 +32,7 @@ from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.text.tokens import clip_tokenizer
+from debias_diffusion.toyworld.shipped import shipped
 from research.__main__ import COMMANDS as RESEARCH
 
 STAND_INS = {"stabilityai/stable-diffusion-xl-base-1.0": "sdxl-folder", "torch.float16": "torch.float32"}
@@ -85,7 +86,8 @@ def runs_here(command: str, *arguments: str) -> bool:
     options = dict(pairwise(arguments))
     given = [options[name] for name in ("--model", "--base", "--encoder") if name in options]
     there = (name.startswith(("toy/", "BeichenZhang")) or Path(name.partition(":")[0]).exists() for name in given)
-    return command in ("export", "comfyui", "generate", "tokens") and "--push-to-hub" not in arguments and all(there)
+    quick = command in ("export", "comfyui", "generate", "tokens", "encode")
+    return quick and "--push-to-hub" not in arguments and all(there)
 
 
 def follow(page: str, names: dict) -> list[dict]:
@@ -138,7 +140,7 @@ CHECKS = {
 }
 # Its Python blocks that leave an SDXL pipeline which reads long prompts.
 LONG_PIPES = {"README.md": slice(1), "existing-weights.md": slice(1), "encoders.md": slice(3, 4)}
-LONG_PIPES["pipelines.md"] = slice(2)  # the third is modular
+LONG_PIPES["pipelines.md"] = slice(2)  # the last is modular
 
 
 @pytest.mark.parametrize("page", CHECKS)
@@ -160,12 +162,22 @@ def test_a_page_runs_and_leaves_what_it_says(page, models, tmp_path, monkeypatch
     assert page != "research/reproduce.md" or "table-S4" in capsys.readouterr().out
 
 
-def test_lora():
-    (after,) = follow("lora.md", {})
-    pipe = with_long_prompts(after["pipe"]).set_long_prompt(positions=227)
-    with torch.no_grad():
-        assert torch.equal(torch.cat(after["states"], dim=-1), pipe.encode_prompt(after["captions"])[0])
-    assert after["loss"] > 0 and any("lora" in name for name, _ in after["unet"].named_parameters())
+def test_lora(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.symlink(shipped("toy/sdxl"), "sdxl-folder")
+    os.mkdir("photos")
+    for name, text in {"a": "A red star.", "b": "A red star is above a blue ring. " * 20}.items():
+        picture().save(f"photos/{name}.png")
+        Path(f"photos/{name}.txt").write_text(text)
+    loop, files = follow("lora.md", {})
+    assert loop["loss"] > 0 and any("lora" in name for name, _ in loop["unet"].named_parameters())
+    for names, captions in ((loop, loop["captions"]), (files, [row["caption"] for row in files["rows"]])):
+        pipe = with_long_prompts(loop["pipe"]).set_long_prompt(positions=names["states"][0].shape[1])
+        with torch.no_grad():
+            embeds, _, pooled, _ = pipe.encode_prompt(captions)
+        torch.testing.assert_close(torch.cat(names["states"], dim=-1), embeds)
+        torch.testing.assert_close(names["pooled"][-1], pooled)
+    assert len(list(Path("photos").glob("*_te_outputs.npz"))) == 2
 
 
 def test_other_pipelines(tmp_path, monkeypatch):
