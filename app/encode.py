@@ -92,12 +92,7 @@ def encode_captions(config: EncodeConfig) -> Path:
 
 
 def _encode(
-    config: EncodeConfig,
-    device: torch.device,
-    files: dict[str, Record],
-    positions: int,
-    there: dict[str, str | None],
-    output: Path,
+    config: EncodeConfig, device: torch.device, files: dict[str, Record], positions: int, there: dict, output: Path
 ) -> None:
     """Writes the files whose digests are not those of files that are `there`."""
     spec, dtype = config.spec, DTYPES[config.dtype]

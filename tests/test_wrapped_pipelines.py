@@ -239,7 +239,6 @@ def test_a_folder_saved_by_a_class_of_ours_loads_in_diffusers(sdxl, tmp_path):
 # ---- the same reading for those who train
 
 
-@pytest.mark.filterwarnings("ignore:Weights such as")  # read as text, by the first
 def test_a_training_loop_reads_as_the_pipelines_do(sdxl, sd15):
     captions = [LONG, SHORT, f"(red:1.4) ((cat)) BREAK:0.7 [a] dog++, {SHORT}"]
     pairs = [(sdxl["text_encoder"], sdxl["tokenizer"]), (sdxl["text_encoder_2"], sdxl["tokenizer_2"])]
