@@ -33,6 +33,7 @@ from debias_diffusion.files import atomic_file, bytes_digest, json_digest, open_
 from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptReader
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.text.chunks import Tokens
+from debias_diffusion.text.schedules import find_schedules
 
 from .options import EncodeConfig
 from .tokens import load_tokenizers
@@ -130,6 +131,8 @@ def _measure(
             path = PurePosixPath(record.image)
             if path.is_absolute() or ".." in path.parts or not is_there(images, record.image):
                 raise ValueError(f"no such image: {record.image} in the folder")
+            if reader.options.reading == "a1111" and (found := find_schedules(record.caption)):
+                raise ValueError(f"it changes from step to step: {', '.join(found)}")
             tokens = [reader.tokens([record.caption], tokenizer) for tokenizer, _ in reader.encoders]
             length = free.shared_length(read := reader.cut(tokens), None)
             lengths.setdefault(length, read)

@@ -238,16 +238,16 @@ class _Endpoints:
         shown = gr.skip() if analysed == [*text] else gr.update(visible=False)
         return [shown] * (len(self.models.labels) + 1)
 
-    def restore(self, file: str) -> list[Any]:
+    def restore(self, path: str) -> list[Any]:
         """Reads the settings in an image from this demo, `debias-diffusion generate`, A1111, Forge or ComfyUI."""
         with _shown_errors():
-            request, notes = from_image(file, self.models)
+            request, notes = from_image(path, self.models)
         toy_scene = scene_of(request.scene, request.prompt)
         images = _reference(toy_scene)
         if images:
-            with open_regular(file) as opened, Image.open(opened, formats=("PNG",)) as image:
+            with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
                 if image.size == (request.width, request.height):
-                    images.append((file, f"The PNG{_marks(image, toy_scene)}"))
+                    images.append((path, f"The PNG{_marks(image, toy_scene)}"))
         status = escape(" ".join(["All settings are restored.", *notes]))
         values = vars(request) | {"seed": str(request.seed), "emphasis": request.emphasis or ""}
         return [status, request.scene, images or gr.skip(), *(values[name] for name in SETTINGS)]

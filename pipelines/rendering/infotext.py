@@ -3,7 +3,6 @@
 Only text is read, no pixel, and no file that the text names is opened.
 """
 
-import io
 import json
 import os
 import re
@@ -67,7 +66,7 @@ def read_image(path: str | os.PathLike, loras: bool = False) -> ImageSettings:
 
 
 def _read_fields(path: str | os.PathLike) -> dict[str, str]:
-    with open_regular(path) as file, Image.open(io.BytesIO(file.read()), formats=_KINDS) as image:
+    with open_regular(path) as file, Image.open(file, formats=_KINDS) as image:
         fields = {key: image.info.get(key) for key in (SETTINGS_KEY, "prompt", PARAMETERS_KEY)}
         if image.format != "PNG":  # of which Pillow would decode the pixels first
             fields[PARAMETERS_KEY] = _decode(image.getexif().get_ifd(_EXIF).get(_USER_COMMENT))

@@ -59,7 +59,9 @@ def test_states_are_exchanged_shifted_and_mapped_back():
 def test_unchanged_states_are_those_that_the_pipeline_reads():
     texts, sampling = [caption("development", index).text for index in range(2)], Sampling(steps=1, guidance_scale=3.0)
     prompts, name = [ImagePrompt(text) for text in texts], "toy/debias-clip"
-    base, drifted = (encode(load_pipeline(states.BASE, encoder, CPU), prompts, sampling) for encoder in (None, name))
+    base, drifted = (
+        encode(load_pipeline(states.BASE, encoder, CPU), prompts, sampling)[0][1] for encoder in (None, name)
+    )
     reader = StatesReader.load(EncoderSpec.parse(name), CPU)
     changed = states.changed(base["prompt_embeds"], texts, reader, Moments(128), states.States.unchanged)
     torch.testing.assert_close(changed, drifted["prompt_embeds"], rtol=0, atol=1e-5)
