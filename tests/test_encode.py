@@ -169,7 +169,7 @@ def metadata(*names: str) -> str:
         ({"a.webp": "", "metadata.jsonl": metadata("a.png", "a.webp")}, {}, ": a.png and a.webp"),
         ({"metadata.jsonl": metadata("a.png", "a.png")}, {}, ": a.png and a.png"),
         ({"metadata.jsonl": metadata("../x.png")}, {}, r"no usable record, and 1 bad .*\.\./x.png"),
-        ({"a.txt": "a [cat|dog]"}, {"reading": "a1111"}, "1 of 2 records cannot be used.* --max-bad"),
+        (dict.fromkeys(("a.txt", "b/c.d.txt"), "a [cat|dog]"), {"reading": "a1111"}, r"2 bad .*step \(\[cat\|dog\]\)"),
         ({"c.txt": SHORT, "d.png": ""}, {}, "2 of 4 records cannot be used.* --max-bad"),
         ({}, {"positions": 152}, "1 of 2 captions do not fit 152 positions: b/c.d.jpg. Give --positions 227"),
         ({"a.txt": LONG * 2}, {}, "1 of 2 captions do not fit 302 positions: a.png. Give --positions 377"),
