@@ -353,7 +353,7 @@ class LongPromptMixin(SharpenedMixin):
         if pipelines:  # diffusers looks up related classes by name, and a saved folder says it
             cls.__name__ = next(base.__name__ for base in pipelines if not issubclass(base, LongPromptMixin))
             is_first = not any(issubclass(base, LongPromptMixin) for base in pipelines[1:])
-            cls.__call__ = _with_long_prompt(cls.__call__, is_first)
+            cls.__call__ = _with_long_prompt(cls.__call__, is_first)  # ty: ignore[invalid-assignment]
 
     @_with_options_of(LongPromptOptions)
     def set_long_prompt(self, **options):

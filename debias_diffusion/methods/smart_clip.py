@@ -7,7 +7,7 @@ The mask network is saved beside the towers, for `--masks`; published scores are
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +41,12 @@ class MaskNetwork(nn.Module):
     def __init__(self, text: TextTower):
         super().__init__()
         like, width = text.transformer.resblocks[0], text.tower.positional_embedding.shape[1]
-        self.block = ResidualAttentionBlock(width, like.attn.num_heads, act_layer=type(like.mlp.gelu))
+        self.block = ResidualAttentionBlock(width, cast(int, like.attn.num_heads), act_layer=type(like.mlp.gelu))
         self.pool = nn.Linear(width, 1, bias=False)  # the softmax would cancel a bias
         for matrix in (self.block.attn.in_proj_weight, self.pool.weight):
             nn.init.normal_(matrix, std=width**-0.5)
-        for linear in (self.block.attn.out_proj, self.block.mlp.c_fc, self.block.mlp.c_proj):
-            nn.init.normal_(linear.weight, std=(2 * width) ** -0.5)
+        for name in ("attn.out_proj", "mlp.c_fc", "mlp.c_proj"):
+            nn.init.normal_(self.block.get_parameter(f"{name}.weight"), std=(2 * width) ** -0.5)
 
     def forward(self, states: Tensor) -> Tensor:
         """[batch, positions, width] -> [batch, width] of 0 and 1, with the gradient of their sigmoid."""
@@ -101,7 +101,7 @@ class SmartClip(DualCaption):
                 "embedding. Give a CLIP with as many of both, such as OpenAI's ViT-B-16 or ViT-L-14."
             )
 
-    def prepare(self, backbone: Backbone) -> "SmartClip":
+    def prepare(self, backbone: Backbone) -> DualCaption:
         backbone.logit_scale.requires_grad_(False)  # 100 throughout in the authors' code
         return super().prepare(backbone)
 
@@ -126,10 +126,11 @@ class SmartClip(DualCaption):
         logits = scale * masked_cosines(features["image"], features["short_text"], mask)
         labels, smoothing = torch.arange(len(mask), device=mask.device), self.label_smoothing
         both = [F.cross_entropy(rows, labels, label_smoothing=smoothing) for rows in (logits, logits.T)]
+        masked = both[0] + both[1]
         size = mask.abs().mean()  # with no gradient where a mask is 0
         losses, report = KeepStates.losses(self, features, scale, bias)
-        losses |= {"masked_loss": _ALIGN * sum(both), "mask_size_loss": self.sparsity * size}
-        return losses, report | {"masked": sum(both).detach() / 2, "mask_size": size.detach()}
+        losses |= {"masked_loss": _ALIGN * masked, "mask_size_loss": self.sparsity * size}
+        return losses, report | {"masked": masked.detach() / 2, "mask_size": size.detach()}
 
     def describe(self) -> str:
         return f"{super().describe()}, masks whose size has weight {self.sparsity:g}"
