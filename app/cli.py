@@ -10,7 +10,7 @@ from importlib.metadata import distributions, version
 from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
-from debias_diffusion.eval.options import AllConfig, ReportConfig
+from debias_diffusion.eval.options import AllConfig, JudgeConfig, ReportConfig
 from debias_diffusion.eval.registry import EVALUATIONS as REGISTRY
 from debias_diffusion.files import explain_full_disk
 from debias_diffusion.training.config import TrainConfig
@@ -52,6 +52,9 @@ EVALUATIONS = {
         name.replace("_", "-"): Command(entry.options, f"eval.{entry.module}:evaluate_{name}", entry.example, "eval")
         for name, entry in REGISTRY.items()
     },
+    "judge": Command(
+        JudgeConfig, "eval.judge_labels:evaluate_judge", "--labels labels --judge toy/checker --output scores", "eval"
+    ),
     "report": Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval"),
 }
 COMMANDS = {

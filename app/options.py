@@ -562,7 +562,7 @@ class SynthesizeConfig(Checked):
 
     Attributes:
         model: Image-text-to-text model of transformers with a chat template: a folder or hub id. Fix-CLIP's is
-            llava-hf/llama3-llava-next-8b-hf.
+            llava-hf/llama3-llava-next-8b-hf. With --server, its name there.
         output: Folder to write: captions.jsonl (for shards: shards), removed.jsonl, report.html. A stopped run
             continues there with the same settings.
         data: Pairs whose images are captioned: any data that `train` reads but toy scenes. Their captions become short
@@ -570,6 +570,7 @@ class SynthesizeConfig(Checked):
         images: Folder that image paths in the data file start from; without --data, the folder of the images.
         kind: long asks for a detailed description, with one of Fix-CLIP's 20 prompts. short asks for one sentence: the
             short caption beside the data's caption, or the caption where there is none.
+        server: Address of an OpenAI-compatible server that has the model, such as http://localhost:8000 of vLLM.
         batch: Images that are asked about at once, in each process.
         max_new_tokens: Where an answer is cut. An unfinished last sentence is dropped.
         seed: Of the choice of prompts.
@@ -586,6 +587,7 @@ class SynthesizeConfig(Checked):
     data: str | None = None
     images: str | None = None
     kind: Literal["long", "short"] = "long"
+    server: str | None = None
     batch: PositiveInt = 8
     max_new_tokens: PositiveInt = 300
     seed: Seed = 0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import Checked, Layer, NonNegativeInt, PositiveInt, Seed, Share, between
+from debias_diffusion.limits import Checked, Layer, NonNegativeInt, PositiveInt, Precision, Seed, Share, between
 from debias_diffusion.pipelines.rendering.options import ImageOptions, Scheduler
 from debias_diffusion.toyworld.shipped import TWO_TOWERS
 
@@ -139,8 +139,7 @@ class Drawing(ImageOptions, Encoders):
             chunks that do not overlap; named cut:NAME (cut:original), prompts are cut at 77 tokens, as by stock SDXL.
             SDXL's second encoder reads as the first does.
         base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
-        seed: Image i (of each prompt) starts from noise seeded with this number + i, the same for every encoder and on
-            every device.
+        seed: Image i starts from noise seeded with this number + i, the same for every encoder and on every device.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
         prefix: Text before each prompt; "photo, detailed, 8k. " in the paper's Figure S10.
@@ -305,41 +304,40 @@ class GenerationConfig(Scoring, Drawing, Data):
 
 
 @dataclass(kw_only=True)
-class DpgBenchConfig(Drawing):
-    """How much of DPG-Bench's dense prompts the generated images show.
-
-    Give either `images`, a folder of images, or `base` and `encoders` to generate them with.
+class Judging(Checked):
+    """What answers questions about images.
 
     Attributes:
-        data: Folder of the published `dpg_bench`: `dpg_bench.csv`, and `prompts` with a text file a prompt.
-        vqa: VQA model that answers: folder or hub id of a ViLT or BLIP in transformers' layout.
-        images: Folder of existing images. For the prompt `12.txt` either the folder `12` with a file for each image, or
-            the file `12.png` (or .jpg, .jpeg, .webp): a grid of 2 x 2 as the authors publish, or, with one image for
-            each prompt, the image.
-        images_per_prompt: Images for each prompt.
+        judge: Folder or hub id of an image-text-to-text model of transformers with a chat template, or, with --server,
+            its name there; toy/checker for toy scenes, toy/checker:0.1:0.2 if it is to say yes to 10% of the questions
+            whose answer is no, and no to 20% of the others.
+        server: Address of an OpenAI-compatible server that gives top_logprobs, such as http://localhost:8000 of vLLM or
+            SGLang.
         batch_size: Questions asked at once.
+        precision: fp32, bf16 or fp16 of the judge. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
     """
 
-    data: str
-    vqa: str
-    encoders: list[str] = field(default_factory=list)
-    base: str | None = None
-    images: str | None = None
-    images_per_prompt: between(int, 1, MOST_IMAGES) = 4
+    judge: str
+    server: str | None = None
     batch_size: PositiveInt = 16
+    precision: Precision = "auto"
 
-    def __post_init__(self):
-        if (self.images is None) == (self.base is None) or (self.base is None) != (not self.encoders):
-            raise UserError(
-                "Images are there, or are generated, not both. Give either --images, such as --images pictures, "
-                "or --base and --encoders, such as --base sdxl --encoders cut:original runs/a."
-            )
-        super().__post_init__()
 
-    @cached_property
-    def specs(self) -> list[EncoderSpec]:
-        """The encoders; none of existing images."""
-        return super().specs if self.encoders else []
+@dataclass(kw_only=True)
+class FollowingConfig(Judging, Drawing):
+    """Which sentences of a prompt are in its image, as a multimodal model judges.
+
+    Attributes:
+        prompts: Prompts: a file, .txt with one a line or .jsonl with "prompt" and, where they are not its sentences,
+            "questions"; a published set in the place of its authors' files, dpg:PATH (DPG-Bench), corebench:PATH
+            (T2I-CoReBench), geneval2:PATH, longbench:PATH (LongBench-T2I); or scenes of the toy world, toy/test.
+        images_per_prompt: Images for each prompt.
+        limit: Use only the first so many prompts. null uses all.
+    """
+
+    prompts: str
+    images_per_prompt: between(int, 1, MOST_IMAGES) = 1
+    limit: PositiveInt | None = None
 
 
 @dataclass(kw_only=True)
@@ -375,8 +373,8 @@ class AllConfig(Scoring, Data):
             for other data.
         classification: A benchmark of `evaluate classification`.
         classification_data: Its folder, as its authors publish it.
-        dpg_bench: Folder of the published DPG-Bench, for images generated with the base.
-        vqa: VQA model that answers its questions: folder or hub id of a ViLT or BLIP.
+        prompts: Prompts of `evaluate following`, whose images are generated with the base.
+        judge: Judge of these images, in process.
         batch_size: Images, texts or questions taken at once; null is each evaluation's own number.
     """
 
@@ -387,20 +385,20 @@ class AllConfig(Scoring, Data):
     base: str | None = "auto"
     classification: Classification | None = None
     classification_data: str | None = None
-    dpg_bench: str | None = None
-    vqa: str | None = None
+    prompts: str | None = None
+    judge: str | None = None
     batch_size: PositiveInt | None = field(default=None, kw_only=True)
 
     WITH_READINGS = True
 
     def __post_init__(self):
         super().__post_init__()
-        for pair in (("classification", "classification_data"), ("dpg_bench", "vqa")):
+        for pair in (("classification", "classification_data"), ("prompts", "judge")):
             given = [getattr(self, name) for name in pair]
             if given.count(None) == 1:
                 raise UserError(f"{pair[0]} is {given[0]!r} and {pair[1]} {given[1]!r}. Give both, or neither.")
-        if self.dpg_bench is not None and self.sdxl is None:
-            raise UserError("dpg_bench needs --base, the SDXL checkpoint that generates its images.")
+        if self.prompts is not None and self.sdxl is None:
+            raise UserError("prompts need --base, the SDXL checkpoint that generates their images.")
         if not self.for_texts:
             raise UserError(
                 f"encoders={self.encoders} has none for texts: {ORIGINAL!r} is for images only. Name another one, or "
@@ -447,6 +445,33 @@ class AllConfig(Scoring, Data):
         if self.batch_size is None:
             del shared["batch_size"]
         return options(**(shared | {"encoders": self.for_texts} | changes))
+
+
+@dataclass(kw_only=True)
+class JudgeConfig(Judging):
+    """How well a judge agrees with people who labelled images.
+
+    Attributes:
+        labels: Folder with labels.csv of the columns image, prompt, element (a text or a question) and label (1 if the
+            image shows it, else 0), and the images; or the folder data of LongT2IBench, with split/test.json.
+        output: Folder for the results. What is answered is not asked again.
+        clip_score: CLIP model for CLIPScore of the same prompts: a folder, file, hub id, or MODEL:PRETRAINED as
+            open_clip names them. A judge that orders images no better is not fit for claims.
+        limit: Use only the first so many images. null uses all.
+        max_bad: Largest share of unusable labels and images, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    labels: str
+    output: str
+    clip_score: str | None = None
+    limit: PositiveInt | None = None
+    max_bad: Share = 0.01
+    device: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_output(self.output)
 
 
 @dataclass

@@ -20,7 +20,7 @@ TEMPLATE = "page.html.j2"
 # Settings that may differ between results in one table: paths, speed, and the encoders themselves. So may all that have
 # a digest.
 _IGNORED = ("output", "device", "batch_size", "images_at_once", "max_bad", "images", "root", "examples")
-_COUNTS = ("images", "captions", "items", "classes", "prompts", "propositions")
+_COUNTS = ("images", "captions", "items", "classes", "prompts", "questions")
 
 
 def evaluate_all(config: AllConfig) -> Path:
@@ -155,7 +155,8 @@ def section(group: Sequence[Result]) -> Section:
             if (file := result.file.parent / name).is_file():
                 figures[f"{number}-{name}" if len(group) > 1 else name] = read_file(file)
     settings = report["settings"]
-    data = settings.get("dataset") or settings.get("data") or "one prompt"
+    named = (settings.get(name) for name in ("dataset", "data", "prompts"))
+    data = next(filter(None, named), "one prompt")
     data = data[0] if isinstance(data, list) else data  # of retrieval, a report has one benchmark
     name = data if data.startswith("toy/") else Path(data).name
     title = f"{evaluation.title}: {name}"

@@ -63,12 +63,13 @@ EVALUATIONS = {
         "--encoders cut:toy/clip toy/debias-clip --data toy/test --base toy/sdxl --output scores",
         saved=("examples.png",),
     ),
-    "dpg_bench": Evaluation(
-        "DPG-Bench: dense prompts",
-        options.DpgBenchConfig,
-        "images.dpg_bench",
+    "following": Evaluation(
+        "Which sentences are in the image?",
+        options.FollowingConfig,
+        "images.following",
         "text encoder",
-        "--data dpg_bench --vqa blip-vqa-base --base sdxl --encoders cut:original runs/a --output scores",
+        "--prompts toy/test --judge toy/checker --base toy/sdxl --encoders cut:toy/clip toy/debias-clip --limit 40 "
+        "--output scores",
     ),
     "classification": Evaluation(
         "Zero-shot classification",

@@ -171,6 +171,10 @@ class ResultCache:
         """The same for tensors on the CPU."""
         return load_file(self._file(f"{CACHE}/{self._key(kind, depends)}.safetensors", compute, save_tensors))
 
+    def has(self, kind: str, depends: dict) -> bool:
+        """Whether `result` has it, damaged or not."""
+        return f"{CACHE}/{self._key(kind, depends)}.json" in self._job
+
     @cached_property
     def _job(self) -> Job:
         with Job.open(self.output, "evaluate", shared=True) as job:

@@ -86,9 +86,9 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     def chosen(**settings):
         return settings_of_all(AllConfig(**settings))
 
-    bench = chosen(encoders=["toy/clip"], dpg_bench="bench", vqa="vilt", **toy)
-    assert (bench["dpg_bench"].data, bench["dpg_bench"].encoders) == ("bench", ["original"])
-    assert list(bench) == ["robustness", "retrieval", "attention", "generation", "dpg_bench"]  # as on the page
+    bench = chosen(encoders=["toy/clip"], prompts="dpg:bench", judge="qwen", **toy)
+    assert (bench["following"].prompts, bench["following"].encoders) == ("dpg:bench", ["original"])
+    assert list(bench) == ["robustness", "retrieval", "attention", "generation", "following"]  # as on the page
     real = toy | DATA | {"base": str(sdxl_folder), "own_features": "toy/features"}
     real["encoders"] = ["cut:original", "original", f"separate:{clip}"]
     settings = chosen(**real)
@@ -107,7 +107,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     ("change", "message"),
     [
         ({"classification": "cifar-10"}, "classification_data None"),
-        ({"data": "toy/test", "base": None, "dpg_bench": "bench", "vqa": "vilt"}, "dpg_bench needs --base"),
+        ({"data": "toy/test", "base": None, "prompts": "p.txt", "judge": "qwen"}, "prompts need --base"),
         ({"base": "nowhere"}, "The SDXL checkpoint 'nowhere' is not there"),
         ({"dino": "no/such/folder"}, "no/such/folder"),
     ],

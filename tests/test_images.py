@@ -20,7 +20,6 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images import dpg_bench
 from debias_diffusion.eval.images import networks as feature_networks
 from debias_diffusion.eval.images.generation import _reference, _unreadable, plot_examples
 from debias_diffusion.methods.dual_caption import RECIPES
@@ -70,7 +69,6 @@ def test_no_picture_starts_ghostscript(tmp_path, monkeypatch):
     for read in (
         lambda: opened(tmp_path, "a.jpg"),
         lambda: feature_networks.load_image(path),
-        lambda: dpg_bench.load_images([path], 1),
         lambda: plot_examples(["A."], [colours()], {"x": [path]}),
     ):
         with pytest.raises(ValueError, match=r"cannot identify it as JPEG"):

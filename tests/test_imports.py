@@ -29,7 +29,7 @@ LAYERS = (
     ("eval.intervals", "eval.report"),
     ("eval.session", "eval.image_features", "eval.images.rendered"),
     ("eval.options",),
-    ("eval.retrieval", "eval.retrieval_examples", "eval.growth", "eval.image_maps"),
+    ("eval.retrieval", "eval.retrieval_examples", "eval.growth", "eval.image_maps", "eval.multimodal", "eval.judge"),
     ("eval.robustness", "eval.attention", "eval.classification", "eval.images"),
     ("eval.registry",),
     ("eval",),

@@ -23,8 +23,8 @@ from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.encoders.transformers_folder import export_text_encoder
 from debias_diffusion.errors import UserError, explain_failure
-from debias_diffusion.eval.images.dpg_bench import VqaModel
 from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures
+from debias_diffusion.eval.multimodal import ChatModel
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
 from debias_diffusion.text.tokens import clip_tokenizer
 from debias_diffusion.toyworld.shipped import shipped
@@ -240,7 +240,8 @@ def test_a_damaged_difference_is_refused(saved):
 def test_a_path_that_is_missing_is_no_name_of_the_hub(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    in_pictures = [partial(network, device=CPU) for network in (ClsFeatures, VqaModel, InceptionFeatures)]
+    in_pictures = [partial(network, device=CPU) for network in (ClsFeatures, InceptionFeatures)]
+    in_pictures.append(partial(ChatModel, device=CPU, precision="fp32", batch=1))
     for load in (load_text_encoder, load_two_tower, load_sdxl, *in_pictures):
         with pytest.raises(UserError, match=r"not there|Unknown model|could not be|cannot be"):
             load(path)

@@ -17,13 +17,13 @@ from debias_diffusion.app.cli import main
 from debias_diffusion.app.options import SynthesizeConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.app.synthesize import command
-from debias_diffusion.app.synthesize.captioner import Asked, Captioner
 from debias_diffusion.app.synthesize.cleaning import fault
 from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.app.synthesize.instructions import LONG, draw_instruction
 from debias_diffusion.data.shards import verify_shards
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.multimodal import Asked, ChatModel, answers
 from debias_diffusion.text.sentences import split_sentences
 
 
@@ -70,14 +70,13 @@ def content(output):
 def test_batches_give_what_single_images_give_and_answers_are_greedy_and_cut(models):
     rng, sizes = np.random.default_rng(0), [(48, 48), (100, 40), (64, 64), (40, 100), (30, 30), (90, 30), (50, 50)]
     images = [Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)) for width, height in sizes]
-    mixed = [Asked(index, image, LONG[3 * index % 20]) for index, image in enumerate(images)]
-    batched, single = (Captioner(models["taught"], torch.device("cpu"), "fp32", 20, batch) for batch in (3, 1))
+    mixed = [Asked(image, LONG[3 * index % 20], index) for index, image in enumerate(images)]
+    batched, single = (ChatModel(models["taught"], torch.device("cpu"), "fp32", batch) for batch in (3, 1))
     assert len({batched.shapes(image.size) for image in images}) == 2  # tiles, in an order that no batch size fits
-    answers = list(batched.captions(mixed))
-    assert dict(answers) == dict(single.captions(mixed)) and len({text for _, text in answers}) > 1
-    cut = Captioner(models["taught"], torch.device("cpu"), "fp32", 1, batch=2)
-    for index, text in cut.captions(mixed):
-        assert dict(answers)[index].startswith(text) and len(text) < len(dict(answers)[index])
+    texts = dict(answers(batched, mixed, 20))
+    assert texts == dict(answers(single, mixed, 20)) and len({*texts.values()}) > 1
+    for index, text in answers(batched, mixed, 1):
+        assert texts[index].startswith(text) and len(text) < len(texts[index])
 
 
 def test_the_page_shows_images_captions_and_what_was_removed(models, scenes, tmp_path):
@@ -133,7 +132,7 @@ def test_what_train_refuses_is_neither_read_nor_kept(models, scenes, tmp_path, m
     (bad,) = open_data(str(pairs), images)[0].bad
     assert bad.where == "line 1" and bad.kind.endswith("in a caption")
     texts = [f"{text} {unusable}" if index == 2 else text for index, text in enumerate(learned.values())]
-    monkeypatch.setattr(Captioner, "captions", lambda self, asked: [(one.index, texts[one.index]) for one in asked])
+    monkeypatch.setattr(command, "answers", lambda model, asked, most: [(one.index, texts[one.index]) for one in asked])
     synthesize(config(models["random"], tmp_path / "out", images=images, data=str(pairs)))
     assert counts(tmp_path / "out") == {"images": 5, "kept": 3, "removed": {"meaningless": 1}, "unreadable": 1}
     assert [row["reason"] for row in lines(tmp_path / "out" / "removed.jsonl")] == [f"meaningless: {bad.kind}"]

@@ -18,6 +18,7 @@ from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.shards import FINISHED, is_shards
 from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.devices import pick_precision
+from debias_diffusion.eval.multimodal import Asked, ChatModel, ServerModel, answers, model_digest, open_model
 from debias_diffusion.eval.report import versions
 from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
@@ -27,7 +28,6 @@ from debias_diffusion.training.check import look_for_images
 
 from ..options import SynthesizeConfig
 from ..written_folder import check_free
-from .captioner import Asked, Captioner, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
 from .sheet import Sheet
@@ -71,7 +71,7 @@ class _Synthesis:
         processes = self.processes
         with processes.only_main_prints():
             processes.from_main(lambda: check_free(self.output))
-            model = processes.from_main(lambda: model_digest(self.config.model))
+            model = processes.from_main(lambda: model_digest(self.config.model, self.config.server))
             inputs = {"data": self._read(), "model": model}
             self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
             names = ("kind", "max_new_tokens", "seed", "per_part")
@@ -106,19 +106,21 @@ class _Synthesis:
         mine, config, count = missing[self.processes.index :: self.processes.count], self.config, self.processes.count
         if not mine:
             return
-        captioner = Captioner(config.model, self.processes.device, self.precision, config.max_new_tokens, config.batch)
+        model = open_model(config.model, config.server, self.processes.device, self.precision, config.batch)
         indices = [index for part in mine for index in self.parts[part]]
         shared = f", each of {count} processes" if count > 1 else ""
         bar = {"desc": f"writing captions{shared}", "total": len(indices), "disable": not self.processes.is_main}
         with read_images(self.records, self.images.open, indices, config.workers, **bar) as opened:
             for part in mine:
-                rows = self._rows(captioner, self.parts[part], opened)
+                rows = self._rows(model, self.parts[part], opened)
                 if self.into_shards:
                     write_tar(self.job, _shard(part), self._members(part, rows))
                 with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
                     temporary.write_bytes(b"".join(map(_line, rows)))
 
-    def _rows(self, captioner: Captioner, part: range, opened: Iterator[Image.Image | BadRecord]) -> list[Row]:
+    def _rows(
+        self, model: ChatModel | ServerModel, part: range, opened: Iterator[Image.Image | BadRecord]
+    ) -> list[Row]:
         """What becomes of the images of a part, in order."""
         rows: dict[int, Row] = {}
 
@@ -126,13 +128,13 @@ class _Synthesis:
             for index, image in zip(part, islice(opened, len(part)), strict=True):
                 record, shapes = self.records[index], image
                 if not isinstance(image, BadRecord):  # the processor refuses some, such as one of a single pixel
-                    shapes = read_or_bad(record, lambda _, size=image.size: captioner.shapes(size))
+                    shapes = read_or_bad(record, lambda _, size=image.size: model.shapes(size))
                 if isinstance(shapes, BadRecord):
                     rows[index] = asdict(shapes)
                 else:
-                    yield Asked(index, image, self._prompt(record))
+                    yield Asked(image, self._prompt(record), index)
 
-        for index, text in captioner.captions(asked()):
+        for index, text in answers(model, asked(), self.config.max_new_tokens):
             rows[index] = self._judged(self.records[index], text)
         return [rows[index] for index in part]
 

@@ -26,7 +26,7 @@ from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.shipped import shipped
 
 FOLDER = "images"  # in an evaluation's output
-_COMMAND = "evaluate generation"  # and dpg-bench
+_COMMAND = "evaluate generation"  # and following
 _SETTINGS = (
     *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
     *("encoder_2", "refiner", "layer", "scheduler", "height", "width", "sharpen", "zero_empty_negative"),

@@ -1,0 +1,248 @@
+"""A judge: what of an image answers a question with yes, as a probability."""
+
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from debias_diffusion.data.images import OPENED_AS
+from debias_diffusion.devices import pick_precision
+from debias_diffusion.errors import UserError
+from debias_diffusion.files import bytes_digest
+from debias_diffusion.toyworld.checker import read_image
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import ARRANGEMENTS, COLOURS, KINDS, PLACES, Thing, scene
+
+from .intervals import ends, wilson
+from .multimodal import ChatModel, ServerModel, Top, model_digest, open_model
+from .options import Judging
+from .report import Table, cell
+from .session import ResultCache
+
+TOY = "toy/checker"
+ANSWER = " Please answer yes or no."  # behind each question, as VQAScore asks
+CONTROLS = 200  # scenes that a judge is tested on
+_SPLIT, _SIDE = "test-judge", 192  # the scenes, which no prompt shows, and the pixels of a side
+MOST_UNANSWERED = 0.05  # share
+LEAST_GAP = 0.1  # between the mean p(yes) of questions whose answer is yes and no
+_OBJECT = re.compile(rf"Is there an? ({'|'.join(COLOURS)}) ({'|'.join(KINDS)}) in the ({'|'.join(PLACES)})\?")
+
+
+def load_judge(config: Judging, device: torch.device) -> "ModelJudge | ToyJudge":
+    """The judge that settings name. Raises UserError if there is none."""
+    if config.judge.partition(":")[0] == TOY:
+        return ToyJudge(config.judge)
+    precision = pick_precision(config.precision, device)
+    return ModelJudge(config.judge, open_model(config.judge, config.server, device, precision, config.batch_size))
+
+
+def identity(config: Judging, device: torch.device) -> dict[str, str]:
+    """What decides a judge's answers; loads nothing large. Raises UserError if there is none of the name."""
+    if config.judge.partition(":")[0] == TOY:
+        return {"judge": ToyJudge(config.judge).name}
+    precision = {} if config.server else {"precision": pick_precision(config.precision, device)}
+    return {"judge": model_digest(config.judge, config.server)} | precision
+
+
+def p_yes(top: Top) -> float | None:
+    """The probability of yes among yes and no, of the likeliest first tokens; None where neither is among them.
+
+    Tokens count that read "yes" or "no", in whatever case, with or without white space.
+    """
+    sums = {"yes": 0.0, "no": 0.0}
+    for token, log_probability in top:
+        if (word := token.strip().lower()) in sums:
+            sums[word] += math.exp(log_probability)
+    total = sum(sums.values())
+    return sums["yes"] / total if total else None
+
+
+class ModelJudge:
+    """A multimodal model, by the probabilities of its first token, as VQAScore (Lin et al. 2024) asks.
+
+    Attributes:
+        in_flight: images that may be asked about at once, from threads.
+    """
+
+    def __init__(self, name: str, model: ChatModel | ServerModel):
+        self.name, self.model = name, model
+        self.in_flight = model.batch if isinstance(model, ServerModel) else 1
+
+    def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[float | None]:
+        """p(yes) of each question; None where the model says neither yes nor no."""
+        return [*map(p_yes, self.model.first_tokens(image, [question + ANSWER for question in questions]))]
+
+
+class ToyJudge:
+    """The toy world's checker, which may err at known rates; the same question of the same image errs alike.
+
+    Raises:
+        UserError: the name gives no two rates from 0 to 1.
+    """
+
+    in_flight = 1
+
+    def __init__(self, name: str):
+        self.name, rate = name, r"(0|1|0?\.\d+)"
+        if not (rates := re.fullmatch(rf"{TOY}(?::{rate}:{rate})?", name)):
+            raise UserError(
+                f"The judge {name!r} has no usable rates of wrong yes and of wrong no, each from 0 to 1, as in "
+                f"{TOY}:0.1:0.1. Give them, or {TOY}, which does not err."
+            )
+        self.false_yes, self.false_no = (float(each or 0) for each in rates.groups())
+
+    def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[float | None]:
+        """1.0 for yes and 0.0 for no to each question, see `object_question`."""
+        seen, pixels, answers = read_image(image).objects, bytes_digest([image.tobytes()]), []
+        for question in questions:
+            if not (asked := _OBJECT.fullmatch(question)):
+                raise UserError(
+                    f"{TOY} cannot answer {question[:80]!r}: it answers about objects of toy scenes. Give another "
+                    "judge, or toy scenes, such as --prompts toy/test."
+                )
+            there = seen[asked[3]]
+            truth = isinstance(there, Thing) and (there.colour, there.kind) == asked.group(1, 2)
+            errs = random.Random(f"{pixels} {question}").random() < (self.false_no if truth else self.false_yes)
+            answers.append(float(truth ^ errs))
+        return answers
+
+
+def ask_all(
+    cache: ResultCache,
+    judge: Callable[[], ModelJudge | ToyJudge],
+    depends: dict,
+    asked: Sequence[tuple[Callable[[], Image.Image], str, list[str]]],
+    title: str,
+) -> list[list[float | None]]:
+    """p(yes) of each question of each image, (opens it, its digest, questions); those in the cache are not asked again.
+
+    Raises UserError if too many are unanswered.
+
+    Args:
+        judge: loads it.
+        depends: its `identity`.
+    """
+
+    def answer(open_image: Callable[[], Image.Image], questions: list[str]) -> dict:
+        return {"answers": judge()(open_image(), questions)}
+
+    keys = [depends | {"image": [OPENED_AS, digest], "questions": questions} for _, digest, questions in asked]
+    computes = [partial(answer, open_image, questions) for open_image, _, questions in asked]
+    missing = [at for at, key in enumerate(keys) if not cache.has("answers", key)]
+    with ThreadPoolExecutor(judge().in_flight if missing else 1) as pool:
+        for at in missing:
+            computes[at] = pool.submit(computes[at]).result
+        try:
+            pairs = zip(tqdm(keys, desc=title), computes, strict=True)
+            found = [cache.result("answers", key, compute)["answers"] for key, compute in pairs]
+        finally:  # after an error, the rest is not asked
+            pool.shutdown(cancel_futures=True)
+    check_answered(depends["judge"], [*chain(*found)])
+    return found
+
+
+def object_question(thing: Thing) -> str:
+    """What `ToyJudge` can answer, of kind, colour and place."""
+    return f"Is there {'an' if thing.colour == 'orange' else 'a'} {thing.colour} {thing.kind} in the {thing.place}?"
+
+
+def checked(judge: Callable[[], ModelJudge | ToyJudge], cache: ResultCache, depends: dict) -> dict:
+    """`control` of a judge, from the cache if it is there; `depends` is its `identity`."""
+    return cache.result("judge", depends, lambda: control(judge()))
+
+
+def control(judge: ModelJudge | ToyJudge) -> dict:
+    """How often a judge errs on toy scenes, whose truth is known.
+
+    Each question is asked of two scenes, one of which shows it: who does not look at the image is right half the time.
+
+    Returns its `errors`. Raises UserError if it answers too few, or the same whatever an image shows.
+    """
+    answers: dict[bool, list[float | None]] = {False: [], True: []}
+    scenes = [scene(_SPLIT, ARRANGEMENTS * index) for index in range(CONTROLS)]  # with other objects each
+    for pair in tqdm([*zip(scenes[::2], scenes[1::2], strict=True)], desc=f"check {judge.name}"):
+        seen = [[replace(thing, size="") for thing in shown.things] for shown in pair]
+        things = [next(thing for thing in seen[a] if thing not in seen[b]) for a, b in ((0, 1), (1, 0))]
+        for shown, there in zip(pair, seen, strict=True):
+            found = judge(render(shown, _SIDE), [*map(object_question, things)])
+            for thing, p in zip(things, found, strict=True):
+                answers[thing in there].append(p)
+    no, yes = (filled(answers[truth]) for truth in (False, True))
+    check_answered(judge.name, answers[False] + answers[True])
+    if yes.mean() - no.mean() < LEAST_GAP:
+        raise UserError(
+            f"The judge {judge.name!r} does not tell what an image shows: to {CONTROLS} questions about toy scenes "
+            f"whose answer is yes its mean p(yes) is {yes.mean():.3f}, to {CONTROLS} whose answer is no "
+            f"{no.mean():.3f}. Give another model."
+        )
+    return errors(no, yes)
+
+
+def errors(no: np.ndarray, yes: np.ndarray) -> dict:
+    """How often a judge errs, by its p(yes) of questions whose answer is no, and of those whose answer is yes.
+
+    Returns [2] each: "asked", their number, "mean_p", "wrong", "wrong_percent", "interval_percent"; None of none.
+    """
+    wrong = [*zip([int((no > 0.5).sum()), int((yes <= 0.5).sum())], [len(no), len(yes)], strict=True)]
+    return {
+        "asked": [count for _, count in wrong],
+        "mean_p": [float(p.mean()) if len(p) else None for p in (no, yes)],
+        "wrong": [count for count, _ in wrong],
+        "wrong_percent": [100 * hits / count if count else None for hits, count in wrong],
+        "interval_percent": [wilson(hits, count) if count else [None, None] for hits, count in wrong],
+    }
+
+
+def error_table(title: str, numbers: dict) -> Table:
+    """The table of `errors`."""
+    rows = []
+    for index, answer in enumerate(("no", "yes")):
+        error = cell(numbers["wrong_percent"][index], *numbers["interval_percent"][index])
+        rows.append(
+            [f"the answer is {answer}", numbers["asked"][index], cell(numbers["mean_p"][index], form=".3f"), error]
+        )
+    return Table([title, "questions", "mean p(yes)", "wrong, %"], rows)
+
+
+def filled(answers: Sequence[float | None]) -> np.ndarray:
+    """p(yes) of each, 0.5 of an unanswered one."""
+    return np.array([0.5 if p is None else p for p in answers])
+
+
+def check_answered(name: str, answers: Sequence[float | None]) -> None:
+    """Raises UserError if a judge left more than `MOST_UNANSWERED` of its questions unanswered."""
+    if (unanswered := answers.count(None)) > MOST_UNANSWERED * len(answers):
+        raise UserError(
+            f"The judge {name!r} said neither yes nor no to {unanswered} of {len(answers)} questions, more than "
+            f"{MOST_UNANSWERED:.0%}. Give a model that follows instructions."
+        )
+
+
+def corrected(percent: float, drawn: np.ndarray, numbers: dict) -> dict:
+    """The percentage answered with yes by a judge without errors (Rogan & Gladen 1978), by the rates of its `errors`.
+
+    Its interval is wider: errors hide a part of what differs, and their rates are estimates too.
+
+    Args:
+        percent, drawn: of the judge itself, and in bootstrap samples, [S].
+
+    Returns:
+        "value", "low" and "high", which may lie outside of 0 to 100; the last two None of a single group.
+    """
+
+    def correct(percent, false_yes, false_no):
+        return (percent - 100 * false_yes) / (1 - false_yes - false_no)
+
+    random, counts = np.random.default_rng(0), [*zip(numbers["wrong"], numbers["asked"], strict=True)]
+    rates = (random.beta(hits + 0.5, asked - hits + 0.5, len(drawn)) for hits, asked in counts)  # Jeffreys' posterior
+    low, high = ends(correct(drawn, *rates))
+    return {"value": correct(percent, *(hits / asked for hits, asked in counts)), "low": low, "high": high}

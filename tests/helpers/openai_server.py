@@ -1,0 +1,60 @@
+"""An HTTP server of one tiny multimodal model, with OpenAI's chat completions and log probabilities."""
+
+import base64
+import io
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+from PIL import Image
+
+MODEL = "tiny"
+
+
+@contextmanager
+def serve(model, processor, failures=(), logprobs=True):
+    """Yields (address, requests so far). Requests fail first with the codes of `failures`, one after the other."""
+    requests, failures, lock = [], [*failures], threading.Lock()
+
+    def top(body):
+        image, text = body["messages"][0]["content"]
+        picture = Image.open(io.BytesIO(base64.b64decode(image["image_url"]["url"].partition(",")[2]))).convert("RGB")
+        content = [{"type": "image"}, {"type": "text", "text": text["text"]}]
+        chat = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        inputs = processor(text=chat, images=picture, return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            best = model(**inputs).logits[0, -1].log_softmax(-1).topk(body.get("top_logprobs", 1))
+        words = [processor.tokenizer.decode([index]) for index in best.indices.tolist()]
+        return [{"token": word, "logprob": value} for word, value in zip(words, best.values.tolist(), strict=True)]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(200, {"data": [{"id": MODEL}]})
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                requests.append(body)
+                code = failures.pop(0) if failures else 200
+                found = top(body) if code == 200 else None
+            message = {"message": {"content": found and found[0]["token"]}}
+            message |= {"logprobs": {"content": [{"top_logprobs": found}]}} if logprobs else {}
+            self.answer(code, {"choices": [message]} if found else {"error": "Unexpected fields: logprobs"})
+
+        def answer(self, code, content):
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", requests
+    finally:
+        server.shutdown()
+        server.server_close()

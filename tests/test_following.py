@@ -1,0 +1,183 @@
+"""Which sentences are in the image: the sets of prompts, the scores, and runs with the toy world's checker."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from helpers.html_page import Page
+from helpers.reports import check_report
+
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import judge as judges
+from debias_diffusion.eval.images.following import Answers, FollowingConfig, compare, evaluate_following, score, shown
+from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
+from debias_diffusion.eval.images.prompt_sets import Places, Prompt, Question, band, read_prompt_set
+from debias_diffusion.eval.judge import ToyJudge
+
+PROMPTS = {"0": "A red truck stands in front of a tree.", "drawtext1": "Two cats, both black. They sleep on a sofa."}
+ROWS = [
+    ("0", 1, "0", "entity", "entity - whole (truck)", "Is there a truck?"),
+    ("0", 2, "1", "attribute", "attribute - color (truck, red)", "Is the truck red?"),
+    ("0", 4, "1,2", "relation", "relation - spatial (truck, tree, in front of)", "Is it in front?"),
+    ("drawtext1", 1, "0", "entity", "entity - whole (cats)", "Are there cats?"),
+    ("drawtext1", 2, "1", "other", "other - count (sofa, ==1)", "Is there one sofa?"),
+]
+BAD_ROWS = [
+    ("0", 5, "none", "entity", "", "Nothing?"),
+    ("0", 6, "7", "entity", "", "On it?"),
+    ("0", 7, "6", "entity", "", "And round?"),
+    ("0", 1, "0", "entity", "", "The first again?"),
+    ("0", 8, "0", "entity", "", " "),
+    ("nowhere", 1, "0", "entity", "", "Is there a prompt?"),
+]
+DPG_COLUMNS = "item_id proposition_id dependency category_broad tuple question_natural_language".split()
+
+
+def write_sets(folder):
+    """Each published layout, of entries written for this test, with bad ones. Returns {set: its name}."""
+    (folder / "dpg" / "prompts").mkdir(parents=True)
+    for name, text in (PROMPTS | {"empty": " \n", "unasked": "A sea."}).items():
+        (folder / "dpg" / "prompts" / f"{name}.txt").write_text(text)
+    with open(folder / "dpg" / "dpg_bench.csv", "w", newline="") as file:
+        csv.writer(file).writerows([DPG_COLUMNS, *ROWS, *BAD_ROWS])
+    (folder / "core").mkdir()
+    entry = {"Main Class": "Composition", "Sub Class": "Multi-Instance", "Prompt": "A hall. It holds two lamps."}
+    entry["Checklist"] = [{"question": "Are there two lamps?", "tags": ["0-hop"]}, {"question": "Is it a hall?"}]
+    bad = {"C-MI-002": {"Prompt": "A hall."}, "C-MI-003": 3}
+    (folder / "core" / "C-MI.json").write_text(json.dumps({"C-MI-001": entry} | bad))
+    gen = {"prompt": "four white bicycles", "atom_count": 2, "skills": ["count", "attribute"]}
+    gen["vqa_list"] = [["How many bicycles are in the image?", "four"], ["Are the bicycles white?", "Yes"]]
+    lines = [json.dumps(gen), json.dumps(gen | {"skills": ["count"]}), "{"]
+    (folder / "geneval2.jsonl").write_text("\n".join(lines))
+    long = {"instruction": "A porch at dusk. A cat sits on it.", "label": [{"Object": "A porch and a cat."}]}
+    (folder / "longbench.jsonl").write_text(json.dumps(long))
+    mine = [{"prompt": "A cat. A dog.", "questions": ["Is there a dog?"]}, {"prompt": 3}, {"prompt": "a" * 20_001}]
+    mine += [{"prompt": "A cat.", "questions": "Is there?"}, {"prompt": "A cat.", "questions": [" "]}]
+    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, mine)))
+    (folder / "mine.txt").write_bytes(b"A cat. A dog sits.\n\n\xff\n")
+    files = {"dpg": "dpg", "corebench": "core", "geneval2": "geneval2.jsonl", "longbench": "longbench.jsonl"}
+    names = {name: f"{name}:{folder / file}" for name, file in files.items()}
+    return names | {file: str(folder / file) for file in ("mine.jsonl", "mine.txt")}
+
+
+def test_published_sets_are_read_and_their_bad_entries_named(tmp_path):
+    found = {name: read_prompt_set(place) for name, place in write_sets(tmp_path).items()}
+    asked = {
+        name: [(q.text, q.sentence, q.category) for prompt in each.prompts for q in prompt.questions]
+        for name, each in found.items()
+    }
+    how_many = 'How many bicycles are in the image? Is the answer "four"?'
+    assert asked == {
+        "dpg": [
+            *(("Is there a truck?", 1, "entity"), ("Is the truck red?", 1, "attribute")),
+            *(("Is it in front?", 1, "relation"), ("Are there cats?", 1, "entity"), ("Is there one sofa?", 2, "other")),
+        ],
+        "corebench": [("Are there two lamps?", 2, "Multi-Instance"), ("Is it a hall?", 1, "Multi-Instance")],
+        "geneval2": [(how_many, 1, "count"), ("Are the bicycles white?", 1, "attribute")],
+        "longbench": [(sees("A porch at dusk."), 1, ""), (sees("A cat sits on it."), 2, "")],
+        "mine.jsonl": [("Is there a dog?", 2, "")],
+        "mine.txt": [(sees("A cat."), 1, ""), (sees("A dog sits."), 2, "")],
+    }
+    # The empty prompt, that without rows, and that of a row without a prompt are bad too.
+    assert [len(each.bad) for each in found.values()] == [len(BAD_ROWS) + 2, 2, 2, 0, 4, 1]
+    _, red, front = found["dpg"].prompts[0].questions
+    assert (red.position, front.position, front.parents) == (3, 9, (1, 2))  # the last of its words
+    (tmp_path / "dpg" / "dpg_bench.csv").write_text("item_id,text\n0,A red truck\n")
+    wrong = {"dpg": "no prompt set 'dpg'. Give a file .txt", "toy/tset": "no scenes of that name"}
+    for name, message in (wrong | {f"dpg:{tmp_path / 'dpg'}": "lacks the column proposition_id"}).items():
+        with pytest.raises(UserError, match=message):
+            read_prompt_set(name)
+
+
+def sees(text):
+    return f'Does this image show "{text}"?'
+
+
+def test_a_question_stands_where_the_last_of_its_words_is_first_read():
+    places = Places("A dog, low-flat and Red. Near two birds and a dog of snow.")
+    assert [places.of_words([word]) for word in ("dog", "RED", "flat", "bird")] == [(1, 2), (1, 8), (1, 6), (2, 12)]
+    assert places.of_words(["red", "dog", "now"]) == (1, 8)  # not inside snow
+    assert places.of_words(["now", "fla"]) == places.of_words([]) == (None, None)
+    assert [band(position) for position in (1, 19, 20, 75, 76, 171, 400)] == [
+        *("1-19", "1-19", "20-39", "60-75", "76-111", "112-171", "172 and on")
+    ]
+
+
+def question(sentence, number=0, parents=(), position=5):
+    return Question("?", sentence, position, "", number, parents)
+
+
+def test_scores_in_a_closed_form():
+    chain = (question(1, 1), question(2, 2, (1,)), question(2, 3, (2,), 80))
+    assert shown(chain, [False, True, True]) == [False] * 3 and shown(chain[::-1], [True] * 3) == [True] * 3
+    prompts = [Prompt("p", "", chain, "p"), Prompt("q", "", (question(1, 1),), "q")]
+    # Two images of each prompt; one question has no answer.
+    answers = Answers.of(prompts, [[0.9, 0.4, 0.9], [0.8, 0.8, None], [1.0], [0.25]], 2)
+    numbers = score(answers)
+    means = {name: number["value"] for name, number in numbers["scores"].items()}
+    assert means["mean_p"] == pytest.approx(100 * np.mean([2.2 / 3, 2.1 / 3, 1, 0.25]))
+    assert means["geometric_mean"] == pytest.approx(100 * np.mean([0.324 ** (1 / 3), 0.32 ** (1 / 3), 1, 0.25]))
+    assert means["shown"] == pytest.approx(100 * np.mean([1 / 3, 2 / 3, 1, 0]))
+    by_sentence = {name: (line["questions"], line["value"]) for name, line in numbers["by_sentence"].items()}
+    assert by_sentence == {"1": (4, 75), "2": (4, 25)}
+    assert numbers["by_sentence"]["1"]["low"] == 50  # of q
+    assert [line["value"] for line in numbers["by_position"].values()] == [pytest.approx(400 / 6), 0]
+    every = Answers.of(prompts, [[1.0] * 3] * 2 + [[1.0]] * 2, 2)
+    (first, *lines) = compare({"some": answers, "all": every})
+    assert (first["a"], first["b"], first["difference"]) == ("all", "some", pytest.approx(100 - means["mean_p"]))
+    assert {line["score"]: line["difference"] for line in lines}["shown, sentence 2"] == pytest.approx(75)
+
+
+# ---- whole runs
+
+
+@pytest.fixture
+def few(monkeypatch, coarse_results):
+    monkeypatch.setattr(judges, "CONTROLS", 20)
+
+
+TOY = {"prompts": "toy/test", "judge": "toy/checker", "base": "toy/sdxl", "device": "cpu", "steps": 2, "limit": 8}
+
+
+@pytest.mark.usefixtures("few")
+def test_the_curve_by_sentence_is_that_of_the_toy_worlds_own_scores(tmp_path):
+    encoders = ["cut:original", "original"]
+    report = evaluate_following(FollowingConfig(encoders=encoders, output=str(tmp_path), **TOY))
+    check_report(report)
+    same = {name: value for name, value in TOY.items() if name not in ("prompts", "judge")} | {"data": "toy/test"}
+    truth = evaluate_generation(GenerationConfig(encoders=encoders, output=str(tmp_path), **same))
+    for label, numbers in report["encoders"].items():
+        lines = truth["encoders"][label]["scores"]["objects_right_by_sentence"]
+        assert [*numbers["by_sentence"]] == [str(line["sentence"]) for line in lines]
+        for found, line in zip(numbers["by_sentence"].values(), lines, strict=True):
+            assert [found[name] for name in ("value", "low", "high")] == pytest.approx(
+                [line[name] for name in ("value", "low", "high")], nan_ok=True
+            ) and found["questions"] == line["objects"]
+    page = Page((tmp_path / "following.html").read_text())
+    page.check_is_self_contained()
+    assert len(page.all("img")) == 2 * 8
+
+
+@pytest.mark.usefixtures("few")
+def test_a_killed_run_asks_only_about_images_without_answers(tmp_path, monkeypatch):
+    asked, answer, limit = [], ToyJudge.__call__, 3
+
+    def counted(judge, image, questions):
+        if image.width == 48:  # a generated one
+            if len(asked) == limit:
+                raise KeyboardInterrupt
+            asked.append(questions)
+        return answer(judge, image, questions)
+
+    monkeypatch.setattr(ToyJudge, "__call__", counted)
+    given = TOY | {"encoders": ["original"], "output": str(tmp_path), "steps": 1, "limit": 2}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_following(FollowingConfig(**given, images_per_prompt=2))
+    limit = None
+    report = evaluate_following(FollowingConfig(**given, images_per_prompt=2))
+    assert len(asked) == 4 and report["questions"] == len(asked[0]) + len(asked[2])
+    monkeypatch.setattr(ToyJudge, "__call__", lambda judge, image, asked: [None] * len(asked))
+    monkeypatch.setattr(judges, "control", lambda judge: report["judge"])
+    with pytest.raises(UserError, match=r"said neither yes nor no to \d+ of \d+ questions"):
+        evaluate_following(FollowingConfig(**given | {"judge": "toy/checker:0:0"}, images_per_prompt=2))

@@ -1,0 +1,194 @@
+"""Judges: a tiny multimodal model in process and on a real server, the toy world's checker, and labels of people."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import openai_server, tiny_llava
+from PIL import Image
+
+from debias_diffusion.data.toy_scenes import toy_scene
+from debias_diffusion.errors import FailedError, UserError
+from debias_diffusion.eval import judge as judges
+from debias_diffusion.eval import multimodal
+from debias_diffusion.eval.judge import ToyJudge, control, corrected, load_judge, object_question, p_yes
+from debias_diffusion.eval.judge_labels import JudgeConfig, evaluate_judge
+from debias_diffusion.eval.multimodal import Asked, ServerModel, answers
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import Scene, Thing
+
+CPU = torch.device("cpu")
+QUESTIONS = ["Is there a red star in the top left?", "Is it large?", "Yes?", "Are there no stars, but one ring?"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(folder, model, processor) of a random model that says yes and no."""
+    folder = tmp_path_factory.mktemp("tiny")
+    processor = tiny_llava.make_processor(["Yes no yes No"] * 20 + QUESTIONS)
+    model, vocabulary = tiny_llava.tiny_llava(processor), processor.tokenizer.get_vocab()
+    ids = [index for token, index in vocabulary.items() if token.strip("Ġ").lower() in ("yes", "no")]
+    assert len(ids) >= 4  # of several cases
+    with torch.no_grad():
+        model.lm_head.weight[ids] *= 20
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder), model, processor
+
+
+def load(name, batch=3, server=None):
+    given = {"judge": name, "server": server, "batch_size": batch, "labels": "l", "output": "o", "precision": "fp32"}
+    return load_judge(JudgeConfig(**given), CPU)
+
+
+def noise(seed, width=48, height=48):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(multimodal, "WAITS", (0, 0, 0))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(judges, "CONTROLS", 20)
+
+
+# ---- models
+
+
+def test_yes_is_every_token_that_reads_yes_and_neither_is_no_answer():
+    top = [(" Yes", 0.4), ("YES\n", 0.1), ("no", 0.2), ("maybe", 0.2), ("yesterday", 0.1)]
+    assert p_yes([(token, math.log(p)) for token, p in top]) == pytest.approx(0.5 / 0.7)
+    assert p_yes([("maybe", 0.0), ("", -1.0)]) is None
+
+
+def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once):
+    folder, model, processor = tiny
+    batched, single = (load(folder, batch) for batch in (3, 1))
+    images = [noise(0), noise(1, 100, 40)]
+    found = [batched(image, QUESTIONS) for image in images]
+    assert np.allclose(found, [single(image, QUESTIONS) for image in images], atol=1e-5)
+    assert np.ptp(found) > 0.01  # or nothing is shown
+    with openai_server.serve(model, processor, failures=[503, 429]) as (url, requests):
+        served = load(openai_server.MODEL, server=url + "/v1/")
+        assert np.allclose(found, [served(image, QUESTIONS) for image in images], atol=1e-5)
+        assert len(requests) == 2 * len(QUESTIONS) + 2  # two were asked again
+        text = dict(answers(ServerModel(url, openai_server.MODEL, 2), [Asked(noise(0), "Yes?", 7)], 1))
+        in_process = dict(answers(multimodal.ChatModel(folder, CPU, "fp32", 2), [Asked(noise(0), "Yes?", 7)], 1))
+        assert {index: word.strip() for index, word in text.items()} == in_process
+
+
+@pytest.mark.parametrize(
+    ("served", "error", "message"),
+    [
+        ({"logprobs": False}, UserError, "gives no top_logprobs.*`transformers serve` does not"),
+        ({"failures": [422]}, UserError, "refuses the request: 422.*`transformers serve` refuses them"),
+        ({"failures": [500] * 9}, FailedError, "does not answer after 3 tries: 500"),
+    ],
+)
+def test_servers_that_cannot_judge_are_refused(tiny, at_once, served, error, message):
+    with openai_server.serve(*tiny[1:], **served) as (url, _):
+        with pytest.raises(UserError, match="has no model 'other'. It has: tiny"):
+            ServerModel(url, "other", 1)
+        with pytest.raises(error, match=message):
+            load(openai_server.MODEL, server=url)(noise(0), QUESTIONS)
+    with pytest.raises(FailedError, match="Start it"):
+        ServerModel(url, openai_server.MODEL, 1)
+    with pytest.raises(UserError, match="is no address"):
+        ServerModel("file:///etc/passwd", openai_server.MODEL, 1)
+
+
+# ---- the check of a judge, and the toy world's
+
+
+def test_judges_that_are_blind_or_say_neither_yes_nor_no_are_refused(tiny, few, monkeypatch):
+    judge = load(tiny[0])
+    with pytest.raises(UserError, match=r"does not tell what an image shows.*mean p\(yes\) is 0\.\d+, .*is no 0\.\d+"):
+        control(judge)
+    monkeypatch.setattr(judges, "p_yes", lambda top: None)
+    with pytest.raises(UserError, match="said neither yes nor no to 40 of 40"):
+        control(judge)
+
+
+def test_the_checker_knows_and_errs_as_its_name_says():
+    scene, _ = toy_scene("test/000000")
+    questions = [object_question(thing) for thing in scene.things]
+    for size in (48, 300):
+        assert ToyJudge("toy/checker")(render(scene, size), questions) == [1.0] * len(questions)
+        assert ToyJudge("toy/checker:1:1")(render(scene, size), questions) == [0.0] * len(questions)
+    numbers = control(ToyJudge("toy/checker:0.3:0.1"))
+    for percent, (low, high) in zip((30, 10), numbers["interval_percent"], strict=True):
+        assert low < percent < high
+    with pytest.raises(UserError, match="cannot answer 'Is it large"):
+        ToyJudge("toy/checker")(render(scene), QUESTIONS[1:])
+    for name in ("toy/checker:2:0", "toy/checker:0.1", "toy/checker:x:y"):
+        with pytest.raises(UserError, match="no usable rates of wrong yes and of wrong no"):
+            ToyJudge(name)
+
+
+def test_known_errors_are_taken_out_of_a_share_and_widen_its_interval():
+    drawn = np.random.default_rng(0).normal(62, 2, 10_000)  # 60% are true: 0.9 * 60 + 0.2 * 40
+
+    def found(asked):
+        return corrected(62.0, drawn, {"asked": [asked] * 2, "wrong": [asked // 5, asked // 10]})
+
+    number = found(10**9)
+    assert number["value"] == pytest.approx(60)
+    assert number["high"] - number["low"] == pytest.approx(2 * 1.96 * 2 / 0.7, rel=0.05)
+    assert found(100)["high"] - found(100)["low"] > 1.5 * (number["high"] - number["low"])  # the rates are uncertain
+
+
+# ---- labels
+
+SHOWN, ABSENT = "Is there a red star in the top?", "Is there a blue ring in the left?"
+
+
+def write_labels(folder, count, layout):
+    """Images of toy scenes, half of them with the red star, and labels of two elements each; the last is bad."""
+    (folder / "imgs").mkdir(parents=True)
+    (folder / "split").mkdir()
+    rows, entries = [], []
+    for index in range(count):
+        star = Thing("star", "red", "large", "top")
+        render(Scene("white", (star,) if index % 2 else ()), 96).save(folder / "imgs" / f"{index}.png")
+        for element, label in ((SHOWN, index % 2), (ABSENT, 0)):
+            rows.append([f"imgs/{index}.png", f"Prompt {index}.", element, label])
+        align = {"align": [SHOWN][: index % 2], "misalign": [ABSENT, *[SHOWN][index % 2 :]]}
+        structure = {kind: {"align": [], "misalign": []} for kind in ("attribute_alignment", "relation_alignment")}
+        entry = {"img_path": f"imgs/{index}.png", "en_prompt_text": f"Prompt {index}.", "Align ratio": 0.5}
+        entries.append(entry | {"en_structured_data": structure | {"entities": [], "entity_alignment": align}})
+    rows += [["imgs/none.png", "A.", SHOWN, 1], ["../imgs/0.png", "A.", SHOWN, 1], ["imgs/0.png", "A.", SHOWN, "maybe"]]
+    if layout == "csv":
+        with open(folder / "labels.csv", "w", newline="") as file:
+            csv.writer(file).writerows([["image", "prompt", "element", "label"], *rows])
+    else:
+        (folder / "split" / "test.json").write_text(json.dumps([*entries, {}, 3, entries[0] | {"img_path": "../x"}]))
+    return str(folder)
+
+
+@pytest.mark.parametrize("layout", ["csv", "longt2ibench"])
+def test_a_judge_is_compared_with_people_and_with_clip_score(tmp_path, few, layout, capsys):
+    labels = write_labels(tmp_path / "labels", 16, layout)
+
+    def run(judge, **changes):
+        given = {"labels": labels, "output": str(tmp_path / "out"), "clip_score": "toy/clip", "max_bad": 0.2}
+        return evaluate_judge(JudgeConfig(judge=judge, device="cpu", **given | changes))
+
+    report = run("toy/checker")
+    assert (report["labels"]["asked"], report["labels"]["wrong"]) == ([24, 8], [0, 0])
+    assert len(report["left_out"]) == 3 and report["order"]["1-19"]["images"] == 16
+    assert report["order"]["all"]["judge"]["value"] == pytest.approx(1) and report["fit"]
+    assert "better than CLIPScore." in capsys.readouterr().out
+    with pytest.raises(UserError, match="--max-bad"):
+        run("toy/checker", max_bad=0)
+    assert run("toy/checker", clip_score=None)["fit"] is None
+    poor = run("toy/checker:0.4:0.4")
+    assert not poor["fit"] and sum(poor["labels"]["wrong"]) > 4
+    assert "no better than CLIPScore: do not use it" in capsys.readouterr().out
+    with pytest.raises(UserError, match="holds no labels: neither labels.csv nor split/test.json"):
+        run("toy/checker", labels=str(tmp_path))
