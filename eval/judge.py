@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -23,7 +22,7 @@ from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, COLOURS, KINDS, PLACES, Thing, scene
 
 from .intervals import ends, wilson
-from .multimodal import ChatModel, ServerModel, Top, model_digest, open_model
+from .multimodal import ChatModel, ServerModel, Top, model_digest
 from .options import Judging
 from .report import Table, cell
 from .session import ResultCache
@@ -41,8 +40,10 @@ def load_judge(config: Judging, device: torch.device) -> "ModelJudge | ToyJudge"
     """The judge that settings name. Raises UserError if there is none."""
     if config.judge.partition(":")[0] == TOY:
         return ToyJudge(config.judge)
+    if config.server:
+        return ModelJudge(config.judge, ServerModel(config.server, config.judge, config.batch_size))
     precision = pick_precision(config.precision, device)
-    return ModelJudge(config.judge, open_model(config.judge, config.server, device, precision, config.batch_size))
+    return ModelJudge(config.judge, ChatModel(config.judge, device, precision, config.batch_size))
 
 
 def identity(config: Judging, device: torch.device) -> dict[str, str]:
@@ -62,15 +63,13 @@ def p_yes(top: Top) -> float | None:
     for token, log_probability in top:
         if (word := token.strip().lower()) in sums:
             sums[word] += math.exp(log_probability)
-    total = sum(sums.values())
-    return sums["yes"] / total if total else None
+    return sums["yes"] / sum(sums.values()) if any(sums.values()) else None
 
 
 class ModelJudge:
     """A multimodal model, by the probabilities of its first token, as VQAScore (Lin et al. 2024) asks.
 
-    Attributes:
-        in_flight: images that may be asked about at once, from threads.
+    `in_flight` images may be asked about at once, from threads.
     """
 
     def __init__(self, name: str, model: ChatModel | ServerModel):
@@ -83,11 +82,7 @@ class ModelJudge:
 
 
 class ToyJudge:
-    """The toy world's checker, which may err at known rates; the same question of the same image errs alike.
-
-    Raises:
-        UserError: the name gives no two rates from 0 to 1.
-    """
+    """The toy world's checker, which may err at known rates; the same question of the same image errs alike."""
 
     in_flight = 1
 
@@ -131,12 +126,11 @@ def ask_all(
         judge: loads it.
         depends: its `identity`.
     """
-
-    def answer(open_image: Callable[[], Image.Image], questions: list[str]) -> dict:
-        return {"answers": judge()(open_image(), questions)}
-
     keys = [depends | {"image": [OPENED_AS, digest], "questions": questions} for _, digest, questions in asked]
-    computes = [partial(answer, open_image, questions) for open_image, _, questions in asked]
+    computes = [
+        lambda open_image=open_image, questions=questions: {"answers": judge()(open_image(), questions)}
+        for open_image, _, questions in asked
+    ]
     missing = [at for at, key in enumerate(keys) if not cache.has("answers", key)]
     with ThreadPoolExecutor(judge().in_flight if missing else 1) as pool:
         for at in missing:
@@ -210,7 +204,7 @@ def error_table(title: str, numbers: dict) -> Table:
         rows.append(
             [f"the answer is {answer}", numbers["asked"][index], cell(numbers["mean_p"][index], form=".3f"), error]
         )
-    return Table([title, "questions", "mean p(yes)", "wrong, %"], rows)
+    return Table([f"the judge {title}", "questions", "mean p(yes)", "wrong, %"], rows)
 
 
 def filled(answers: Sequence[float | None]) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 
 from debias_diffusion.data.bad_records import BadRecord, check_share, leave_out, print_left_out
 from debias_diffusion.data.captions import fold
@@ -85,11 +85,9 @@ def evaluate_judge(config: JudgeConfig) -> dict:
     write_json(Path(config.output, f"{NAME}.json"), report)
     for table in tables(report):
         print(f"\n{table}")
-    if report["fit"] is None:
-        print("\nGive --clip-score: only a judge that orders images better than CLIPScore is fit for claims.")
-    else:
-        better = "better than CLIPScore." if report["fit"] else "no better than CLIPScore: do not use it for claims."
-        print(f"\n{config.judge} orders these images {better}")
+    verdict = "better than CLIPScore." if report["fit"] else "no better than CLIPScore: do not use it for claims."
+    unknown = "Give --clip-score: only a judge that orders images better than CLIPScore is fit for claims."
+    print("", unknown if report["fit"] is None else f"{config.judge} orders these images {verdict}", sep="\n")
     return report
 
 
@@ -131,7 +129,7 @@ def read_labels(folder: Path, limit: int | None) -> tuple[ImageFolder, list[Labe
 
 def _orders(labelled: Sequence[Labelled], scores: dict[str, np.ndarray]) -> dict:
     """The rank correlations of scores [N] with people, for all images and by length of the prompt."""
-    people = np.array([np.mean([*one.labels.values()]) for one in labelled])
+    values = np.stack([[np.mean([*one.labels.values()]) for one in labelled], *scores.values()])  # [1 + scores, N]
     bands = np.array([band(Places(one.prompt).at(len(one.prompt))[1]) for one in labelled])
     prompts, random = group_numbers(one.prompt for one in labelled), np.random.default_rng(0)
     lines = {}
@@ -140,13 +138,11 @@ def _orders(labelled: Sequence[Labelled], scores: dict[str, np.ndarray]) -> dict
         if len(there) < _FEWEST and name != "all":
             continue
         groups = [there[prompts[there] == prompt] for prompt in np.unique(prompts[there])]
-        draws = [
-            np.concatenate([groups[at] for at in random.integers(len(groups), size=len(groups))])
-            for _ in range(_SAMPLES)
-        ]
-        # [1 + _SAMPLES, scores], nan where all values are alike
-        found = np.array([[_spearman(people[at], of[at]) for of in scores.values()] for at in (there, *draws)])
-        columns = dict(zip(scores, found.T, strict=True))
+        draws = (random.integers(len(groups), size=len(groups)) for _ in range(_SAMPLES))
+        samples = [there, *(np.concatenate([groups[at] for at in draw]) for draw in draws)]
+        with np.errstate(invalid="ignore"):  # [1 + _SAMPLES, scores], nan where all values are alike
+            found = [np.corrcoef(rankdata(values[:, at], axis=1))[0, 1:] for at in samples]
+        columns = dict(zip(scores, np.array(found).T, strict=True))
         if "clip_score" in columns:
             columns["difference"] = columns["judge"] - columns["clip_score"]
         lines[name] = {"images": len(there)}
@@ -156,10 +152,6 @@ def _orders(labelled: Sequence[Labelled], scores: dict[str, np.ndarray]) -> dict
     return lines
 
 
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    return float("nan") if np.ptp(a) == 0 or np.ptp(b) == 0 else float(spearmanr(a, b).statistic)
-
-
 def tables(report: dict) -> list[Table]:
     """The judge's errors on labels and on toy scenes, and its rank correlation beside CLIPScore's."""
     _, *names = report["order"]["all"]
@@ -167,6 +159,6 @@ def tables(report: dict) -> list[Table]:
         [name, line["images"], *(cell(*line[score].values(), form=".3f") for score in names)]
         for name, line in report["order"].items()
     ]
-    order = Table(["rank correlation with people, by CLIP tokens of the prompt", "images", *names], rows)
-    of_labels = error_table("the judge on these labels", report["labels"])
-    return [of_labels, error_table("the judge on toy scenes", report["judge"]), order]
+    of_labels, of_toys = error_table("on these labels", report["labels"]), error_table("on toy scenes", report["judge"])
+    header = ["rank correlation with people, by CLIP tokens of the prompt", "images", *names]
+    return [of_labels, of_toys, Table(header, rows)]

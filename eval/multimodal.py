@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,19 +45,20 @@ class Asked(NamedTuple):
 
 def model_digest(model: str, server: str | None = None) -> str:
     """What identifies a model: the sha256 of a folder's files, or a hub repository's name and commit; on a server only
-    its name is known. Nothing but the configuration is loaded.
-
-    Raises:
-        UserError: there is no such model, or it is no image-text-to-text one.
+    its name is known. Raises UserError if there is none, or it is no image-text-to-text one.
     """
     if server:
         return f"served as {ServerModel(server, model, 1).model}"
     with explain_failure(f"The model {model!r} cannot be used", _ADVICE):
-        check_model(model)
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-            raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
+        _check_kind(model)
     return place_digest(model)
+
+
+def _check_kind(model: str) -> None:
+    check_model(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
 
 
 class ChatModel:
@@ -77,8 +78,8 @@ class ChatModel:
     """
 
     def __init__(self, model: str, device: torch.device, precision: str, batch: int):
-        model_digest(model)  # refuses other kinds
         with explain_failure(f"The model {model!r} cannot be used", _ADVICE):
+            _check_kind(model)
             processor = AutoProcessor.from_pretrained(model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
             options = {"dtype": DTYPES[precision], "trust_remote_code": False}
@@ -90,7 +91,8 @@ class ChatModel:
         self.tokenizer.padding_side = "left"
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.shapes = lru_cache(_SIZES)(self._shapes)
+        # No method, which would keep the model in memory.
+        self.shapes = lru_cache(_SIZES)(partial(_shapes, processor.image_processor))
 
     def texts(self, group: Sequence[Asked], max_new_tokens: int) -> list[str]:
         """The answer to each, cut at `max_new_tokens`; all images of the same `shapes`."""
@@ -107,10 +109,6 @@ class ChatModel:
                 tops.append([*zip(self.tokenizer.batch_decode([[each] for each in ids]), values, strict=True)])
         return tops
 
-    def _shapes(self, size: tuple[int, int]) -> tuple:
-        processed = self.processor.image_processor(Image.new("RGB", size), return_tensors="pt")
-        return tuple(sorted((name, part.shape[1:]) for name, part in processed.items() if torch.is_tensor(part)))
-
     @torch.inference_mode()
     def _generate(self, group: Sequence[Asked], tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """(ids of the answers [B, up to tokens], logits of each new position [B, vocabulary])"""
@@ -124,6 +122,11 @@ class ChatModel:
         options |= {"output_logits": True, "return_dict_in_generate": True}
         result = self.model.generate(**inputs.to(self.model.device, self.model.dtype), **options)
         return result.sequences[:, -len(result.logits) :], result.logits
+
+
+def _shapes(processor: Any, size: tuple[int, int]) -> tuple:
+    processed = processor(Image.new("RGB", size), return_tensors="pt")
+    return tuple(sorted((name, part.shape[1:]) for name, part in processed.items() if torch.is_tensor(part)))
 
 
 class ServerModel:
@@ -195,13 +198,6 @@ class ServerModel:
             f"The server {self.url!r} does not answer after {len(WAITS)} tries: {failure}. Start it, and then the same "
             "command again, which keeps what was answered."
         )
-
-
-def open_model(
-    model: str, server: str | None, device: torch.device, precision: str, batch: int
-) -> ChatModel | ServerModel:
-    """A model in process, or on the server of that address. Raises UserError if it cannot be used."""
-    return ServerModel(server, model, batch) if server else ChatModel(model, device, precision, batch)
 
 
 def answers(model: ChatModel | ServerModel, asked: Iterable[Asked], max_new_tokens: int) -> Iterator[tuple[int, str]]:

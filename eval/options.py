@@ -339,6 +339,11 @@ class FollowingConfig(Judging, Drawing):
     images_per_prompt: between(int, 1, MOST_IMAGES) = 1
     limit: PositiveInt | None = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.judge.startswith("toy/") and not self.prompts.startswith("toy/"):
+            raise UserError(f"{self.judge!r} judges toy scenes. Give --prompts toy/test, or a model as --judge.")
+
 
 @dataclass(kw_only=True)
 class ClassificationConfig(Data):

@@ -68,8 +68,7 @@ EVALUATIONS = {
         options.FollowingConfig,
         "images.following",
         "text encoder",
-        "--prompts toy/test --judge toy/checker --base toy/sdxl --encoders cut:toy/clip toy/debias-clip --limit 40 "
-        "--output scores",
+        "--prompts toy/test --judge toy/checker --base toy/sdxl --encoders cut:toy/clip toy/clip --output scores",
     ),
     "classification": Evaluation(
         "Zero-shot classification",

@@ -96,9 +96,9 @@ def sees(text):
 
 def test_a_question_stands_where_the_last_of_its_words_is_first_read():
     places = Places("A dog, low-flat and Red. Near two birds and a dog of snow.")
-    assert [places.of_words([word]) for word in ("dog", "RED", "flat", "bird")] == [(1, 2), (1, 8), (1, 6), (2, 12)]
-    assert places.of_words(["red", "dog", "now"]) == (1, 8)  # not inside snow
-    assert places.of_words(["now", "fla"]) == places.of_words([]) == (None, None)
+    words = {"dog": (1, 2), "RED": (1, 8), "flat": (1, 6), "bird": (2, 12), "Is the dog red now?": (1, 8)}
+    words |= dict.fromkeys(("now fla", "", "is there a"), (None, None))  # not inside snow or flat
+    assert {text: places.of_words(text) for text in words} == words
     assert [band(position) for position in (1, 19, 20, 75, 76, 171, 400)] == [
         *("1-19", "1-19", "20-39", "60-75", "76-111", "112-171", "172 and on")
     ]

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -74,6 +75,9 @@ def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once):
     found = [batched(image, QUESTIONS) for image in images]
     assert np.allclose(found, [single(image, QUESTIONS) for image in images], atol=1e-5)
     assert np.ptp(found) > 0.01  # or nothing is shown
+    alive = weakref.ref(batched.model.model)
+    del batched
+    assert alive() is None  # at once: images are generated next
     with openai_server.serve(model, processor, failures=[503, 429]) as (url, requests):
         served = load(openai_server.MODEL, server=url + "/v1/")
         assert np.allclose(found, [served(image, QUESTIONS) for image in images], atol=1e-5)

@@ -89,6 +89,7 @@ REFUSED = [
     (CheckConfig, {"sharpen": 0.0}, "sharpen is 0.0, but must be a number, above 0, at most 4."),
     (CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (ClassificationConfig, {"dataset": "imagenet_a"}, "dataset is 'imagenet_a', but must be imagenet-1k or"),
+    (FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes. Give --prompts toy/test"),
     (FollowingConfig, {"images_per_prompt": 10**9}, "images_per_prompt is 1000000000, but must be"),
     (DriftConfig, {"encoders": ["toy/clip", "separate:toy/clip"]}, "Name at least one encoder, and none twice"),
     (GenerationConfig, {"steps": 1001}, "steps is 1001, but must be a whole number, from 1 to 1000, or null."),

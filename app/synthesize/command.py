@@ -18,7 +18,7 @@ from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.shards import FINISHED, is_shards
 from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.devices import pick_precision
-from debias_diffusion.eval.multimodal import Asked, ChatModel, ServerModel, answers, model_digest, open_model
+from debias_diffusion.eval.multimodal import Asked, ChatModel, ServerModel, answers, model_digest
 from debias_diffusion.eval.report import versions
 from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
@@ -106,7 +106,10 @@ class _Synthesis:
         mine, config, count = missing[self.processes.index :: self.processes.count], self.config, self.processes.count
         if not mine:
             return
-        model = open_model(config.model, config.server, self.processes.device, self.precision, config.batch)
+        if config.server:
+            model = ServerModel(config.server, config.model, config.batch)
+        else:
+            model = ChatModel(config.model, self.processes.device, self.precision, config.batch)
         indices = [index for part in mine for index in self.parts[part]]
         shared = f", each of {count} processes" if count > 1 else ""
         bar = {"desc": f"writing captions{shared}", "total": len(indices), "disable": not self.processes.is_main}

@@ -58,25 +58,24 @@ def evaluate_following(config: FollowingConfig) -> dict:
     started, processes, count = time.monotonic(), Processes.connect(config.device), config.images_per_prompt
     load = cache(lambda: load_judge(config, processes.device))
 
-    def read() -> tuple[PromptSet, list[ImageTask]]:
-        """The prompts, and the images to generate."""
+    def read() -> tuple[PromptSet, list[ImageTask], dict]:
+        """The prompts, the images to generate, and what decides the judge's answers."""
         data = read_prompt_set(config.prompts, config.limit)
         print_left_out(data.bad)
-        checked(load, ResultCache(config.output), identity(config, processes.device))
+        depends = identity(config, processes.device)
+        checked(load, ResultCache(config.output), depends)
         load.cache_clear()  # the judge's memory is free while images are generated
-        return data, [
-            image_task(config, f"{prompt.name}/{number}", prompt.text, at * count + number)
-            for at, prompt in enumerate(data.prompts)
-            for number in range(count)
-        ]
+        places = enumerate((prompt, number) for prompt in data.prompts for number in range(count))
+        tasks = [image_task(config, f"{prompt.name}/{number}", prompt.text, at) for at, (prompt, number) in places]
+        return data, tasks, depends
 
     with processes.only_main_prints():
-        data, tasks = processes.from_main(read)
+        data, tasks, depends = processes.from_main(read)
         rendered, digests = render_all(config, processes, tasks)
     if not processes.is_main:
         return {}
-    session, depends = Session(NAME, config, data, processes.device), identity(config, processes.device)
-    results, encoders = {}, {}
+    session, results, encoders = Session(NAME, config, data, processes.device), {}, {}
+    of_toys = checked(load, session.cache, depends)
     for label, images in rendered.items():
         shas = [*map(sha256, images.files)]
         asked = [
@@ -86,7 +85,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
         answers = ask_all(session.cache, load, depends, asked, f"ask, {label}")
         results[label] = Answers.of(data.prompts, answers, count)
         # A judge's errors on toy scenes are those on images of toy scenes only.
-        errors = checked(load, session.cache, depends) if is_toy_scenes(config.prompts) else None
+        errors = of_toys if is_toy_scenes(config.prompts) else None
         encoders[label] = score(results[label], errors) | {"unanswered": [*chain(*answers)].count(None)}
         encoders[label] |= images.reading | {"images_digest": bytes_digest(["\n".join(shas).encode()])}
     session.digests |= depends | digests
@@ -101,13 +100,11 @@ def evaluate_following(config: FollowingConfig) -> dict:
         drawing=rendering_settings(config),
         prompts=len(data.prompts),
         questions=sum(len(prompt.questions) for prompt in data.prompts),
-        judge=checked(load, session.cache, depends),
+        judge=of_toys,
     )
 
 
-def _write_page(
-    config: FollowingConfig, prompts: Sequence[Prompt], files: dict[str, list[Path]], results: dict
-) -> None:
+def _write_page(config: FollowingConfig, prompts: Sequence[Prompt], files: Mapping, results: Mapping) -> None:
     """The page of the first prompts: the first image of each encoder side by side, and p(yes) of every question."""
     entries, at, count = [], 0, config.images_per_prompt
     for number, prompt in enumerate(prompts[:_ON_PAGE]):
@@ -160,8 +157,8 @@ class Answers:
         """The entries of each place, [N] bool, by its name, in order."""
         names = self.places[grouping]
         found = {name for name in names.tolist() if name is not None}
-        order = [name for name in BAND_NAMES if name in found] if grouping == "by_position" else sorted(found)
-        return {str(name): names == name for name in order}
+        key = BAND_NAMES.index if grouping == "by_position" else None
+        return {str(name): names == name for name in sorted(found, key=key)}
 
     def by_image(self) -> dict[str, tuple[np.ndarray, list]]:
         """By score: the value of each image, 0 to 100, and its prompt's group."""
@@ -242,7 +239,7 @@ def tables(report: dict) -> list[Table]:
         title = f"questions shown, %, {grouping.replace('_', ' ').replace('position', 'token position')}"
         found += [Table([title, "questions", *encoders], rows)] if rows else []
     shown = [line for line in report["compared"] if "sentence" not in line["score"]]  # those are in the JSON
-    return [*found, error_table("the judge on toy scenes", report["judge"]), *compared_tables(shown, TITLES)]
+    return [*found, error_table("on toy scenes", report["judge"]), *compared_tables(shown, TITLES)]
 
 
 def figures(report: dict) -> dict[str, Figure]:

@@ -8,11 +8,10 @@ import io
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from debias_diffusion.data.bad_records import BadRecord, leave_out
 from debias_diffusion.data.captions import fold, parse_object
@@ -33,13 +32,12 @@ _DPG = ("item_id", "proposition_id", "dependency", "category_broad", "tuple", "q
 _tokenizer = cache(partial(clip_tokenizer, 77))
 # Words of questions that place nothing in a prompt.
 _FUNCTION_WORDS = frozenset(
-    "a an and any are as at be by do does for from has have how image in is it many no not of on only or picture shown "
-    "show that the there this to what which with".split()
+    "a an and any are as at be by do does for from has have how image in is it many no not of on only or picture s "
+    "show shown that the there this to what which with".split()  # s: of a lion's mane
 )
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question whose answer is yes for an image that follows its prompt.
 
     Attributes:
@@ -59,8 +57,7 @@ class Question:
     parents: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt; its name is that of its images' files, `group` the one that it is resampled with."""
 
     name: str
@@ -69,14 +66,13 @@ class Prompt:
     group: str
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """The usable prompts, the bad records, and the digest of all."""
+class PromptSet(NamedTuple):
+    """The usable prompts, with a digest, and the bad records."""
 
     prompts: list[Prompt]
     bad: list[BadRecord]
 
-    @cached_property
+    @property
     def digest(self) -> str:
         return bytes_digest([repr(self.prompts).encode("utf-8", "surrogatepass")])
 
@@ -92,11 +88,12 @@ class Places:
         tokens = _tokenizer().tokenize(clean(self.text[:start]), verbose=False)
         return bisect_right(self.ends, start) + 1, 1 + len(tokens)
 
-    def of_words(self, words: Iterable[str]) -> tuple[int | None, int | None]:
-        """The place of the last of these words, as a red truck needs both; (None, None) if none is in the prompt.
+    def of_words(self, text: str) -> tuple[int | None, int | None]:
+        """The place of the last of a text's words, as a red truck needs both; (None, None) if none is in the prompt.
 
         Each counts where it first stands, as a whole word, in either case, with or without a plural's s or es.
         """
+        words = set(re.findall(r"\w+", text.lower())) - _FUNCTION_WORDS
         forms = (rf"(?<!\w){re.escape(word)}(?:s|es)?(?!\w)" for word in words)
         matches = [re.search(form, self.text, re.IGNORECASE) for form in forms]
         starts = [match.start() for match in matches if match]
@@ -117,12 +114,6 @@ def band(position: int) -> str:
 def statement(text: str) -> str:
     """The question whether an image shows what a text says."""
     return f'Does this image show "{fold(text)}"?'
-
-
-def content_words(text: str) -> list[str]:
-    """The words of a question that can place it in its prompt."""
-    # The s of a lion's mane is no word.
-    return [word for word in re.findall(r"\w+", text.lower()) if word not in _FUNCTION_WORDS and word != "s"]
 
 
 def read_prompt_set(name: str, limit: int | None = None) -> PromptSet:
@@ -162,7 +153,7 @@ def read_prompt_set(name: str, limit: int | None = None) -> PromptSet:
                 [*places.sentences()]
                 if asked is None
                 else [
-                    Question(fold(question), *places.of_words(content_words(words)), str(category), *further)
+                    Question(fold(question), *places.of_words(words), str(category), *further)
                     for question, words, category, *further in asked
                 ]
             )
@@ -180,10 +171,9 @@ def _toy(name: str, limit: int | None) -> list[Prompt]:
     for record in read_toy_scenes(name)[0].records[:limit]:
         scene, caption = toy_scene(record.image)
         mentions, of_sentences = caption.first_mentions(), [*Places(caption.text).sentences()]
-        questions = [
-            replace(of_sentences[mentions[thing.place]], text=object_question(thing)) for thing in scene.things
-        ]
-        prompts.append(Prompt(record.image.replace("/", "-"), caption.text, tuple(questions), family(record.image)))
+        stand = [of_sentences[mentions[thing.place]] for thing in scene.things]
+        asked = tuple(one._replace(text=object_question(thing)) for one, thing in zip(stand, scene.things, strict=True))
+        prompts.append(Prompt(record.image.replace("/", "-"), caption.text, asked, family(record.image)))
     return prompts
 
 
