@@ -55,10 +55,8 @@ def identity(config: Judging, device: torch.device) -> dict[str, str]:
 
 
 def p_yes(top: Top) -> float | None:
-    """The probability of yes among yes and no, of the likeliest first tokens; None where neither is among them.
-
-    Tokens count that read "yes" or "no", in whatever case, with or without white space.
-    """
+    """The probability of yes among the likeliest first tokens that read yes or no, in whatever case, with or without
+    white space; None where there are none."""
     sums = {"yes": 0.0, "no": 0.0}
     for token, log_probability in top:
         if (word := token.strip().lower()) in sums:

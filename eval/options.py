@@ -309,10 +309,9 @@ class Judging(Checked):
 
     Attributes:
         judge: Folder or hub id of an image-text-to-text model of transformers with a chat template, or, with --server,
-            its name there; toy/checker for toy scenes, toy/checker:0.1:0.2 if it is to say yes to 10% of the questions
-            whose answer is no, and no to 20% of the others.
-        server: Address of an OpenAI-compatible server that gives top_logprobs, such as http://localhost:8000 of vLLM or
-            SGLang.
+            its name there; toy/checker for toy scenes, toy/checker:0.1:0.2 if it is to err on 0.1 of the questions
+            whose answer is no, and on 0.2 of the others.
+        server: Address of an OpenAI-compatible server with top_logprobs (vLLM, SGLang), such as http://localhost:8000.
         batch_size: Questions asked at once.
         precision: fp32, bf16 or fp16 of the judge. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
     """

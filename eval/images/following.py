@@ -113,7 +113,7 @@ def _write_page(config: FollowingConfig, prompts: Sequence[Prompt], files: Mappi
             image.thumbnail((_SIDE, _SIDE))  # never enlarges
         of_first = zip(*(result.p[at : at + len(prompt.questions)] for result in results.values()), strict=True)
         percent = [[round(100 * float(p)) for p in of_question] for of_question in of_first]
-        rows = [*zip(prompt.questions, percent, strict=True)]
+        rows = sorted(zip(prompt.questions, percent, strict=True), key=lambda row: row[0].sentence or 0)
         entries.append({"prompt": prompt, "images": [*map(image_url, images)], "rows": rows})
         at += count * len(prompt.questions)
     write_page(Path(config.output, PAGE), TEMPLATE, shown=entries, labels=[*files], judge=config.judge)

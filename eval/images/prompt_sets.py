@@ -32,8 +32,8 @@ _DPG = ("item_id", "proposition_id", "dependency", "category_broad", "tuple", "q
 _tokenizer = cache(partial(clip_tokenizer, 77))
 # Words of questions that place nothing in a prompt.
 _FUNCTION_WORDS = frozenset(
-    "a an and any are as at be by do does for from has have how image in is it many no not of on only or picture s "
-    "show shown that the there this to what which with".split()  # s: of a lion's mane
+    "a an and any are as at be by do does for from has have how if image in is it many no not of on only or picture "
+    "present s show shown that the there this to what which with".split()  # s: of a lion's mane
 )
 
 
@@ -91,12 +91,14 @@ class Places:
     def of_words(self, text: str) -> tuple[int | None, int | None]:
         """The place of the last of a text's words, as a red truck needs both; (None, None) if none is in the prompt.
 
-        Each counts where it first stands, as a whole word, in either case, with or without a plural's s or es.
+        Each counts where it first stands, as a whole word, in either case, singular or plural.
         """
         words = set(re.findall(r"\w+", text.lower())) - _FUNCTION_WORDS
-        forms = (rf"(?<!\w){re.escape(word)}(?:s|es)?(?!\w)" for word in words)
-        matches = [re.search(form, self.text, re.IGNORECASE) for form in forms]
-        starts = [match.start() for match in matches if match]
+        singulars = (
+            {word, re.sub("s$", "", word), re.sub("es$", "", word), re.sub("ies$", "y", word)} for word in words
+        )
+        forms = (rf"(?<!\w)(?:{'|'.join(found)})(?:s|es)?(?!\w)" for found in singulars)
+        starts = [match.start() for form in forms if (match := re.search(form, self.text, re.IGNORECASE))]
         return self.at(max(starts)) if starts else (None, None)
 
     def sentences(self) -> Iterator[Question]:
