@@ -15,9 +15,10 @@ from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval import multimodal
-from debias_diffusion.eval.judge import ToyJudge, control, corrected, load_judge, object_question, p_yes
+from debias_diffusion.eval.judge import ToyJudge, ask_all, control, corrected, load_judge, object_question, p_yes
 from debias_diffusion.eval.judge_labels import JudgeConfig, evaluate_judge
 from debias_diffusion.eval.multimodal import Asked, ServerModel, answers
+from debias_diffusion.eval.session import ResultCache
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene, Thing
 
@@ -68,7 +69,7 @@ def test_yes_is_every_token_that_reads_yes_and_neither_is_no_answer():
     assert p_yes([("maybe", 0.0), ("", -1.0)]) is None
 
 
-def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once):
+def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once, tmp_path):
     folder, model, processor = tiny
     batched, single = (load(folder, batch) for batch in (3, 1))
     images = [noise(0), noise(1, 100, 40)]
@@ -80,8 +81,11 @@ def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once):
     assert alive() is None  # at once: images are generated next
     with openai_server.serve(model, processor, failures=[503, 429]) as (url, requests):
         served = load(openai_server.MODEL, server=url + "/v1/")
-        assert np.allclose(found, [served(image, QUESTIONS) for image in images], atol=1e-5)
-        assert len(requests) == 2 * len(QUESTIONS) + 2  # two were asked again
+        asked = [(lambda image=image: image, f"{at}", QUESTIONS) for at, image in enumerate(images)]
+        for _ in range(2):  # the second time from the cache
+            there = ask_all(ResultCache(tmp_path), lambda: served, {"judge": "tiny"}, asked, "ask")
+            assert np.allclose(found, there, atol=1e-5)
+        assert len(requests) == 2 * len(QUESTIONS) + 2  # two failed
         text = dict(answers(ServerModel(url, openai_server.MODEL, 2), [Asked(noise(0), "Yes?", 7)], 1))
         in_process = dict(answers(multimodal.ChatModel(folder, CPU, "fp32", 2), [Asked(noise(0), "Yes?", 7)], 1))
         assert {index: word.strip() for index, word in text.items()} == in_process
