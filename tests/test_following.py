@@ -12,7 +12,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval.images.following import Answers, FollowingConfig, compare, evaluate_following, score, shown
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
-from debias_diffusion.eval.images.prompt_sets import Places, Prompt, Question, band, read_prompt_set
+from debias_diffusion.eval.images.prompt_sets import Places, Prompt, Question, band, read_prompt_set, statement
 from debias_diffusion.eval.judge import ToyJudge
 
 PROMPTS = {"0": "A red truck stands in front of a tree.", "drawtext1": "Two cats, both black. They sleep on a sofa."}
@@ -75,9 +75,9 @@ def test_published_sets_are_read_and_their_bad_entries_named(tmp_path):
         ],
         "corebench": [("Are there two lamps?", 2, "Multi-Instance"), ("Is it a hall?", 1, "Multi-Instance")],
         "geneval2": [(how_many, 1, "count"), ("Are the bicycles white?", 1, "attribute")],
-        "longbench": [(sees("A porch at dusk."), 1, ""), (sees("A cat sits on it."), 2, "")],
+        "longbench": [(statement("A porch at dusk."), 1, ""), (statement("A cat sits on it."), 2, "")],
         "mine.jsonl": [("Is there a dog?", 2, "")],
-        "mine.txt": [(sees("A cat."), 1, ""), (sees("A dog sits."), 2, "")],
+        "mine.txt": [(statement("A cat."), 1, ""), (statement("A dog sits."), 2, "")],
     }
     # The empty prompt, that without rows, and that of a row without a prompt are bad too.
     assert [len(each.bad) for each in found.values()] == [len(BAD_ROWS) + 2, 2, 2, 0, 4, 1]
@@ -88,10 +88,6 @@ def test_published_sets_are_read_and_their_bad_entries_named(tmp_path):
     for name, message in (wrong | {f"dpg:{tmp_path / 'dpg'}": "lacks the column proposition_id"}).items():
         with pytest.raises(UserError, match=message):
             read_prompt_set(name)
-
-
-def sees(text):
-    return f'Does this image show "{text}"?'
 
 
 def test_a_question_stands_where_the_last_of_its_words_is_first_read():

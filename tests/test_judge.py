@@ -46,18 +46,10 @@ def load(name, batch=3, server=None):
     return load_judge(JudgeConfig(**given), CPU)
 
 
-def noise(seed, width=48, height=48):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
-
-
-@pytest.fixture
-def at_once(monkeypatch):
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
     monkeypatch.setattr(multimodal, "WAITS", (0, 0, 0))
-
-
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(judges, "CONTROLS", 20)
+    monkeypatch.setattr(judges, "CONTROLS", 40)
 
 
 # ---- models
@@ -69,10 +61,10 @@ def test_yes_is_every_token_that_reads_yes_and_neither_is_no_answer():
     assert p_yes([("maybe", 0.0), ("", -1.0)]) is None
 
 
-def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once, tmp_path):
+def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, tmp_path):
     folder, model, processor = tiny
     batched, single = (load(folder, batch) for batch in (3, 1))
-    images = [noise(0), noise(1, 100, 40)]
+    images = [tiny_llava.noise(np.random.default_rng(seed)) for seed in range(2)]
     found = [batched(image, QUESTIONS) for image in images]
     assert np.allclose(found, [single(image, QUESTIONS) for image in images], atol=1e-5)
     assert np.ptp(found) > 0.01  # or nothing is shown
@@ -86,8 +78,8 @@ def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once, 
             there = ask_all(ResultCache(tmp_path), lambda: served, {"judge": "tiny"}, asked, "ask")
             assert np.allclose(found, there, atol=1e-5)
         assert len(requests) == 2 * len(QUESTIONS) + 2  # two failed
-        text = dict(answers(ServerModel(url, openai_server.MODEL, 2), [Asked(noise(0), "Yes?", 7)], 1))
-        in_process = dict(answers(multimodal.ChatModel(folder, CPU, "fp32", 2), [Asked(noise(0), "Yes?", 7)], 1))
+        text = dict(answers(ServerModel(url, openai_server.MODEL, 2), [Asked(images[0], "Yes?", 7)], 1))
+        in_process = dict(answers(multimodal.ChatModel(folder, CPU, "fp32", 2), [Asked(images[0], "Yes?", 7)], 1))
         assert {index: word.strip() for index, word in text.items()} == in_process
 
 
@@ -99,12 +91,12 @@ def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, at_once, 
         ({"failures": [500] * 9}, FailedError, "does not answer after 3 tries: 500"),
     ],
 )
-def test_servers_that_cannot_judge_are_refused(tiny, at_once, served, error, message):
+def test_servers_that_cannot_judge_are_refused(tiny, served, error, message):
     with openai_server.serve(*tiny[1:], **served) as (url, _):
         with pytest.raises(UserError, match="has no model 'other'. It has: tiny"):
             ServerModel(url, "other", 1)
         with pytest.raises(error, match=message):
-            load(openai_server.MODEL, server=url)(noise(0), QUESTIONS)
+            load(openai_server.MODEL, server=url)(Image.new("RGB", (40, 40)), QUESTIONS)
     with pytest.raises(FailedError, match="Start it"):
         ServerModel(url, openai_server.MODEL, 1)
     with pytest.raises(UserError, match="is no address"):
@@ -114,12 +106,12 @@ def test_servers_that_cannot_judge_are_refused(tiny, at_once, served, error, mes
 # ---- the check of a judge, and the toy world's
 
 
-def test_judges_that_are_blind_or_say_neither_yes_nor_no_are_refused(tiny, few, monkeypatch):
+def test_judges_that_are_blind_or_say_neither_yes_nor_no_are_refused(tiny, monkeypatch):
     judge = load(tiny[0])
     with pytest.raises(UserError, match=r"does not tell what an image shows.*mean p\(yes\) is 0\.\d+, .*is no 0\.\d+"):
         control(judge)
     monkeypatch.setattr(judges, "p_yes", lambda top: None)
-    with pytest.raises(UserError, match="said neither yes nor no to 40 of 40"):
+    with pytest.raises(UserError, match="said neither yes nor no to 80 of 80"):
         control(judge)
 
 
@@ -180,7 +172,7 @@ def write_labels(folder, count, layout):
 
 
 @pytest.mark.parametrize("layout", ["csv", "longt2ibench"])
-def test_a_judge_is_compared_with_people_and_with_clip_score(tmp_path, few, layout, capsys):
+def test_a_judge_is_compared_with_people_and_with_clip_score(tmp_path, layout, capsys):
     labels = write_labels(tmp_path / "labels", 16, layout)
 
     def run(judge, **changes):
