@@ -110,8 +110,8 @@ class ChatModel:
         return tops
 
     @torch.inference_mode()
-    def _generate(self, group: Sequence[Asked], tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(ids of the answers [B, up to tokens], logits of each new position [B, vocabulary])"""
+    def _generate(self, group: Sequence[Asked], tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """(ids of the answers [B, up to tokens], of a single token also its logits, [B, vocabulary] in a tuple)"""
         contents = [[{"type": "image"}, {"type": "text", "text": one.prompt}] for one in group]
         chats = [[{"role": "user", "content": content}] for content in contents]
         texts = self.processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
@@ -119,9 +119,9 @@ class ChatModel:
         options = {"padding": True, "add_special_tokens": False, "return_tensors": "pt"}
         inputs = self.processor(text=texts, images=[[one.image] for one in group], **options)
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": tokens}
-        options |= {"output_logits": True, "return_dict_in_generate": True}
+        options |= {"output_logits": tokens == 1, "return_dict_in_generate": True}
         result = self.model.generate(**inputs.to(self.model.device, self.model.dtype), **options)
-        return result.sequences[:, -len(result.logits) :], result.logits
+        return result.sequences[:, inputs["input_ids"].shape[1] :], result.logits
 
 
 def _shapes(processor: Any, size: tuple[int, int]) -> tuple:
