@@ -25,7 +25,6 @@ from .report import image_url
 
 TOP = 20  # tokens whose probability is looked at: the most that OpenAI's interface gives
 WAITS = (0, 1, 4, 16, 60)  # seconds before each try of a request
-_SECONDS = 600  # that an answer may take
 _SIZES = 4096  # of images, whose shapes are remembered
 _ADVICE = (
     "Give a folder or hub id of an image-text-to-text model that transformers knows, such as "
@@ -185,7 +184,7 @@ class ServerModel:
             time.sleep(wait)
             try:
                 request = urllib.request.Request(self.url + path, content, headers)
-                with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+                with urllib.request.urlopen(request, timeout=600) as answer:
                     return parse(json.load(answer))
             except urllib.error.HTTPError as error:
                 failure = f"{error.code}, {' '.join(error.read(300).decode(errors='replace').split())}"

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -26,6 +27,7 @@ PACKAGES += ("pillow", "torchmetrics", "torch-fidelity")  # of generated images
 FEW = 0.1
 
 
+@cache
 def versions() -> dict[str, str]:
     """The versions of this package and of the libraries that affect the numbers."""
     return {package: version(package) for package in PACKAGES}
