@@ -446,11 +446,16 @@ class ShowcaseConfig(CheckConfig):
     Attributes:
         output: Folder to write: images, index.html, mark.html, contact-sheet.png, showcase.json.
         marks: File that mark.html has saved: then showcase.json counts facts right by way and sentence.
+        judge: Multimodal model that marks all facts, too, as in `evaluate following`: a folder or hub id or, with
+            --server, its name there. With marks, how often it agrees with them is printed.
+        server: Address of an OpenAI-compatible server with top_logprobs, such as http://localhost:8000.
     """
 
     output: str = "runs/showcase"
     limit: between(int, 1, 100) = 100
     marks: str | None = None
+    judge: str | None = None
+    server: str | None = None
 
 
 @dataclass

@@ -28,17 +28,8 @@ QUESTIONS = ["Is there a red star in the top left?", "Is it large?", "Yes?", "Ar
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """(folder, model, processor) of a random model that says yes and no."""
     folder = tmp_path_factory.mktemp("tiny")
-    processor = tiny_llava.make_processor(["Yes no yes No"] * 20 + QUESTIONS)
-    model, vocabulary = tiny_llava.tiny_llava(processor), processor.tokenizer.get_vocab()
-    ids = [index for token, index in vocabulary.items() if token.strip("Ġ").lower() in ("yes", "no")]
-    assert len(ids) >= 4  # of several cases
-    with torch.no_grad():
-        model.lm_head.weight[ids] *= 20
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder), model, processor
+    return str(folder), *tiny_llava.save_judge(folder, QUESTIONS)
 
 
 def load(name, batch=3, server=None):

@@ -4,8 +4,10 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from helpers import tiny_llava
 from helpers.html_page import Page
 from helpers.stops import Stopped, stopped_at
 from PIL import Image
@@ -25,6 +27,9 @@ from debias_diffusion.app.showcase.command import (
     summarize,
 )
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval import judge as judges
+from debias_diffusion.eval.judge import load_judge
+from debias_diffusion.eval.options import Judging
 from debias_diffusion.files import sha256
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.text.sentences import split_sentences
@@ -196,6 +201,34 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
         file.write_text(json.dumps(content))
         with pytest.raises(UserError, match="marks all facts of none of these images. Give what this mark.html has"):
             read_marks(str(file), PROMPTS[:2], pairs)
+
+
+def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
+    monkeypatch.setattr(judges, "CONTROLS", 2)
+    tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in PROMPTS[0].facts])
+    shutil.copytree(drawn, tmp_path / "a")
+    config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=str(tmp_path / "tiny"))
+    showcase(config)
+    result = json.loads((tmp_path / "a" / "showcase.json").read_text())
+    judge = load_judge(Judging(judge=config.judge), torch.device("cpu"))
+    answers = {}  # as the judge gives them, asked by hand
+    for way, files in result["images"].items():
+        [[name, digest]] = files.items()
+        with Image.open(tmp_path / "a" / way.replace(" ", "-").lower() / name) as image:
+            asked = [f'Does this image show "{fact}"?' for _, fact in PROMPTS[0].facts]
+            answers[digest[:16]] = judge(image.convert("RGB"), asked)
+    shares = [value["all"]["right"] for value in result["judged"]["ways"].values()]
+    assert shares == [sum(p > 0.5 for p in given) for given in answers.values()] and result["agreement"] is None
+    marks = {name: [(at + place) % 3 == 0 for at in range(len(asked))] for place, name in enumerate(answers)}
+    (file := tmp_path / "marks.json").write_text(json.dumps({"marks": marks}))
+    showcase(replace(config, marks=str(file)))
+    found = json.loads((tmp_path / "a" / "showcase.json").read_text())["agreement"]
+    pairs = [pair for name, given in answers.items() for pair in zip(given, marks[name], strict=True)]
+    means = [np.mean([p for p, mark in pairs if mark == truth]) for truth in (False, True)]
+    assert found["facts"] == len(pairs) and found["mean_p"] == pytest.approx(means, rel=1e-6)
+    assert found["value"] == pytest.approx(100 * np.mean([(p > 0.5) == mark for p, mark in pairs]))
+    assert "the judge says what the person marked" in capsys.readouterr().out
 
 
 def test_the_grid_is_chosen_by_rule():

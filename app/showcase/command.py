@@ -1,9 +1,9 @@
 """`showcase`: long prompts in four ways by an SDXL checkpoint, pages to look at and to mark, and what marks say."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -13,8 +13,13 @@ from PIL import Image
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.images.networks import load_image
+from debias_diffusion.eval.images.prompt_sets import statement
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.judge import ask_all, checked, error_table, errors, filled, identity, load_judge
+from debias_diffusion.eval.options import Judging
 from debias_diffusion.eval.report import Table, cell, versions, write_page
+from debias_diffusion.eval.session import ResultCache
 from debias_diffusion.files import atomic_file, open_regular, read_file, read_json, sha256, write_json, write_text
 from debias_diffusion.machine import machine_name
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
@@ -32,6 +37,7 @@ MARKING = "marking"  # folder of the images to mark
 
 Images = dict[str, list[tuple[Path, str]]]  # by way, in the order of the prompts: file and sha256
 Marks = dict[str, list[list[bool] | None]]  # by way, for each prompt whether each fact is right; None: not all marked
+Judged = dict[str, list[np.ndarray]]  # by way, for each prompt the judge's p(yes) of each fact
 
 
 @dataclass(frozen=True)
@@ -72,23 +78,30 @@ def showcase(config: ShowcaseConfig) -> Path:
 
     Writes into `config.output` a folder of images for each way; `index.html` with all of them; `mark.html`, on which a
     person marks facts blind to the way; `contact-sheet.png`, prompts chosen by rule (`grid`); and `showcase.json`:
-    machine, versions, digests of the weights and of every image, and the numbers of the marks.
+    machine, versions, digests of the weights and of every image, the numbers of the marks, and those of a judge, which
+    chooses the prompts of the sheet in place of the marks.
 
     Returns:
         the page with all images
 
     Raises:
-        UserError: a setting or the marks cannot be used.
+        UserError: a setting, the marks or the judge cannot be used.
         FailedError: some images have values that are not finite; the same command draws the others.
     """
+    output, page, judge = Path(config.output), Path(config.output) / "index.html", _judge_of(config)
     prompts, images = draw_ways(config)
-    output, page = Path(config.output), Path(config.output) / "index.html"
     result, marks, tables = provenance(config) | {"images": digests(images)}, None, []
     if config.marks:
         marks = read_marks(config.marks, prompts, images)
         result["marks"] = summarize(marks, prompts)
         tables = mark_tables(result["marks"])
-        print(*tables, sep="\n\n")
+    if judge:
+        judged = judge(prompts, images)
+        result["agreement"] = agreement(judged, marks) if marks else None
+        marks = {way: [(p > 0.5).tolist() for p in of_way] for way, of_way in judged.items()}
+        result["judged"] = summarize(marks, prompts)
+        tables += mark_tables(result["judged"], " by the judge") + agreement_tables(result["agreement"])
+    print(*tables, sep="\n\n", end="\n\n" * bool(tables))
     write_json(output / "showcase.json", result)
     write_sheet(config, prompts, images, grid(prompts, marks))
     write_marking(output, prompts, images)
@@ -214,7 +227,7 @@ def summarize(marks: Marks, prompts: Sequence[ShowcasePrompt]) -> dict:
     return result
 
 
-def mark_tables(summary: dict) -> list[Table]:
+def mark_tables(summary: dict, by: str = "") -> list[Table]:
     """What the marks say; nothing where no prompt is marked in all ways."""
     if not summary["ways"]:
         return []
@@ -222,10 +235,63 @@ def mark_tables(summary: dict) -> list[Table]:
     rows = {"all": [way["all"] for way in all_ways]}
     for number in next(iter(all_ways))["by_sentence"]:
         rows[f"sentence {number}"] = [way["by_sentence"][number] for way in all_ways]
-    title = f"{summary['facts']} facts of {len(summary['prompts'])} prompts: right, % (95%)"
+    title = f"{summary['facts']} facts of {len(summary['prompts'])} prompts: right{by}, % (95%)"
     cells = [[name, *(cell(*(part[end] for end in ENDS)) for part in parts)] for name, parts in rows.items()]
     compared = [
         [f"{way} - {CUT}", cell(line["difference"], line["low"], line["high"], "+.1f")]
         for way, line in summary["compared"].items()
     ]
-    return [Table([title, *summary["ways"]], cells), Table(["facts right, points", "difference (95%)"], compared)]
+    return [Table([title, *summary["ways"]], cells), Table([f"facts right{by}, points", "difference (95%)"], compared)]
+
+
+# ---- a judge beside the person
+
+
+def _judge_of(config: ShowcaseConfig) -> Callable[[Sequence[ShowcasePrompt], Images], Judged] | None:
+    """Asks the judge about all facts of all images, those that it has not answered yet. None without a judge.
+
+    Raises UserError at once if there is no such judge, or it does not look at images.
+    """
+    if config.judge is None:
+        return None
+    device = pick_device(config.device)
+    settings = Judging(judge=config.judge, server=config.server, precision=config.precision)
+    load, depends, answers = cache(lambda: load_judge(settings, device)), identity(settings, device), config.output
+    checked(load, ResultCache(answers), depends)
+    load.cache_clear()  # its memory is free while images are generated
+
+    def judge(prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:
+        asked = [
+            (partial(load_image, file), digest, [statement(fact) for _, fact in prompt.facts])
+            for pairs in images.values()
+            for prompt, (file, digest) in zip(prompts, pairs, strict=True)
+        ]
+        found = map(filled, ask_all(ResultCache(answers), load, depends, asked, "ask about facts"))
+        return {way: [next(found) for _ in prompts] for way in images}
+
+    return judge
+
+
+def agreement(judged: Judged, marks: Marks) -> dict:
+    """How often the judge says what the person has marked, in percent with the interval over prompts, and its `errors`
+    by the marks."""
+    p, mark, group = np.array(
+        [
+            (p, mark, number)
+            for way in WAYS
+            for number, (of_prompt, given) in enumerate(zip(judged[way], marks[way], strict=True))
+            for p, mark in zip(of_prompt, given or (), strict=False)
+        ]
+    ).T
+    agrees = 100.0 * ((p > 0.5) == (mark > 0))
+    low, high = mean_interval(agrees, group)
+    found = {"facts": len(agrees), "value": float(agrees.mean()), "low": low, "high": high}
+    return found | errors(p[mark == 0], p[mark == 1])
+
+
+def agreement_tables(found: dict | None) -> list[Table]:
+    """What `agreement` found; nothing without marks."""
+    if found is None:
+        return []
+    row = ["the judge says what the person marked, %", found["facts"], cell(*(found[end] for end in ENDS))]
+    return [Table(["agreement", "facts", "% (95%)"], [row]), error_table("where the person marked", found)]
