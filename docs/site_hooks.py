@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE, ROOMS = "docs", "debias_diffusion", ("pipelines", "eval", "app")
+HOME = "index.md"
 OUTSIDE = "repository"  # the folder of the site that holds the pages of files outside `docs/`
 FIRST_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".js": "javascript", ".css": "css"}
@@ -47,10 +48,13 @@ def linked_paths(text: str, folder: str) -> dict[str, str]:
     return paths
 
 
-def rewrite_links(text: str, page: str) -> str:
-    """The text of the page at `page`, a path from the root, with its links as the site needs them."""
+def rewrite_links(text: str, page: str, shown_on: str | None = None) -> str:
+    """The text of the page at `page`, a path from the root, with its links as the site needs them.
+
+    shown_on: the page of the site that shows the text, if it is not `page`'s own.
+    """
     paths = linked_paths(text, os.path.dirname(page))
-    here = os.path.dirname(site_path(page))
+    here = os.path.dirname(shown_on or site_path(page))
 
     def rewritten(match: re.Match) -> str:
         link = match[1] or match[3]
@@ -115,5 +119,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    is_outside = page.file.src_uri.startswith(f"{OUTSIDE}/")
-    return markdown if is_outside else rewrite_links(markdown, f"{DOCS}/{page.file.src_uri}")
+    if page.file.src_uri.startswith(f"{OUTSIDE}/"):
+        return markdown
+    text = rewrite_links(markdown, f"{DOCS}/{page.file.src_uri}")
+    return home(text) if page.file.src_uri == HOME else text
+
+
+def home(tasks: str) -> str:
+    """The site's first page: the README up to its second heading, then the tasks of docs/index.md without its title."""
+    first_screen = page_text("README.md").partition("\n## ")[0]
+    return rewrite_links(first_screen, "README.md", shown_on=HOME) + "\n" + tasks.partition("\n")[2]

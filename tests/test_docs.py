@@ -120,7 +120,7 @@ PROGRAMS = {
     ("python",): check_script,
     ("make",): check_make,
 }
-SHELL = {"export", "for", "done", "wait", ".", "srun", "pip", "hf", ".ci/run"}
+SHELL = {"export", "for", "done", "wait", ".", "srun", "pip", "hf", ".ci/run", "git", "cd"}
 
 
 def check_command(words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and the pages of docs/ and research/: their blocks, and the commands in these."""
+"""README.md, SKILL.md, CONTRIBUTING.md, docs/ and research/: their blocks, and the commands in these."""
 
 import re
 import shlex
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from helpers.modules import ROOT
 
-PAGES = {path.name: path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))}
+PAGES = {name: ROOT / name for name in ("README.md", "SKILL.md", "CONTRIBUTING.md")}
+PAGES |= {path.name: path for path in sorted(ROOT.glob("docs/*.md"))}
 PAGES |= {f"research/{path.name}": path for path in sorted(ROOT.glob("research/*.md"))}
 
 

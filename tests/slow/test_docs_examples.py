@@ -121,6 +121,10 @@ def check_pipeline(pipe) -> None:
 # What a page leaves in its names, and the images and other files that its commands write.
 CHECKS = {
     "README.md": (lambda names: names["image"].size == (64, 64), "cut.png whole.png"),
+    "SKILL.md": (
+        lambda names: names["layout"].tokens == 150 and names["text_encoder"].config.max_position_embeddings == LENGTH,
+        "star.png",
+    ),
     "existing-weights.md": (
         lambda names: names["model"].context_length == 77 and names["text_features"].shape == (2, DEEP["embed_dim"]),
         "street.png street-in-chunks.png checkpoint.png long_clip_l.safetensors long-clip-l/text_encoder",
@@ -140,6 +144,7 @@ CHECKS = {
 }
 # Its Python blocks that leave an SDXL pipeline which reads long prompts.
 LONG_PIPES = {"README.md": slice(1), "existing-weights.md": slice(1), "encoders.md": slice(3, 4)}
+LONG_PIPES["SKILL.md"] = slice(None)
 LONG_PIPES["pipelines.md"] = slice(2)  # the last is modular
 
 

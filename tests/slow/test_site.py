@@ -24,6 +24,7 @@ def test_the_site_builds_and_a_broken_link_is_the_only_warning(tmp_path, caplog)
         build(config)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "'robustness.md'" in warning and "'../benchmarks/gone.py'" in warning
+    assert "with_long_prompts(pipe)" in re.sub("<[^>]+>", "", (tmp_path / "site" / "index.html").read_text())
     reference = (tmp_path / "site" / "api-pipelines.html").read_text()
     assert "Lets an existing pipeline read prompts of any length." in reference
     assert "reads each chunk but the first together with" in reference
