@@ -3,7 +3,7 @@
 debias-clip           drop the summary, draw a random subset of the rest, pad in front (Algorithm 1); w = 0.1
 debias-clip-as-released
                       the same as the released weights were trained: components of each of four processes, weight decay
-                      on all parameters (docs/training.md)
+                      on all parameters (research/recipes.md)
 debias-clip-sdxl      as debias-clip, and words keep the hidden states that SDXL's UNet reads (see `keep_states`)
 smart-clip-sampling   one caption, cut after a random number of sentences, and one loss: SmartCLIP's sampling (section
                       C.5) without its mask network (`smart_clip`)

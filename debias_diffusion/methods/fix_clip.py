@@ -5,7 +5,7 @@ long-clip   the summary as the short caption, both losses weigh the same; each p
 
 Its text tower is an ordinary one. After training, the long table of positions reads every caption, and the regional
 prompts (`clip.regional_prompts`) stay in the image tower; the mask vector and the heads of the hierarchy are left
-behind. `docs/fix-clip.md` says how each ablation of the paper is run, and where the paper leaves a choice.
+behind. `docs/fix-clip.md` says how the paper's tables are run, `research/fix-clip.md` where it leaves a choice.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 smart-clip   one caption, cut after a random number of sentences, against the image under the caption's binary mask
 
-The mask network is saved beside the towers, for `--masks`; published scores are without. `docs/training.md` says more.
+The mask network is saved beside the towers, for `--masks`; published scores are without. More: `research/recipes.md`.
 """
 
 from dataclasses import dataclass
