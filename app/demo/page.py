@@ -47,6 +47,8 @@ STYLE = """
 #images .thumbnail-item img { aspect-ratio: 1; height: auto; }
 #images .caption-label { position: static; width: 100%; max-width: none; white-space: normal; text-align: left; }
 """
+# On a narrow page the images are below all settings: they come to the visitor.
+TO_IMAGES = "() => innerWidth < 800 && document.querySelector('#images').scrollIntoView({behavior: 'smooth'})"
 TURN = {"concurrency_id": "device", "concurrency_limit": 1}  # one request at a time uses the device
 AS_SENT = {"preprocess": False}  # `Request` checks types and choices, and says what is allowed
 BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something is generated
@@ -95,7 +97,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 encoders = gr.CheckboxGroup(models.labels, value=models.labels, label="Encoders to compare")
                 with gr.Row():
                     generate = gr.Button("Generate", variant="primary", scale=3, min_width=120)
-                    stop = gr.Button("Stop", variant="stop", scale=1, min_width=80)
+                    stop = gr.Button("Stop", scale=1, min_width=80)
                 status = gr.HTML("", min_height=60)  # no Markdown, in which a hostile PNG could say an image's address
                 tokens = gr.HighlightedText(label="Tokens", color_map=COLOURS, show_legend=True)
                 readings = gr.Markdown()
@@ -138,6 +140,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
         for event in (*changes, analysing.then):
             event(endpoints.hide_stale, [analysed, *text], analysis, **PRIVATE)
         starts = [generate.click, prompt.submit]
+        gr.on(starts, js=TO_IMAGES, api_visibility="private")
         rendering = gr.on(starts, endpoints.render, [scene, *request], images, api_name="generate", **on_status)
         rendering.success(lambda: "Done.", None, status, **PRIVATE)
         stopped = stop.click(None, cancels=[rendering], api_visibility="private")

@@ -115,7 +115,7 @@ def test_tokens_are_counted_while_typing(page):
 
 
 def test_a_scene_is_generated_analysed_and_restored_from_its_png(page, tmp_path):
-    page.get_by_role("button", name="Example 1").click()
+    page.get_by_role("button", name="Two rings").click()
     expect(page.locator("#images .caption-label")).to_have_count(1)
     generate(page, None, 3)
     finished(page, 6)
@@ -133,7 +133,7 @@ def test_a_scene_is_generated_analysed_and_restored_from_its_png(page, tmp_path)
     # An analysis goes when another prompt is chosen.
     page.get_by_role("button", name="Analyse this prompt").click()
     expect(analysis := page.get_by_text("sentence 2 removed").first).to_be_visible()
-    page.get_by_role("button", name="Example 2").click()
+    page.get_by_role("button", name="Six on black").click()
     expect(analysis).not_to_be_visible()
     # The PNG sets everything again.
     set_steps(page, 1)
@@ -217,9 +217,12 @@ def test_everything_fits_a_phone(demo):
     with visited(*demo, viewport=PHONE) as page:
         show(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        page.get_by_role("button", name="Generate").click()
+        expect(page.locator("#images")).to_be_in_viewport()  # it is far below the button
+        finished(page, 6)
 
 
-def show(page: Page, steps: int = 1, example: str = "Example 1") -> None:
+def show(page: Page, steps: int = 1, example: str = "Two rings") -> None:
     """Everything that the page has to show."""
     page.get_by_role("button", name=example).click()
     generate(page, None, steps)
@@ -261,7 +264,7 @@ def test_marks_of_the_story_stand_in_their_places_and_everything_fits(demo, tmp_
 
 def write_screenshot(file: Path) -> None:
     with opened() as demo, visited(*demo, viewport={"width": 1300, "height": 1250}) as page:
-        show(page, steps=20, example="Example 3")  # where the encoders differ as on average: docs/app.md
+        show(page, steps=20, example="Circles and a star")  # where the encoders differ as on average: docs/app.md
         page.evaluate("scrollTo(0, 0)")
         image = Image.open(BytesIO(page.screenshot()))
         image.quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)

@@ -84,7 +84,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     names = [file.filename for file in files]
     assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
     kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert kinds == {".py", ".typed", ".gz", ".j2", ".json", ".jsonl", ".md", ".pyi", ".safetensors", ".yaml"}
+    assert kinds == {".py", ".typed", ".gz", ".j2", ".json", ".jsonl", ".md", ".pyi", ".safetensors", ".svg", ".yaml"}
     large = [file.CRC for file in files if file.file_size > 2**20]
     assert len(large) == len(set(large)) > 5 and sum(name.endswith(("LICENSE", "NOTICE")) for name in names) == 2
     with tarfile.open(source) as archive:
