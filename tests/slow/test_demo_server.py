@@ -85,7 +85,7 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
         ("/generate", {"prompt": "a", "encoders": None}, "encoders is None, but must be values"),
         ("/generate", {"prompt": "a", "steps": "many"}, "steps is 'many', but must be a whole number, from 1 to 100"),
         ("/attention", {"prompt": "a", "reading": [3]}, r"reading is \[3\], but must be overlap or"),
-        ("/settings", {"file": 3}, 'a file that was not uploaded. "Use via API" at the foot'),
+        ("/settings", {"path": 3}, 'a file that was not uploaded. "Use via API" at the foot'),
         ("/generate", {"prompt": LONG, "images": 8, "steps": 100}, "one request may take 1,000 here"),
         ("/attention", {"prompt": " "}, "The prompt is empty"),
     ],
