@@ -37,8 +37,9 @@ AS_COMFYUI_LOADS = """
 import importlib.util, sys
 sys.modules["debias_diffusion"] = None  # as if it were not installed
 for path in sys.argv[1:]:
-    spec = importlib.util.spec_from_file_location(path, path + "/__init__.py")
-    sys.modules[path] = module = importlib.util.module_from_spec(spec)
+    name = path.replace(".", "_x_")  # as in ComfyUI
+    spec = importlib.util.spec_from_file_location(name, path + "/__init__.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     print(list(module.NODE_DISPLAY_NAME_MAPPINGS.values()))
 """
