@@ -78,8 +78,11 @@ def generate(config: GenerateConfig) -> Path:
         _print_left_out(left_out)
     for first in firsts:
         parse_seed(first.prompt.seed + config.images_per_prompt - 1)  # of the last image
-    prompts = [(first, range(first.prompt.seed, first.prompt.seed + config.images_per_prompt)) for first in firsts]
-    images = [replace(first, prompt=replace(first.prompt, seed=seed)) for first, seeds in prompts for seed in seeds]
+    images = [
+        replace(first, prompt=replace(first.prompt, seed=first.prompt.seed + number))
+        for first in firsts
+        for number in range(config.images_per_prompt)
+    ]
     if config.prompts is not None:
         images = [expand(image, Path(config.prompts).parent / "wildcards") for image in images]
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
