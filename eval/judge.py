@@ -1,5 +1,6 @@
 """A judge: what of an image answers a question with yes, as a probability."""
 
+import functools
 import math
 import random
 import re
@@ -34,6 +35,9 @@ _SPLIT, _SIDE = "test-judge", 192  # the scenes, which no prompt shows, and the 
 MOST_UNANSWERED = 0.05  # share
 LEAST_GAP = 0.1  # between the mean p(yes) of questions whose answer is yes and no
 _OBJECT = re.compile(rf"Is there an? ({'|'.join(COLOURS)}) ({'|'.join(KINDS)}) in the ({'|'.join(PLACES)})\?")
+
+
+OfImage = tuple[Callable[[], Image.Image], str, list[str]]  # opens an image, its digest, questions about it
 
 
 def load_judge(config: Judging, device: torch.device) -> "ModelJudge | ToyJudge":
@@ -109,14 +113,39 @@ class ToyJudge:
         return answers
 
 
+class Questioning:
+    """A judge that is loaded when a question is not in the cache of an output folder.
+
+    Attributes:
+        depends: what decides its answers, see `identity`.
+        of_toys: its errors on toy scenes, see `control`.
+
+    Raises:
+        UserError: there is no such judge, or it does not look at images, which is checked at once.
+    """
+
+    def __init__(self, config: Judging, device: torch.device, output: str):
+        self._results, self.depends = ResultCache(output), identity(config, device)
+        self._load = functools.cache(lambda: load_judge(config, device))
+        self.of_toys = self._results.result("judge", self.depends, lambda: control(self._load()))
+
+    def release(self) -> None:
+        """Frees the judge's memory until it is asked again."""
+        self._load.cache_clear()
+
+    def ask(self, asked: Sequence[OfImage], title: str) -> list[list[float | None]]:
+        """See `ask_all`."""
+        return ask_all(self._results, self._load, self.depends, asked, title)
+
+
 def ask_all(
     cache: ResultCache,
     judge: Callable[[], ModelJudge | ToyJudge],
     depends: dict,
-    asked: Sequence[tuple[Callable[[], Image.Image], str, list[str]]],
+    asked: Sequence[OfImage],
     title: str,
 ) -> list[list[float | None]]:
-    """p(yes) of each question of each image, (opens it, its digest, questions); those in the cache are not asked again.
+    """p(yes) of each question of each image; those in the cache are not asked again.
 
     Raises UserError if too many are unanswered.
 
@@ -145,11 +174,6 @@ def ask_all(
 def object_question(thing: Thing) -> str:
     """What `ToyJudge` can answer, of kind, colour and place."""
     return f"Is there {'an' if thing.colour == 'orange' else 'a'} {thing.colour} {thing.kind} in the {thing.place}?"
-
-
-def checked(judge: Callable[[], ModelJudge | ToyJudge], cache: ResultCache, depends: dict) -> dict:
-    """`control` of a judge, from the cache if it is there; `depends` is its `identity`."""
-    return cache.result("judge", depends, lambda: control(judge()))
 
 
 def control(judge: ModelJudge | ToyJudge) -> dict:

@@ -1,7 +1,7 @@
 """How well a judge agrees with people: their labels of what images show, and the order of images that these give."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +20,9 @@ from .images.networks import TwoTowerFeatures
 from .images.prompt_sets import BAND_NAMES, Places, band, csv_rows, statement
 from .images.scores import clip_scores
 from .intervals import ends, group_numbers
-from .judge import ask_all, checked, error_table, errors, filled, identity, load_judge
+from .judge import Questioning, error_table, errors, filled
 from .options import JudgeConfig
 from .report import Table, cell, versions
-from .session import ResultCache
 
 NAME = "judge"
 LABELS, LONG_T2I = "labels.csv", "split/test.json"
@@ -53,22 +52,21 @@ def evaluate_judge(config: JudgeConfig) -> dict:
     Raises:
         UserError: the labels, their images or a model cannot be used, or the judge does not look at images.
     """
-    device, results = pick_device(config.device), ResultCache(config.output)
+    device = pick_device(config.device)
     images, labelled, bad = read_labels(Path(config.labels), config.limit)
     print_left_out(bad)
     check_share(bad, len(labelled) + len(bad), config.max_bad)
-    load, depends = cache(lambda: load_judge(config, device)), identity(config, device)
-    of_toys = checked(load, results, depends)
+    judge = Questioning(config, device, config.output)
     opened = [partial(images.open, one.image) for one in labelled]
     digests = [images.stamp(one.image).hex() for one in labelled]
     asked = [(image, digest, [*one.labels]) for image, digest, one in zip(opened, digests, labelled, strict=True)]
-    answers = [*map(filled, ask_all(results, load, depends, asked, f"ask {config.judge}"))]
-    scores = {"judge": np.array([each.mean() for each in answers])}
+    answers = [*map(filled, judge.ask(asked, f"ask {config.judge}"))]
+    scores, depends = {"judge": np.array([each.mean() for each in answers])}, judge.depends
     if config.clip_score:
         clip = TwoTowerFeatures(config.clip_score, device)
         texts = clip.of_texts([one.prompt for one in labelled], config.batch_size)
         scores["clip_score"] = np.array(clip_scores(clip.of_images(opened, config.batch_size), texts))
-        depends |= {"clip_score": clip.digest()}
+        depends = depends | {"clip_score": clip.digest()}
     truth, p = np.concatenate([[*one.labels.values()] for one in labelled]), np.concatenate(answers)
     order = _orders(labelled, scores)
     report = {
@@ -76,7 +74,7 @@ def evaluate_judge(config: JudgeConfig) -> dict:
         "settings": vars(config),
         "versions": versions(),
         "digests": depends,
-        "judge": of_toys,
+        "judge": judge.of_toys,
         "labels": errors(p[~truth], p[truth]),
         "order": order,
         "fit": (order["all"]["difference"]["low"] or 0) > 0 if config.clip_score else None,

@@ -1,7 +1,7 @@
 """`showcase`: long prompts in four ways by an SDXL checkpoint, pages to look at and to mark, and what marks say."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import chain, zip_longest
@@ -16,10 +16,9 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.networks import load_image
 from debias_diffusion.eval.images.prompt_sets import statement
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
-from debias_diffusion.eval.judge import ask_all, checked, error_table, errors, filled, identity, load_judge
+from debias_diffusion.eval.judge import Questioning, error_table, errors, filled
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.eval.report import Table, cell, versions, write_page
-from debias_diffusion.eval.session import ResultCache
 from debias_diffusion.files import atomic_file, open_regular, read_file, read_json, sha256, write_json, write_text
 from debias_diffusion.machine import machine_name
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
@@ -96,7 +95,7 @@ def showcase(config: ShowcaseConfig) -> Path:
         result["marks"] = summarize(marks, prompts)
         tables = mark_tables(result["marks"])
     if judge:
-        judged = judge(prompts, images)
+        judged = ask_about_facts(judge, prompts, images)
         result["agreement"] = agreement(judged, marks) if marks else None
         marks = {way: [(p > 0.5).tolist() for p in of_way] for way, of_way in judged.items()}
         result["judged"] = summarize(marks, prompts)
@@ -247,29 +246,25 @@ def mark_tables(summary: dict, by: str = "") -> list[Table]:
 # ---- a judge beside the person
 
 
-def _judge_of(config: ShowcaseConfig) -> Callable[[Sequence[ShowcasePrompt], Images], Judged] | None:
-    """Asks the judge about all facts of all images, those that it has not answered yet. None without a judge.
-
-    Raises UserError at once if there is no such judge, or it does not look at images.
-    """
+def _judge_of(config: ShowcaseConfig) -> Questioning | None:
+    """The judge, or None without one. Raises UserError as `Questioning`."""
     if config.judge is None:
         return None
-    device = pick_device(config.device)
     settings = Judging(judge=config.judge, server=config.server, precision=config.precision)
-    load, depends, answers = cache(lambda: load_judge(settings, device)), identity(settings, device), config.output
-    checked(load, ResultCache(answers), depends)
-    load.cache_clear()  # its memory is free while images are generated
-
-    def judge(prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:
-        asked = [
-            (partial(load_image, file), digest, [statement(fact) for _, fact in prompt.facts])
-            for pairs in images.values()
-            for prompt, (file, digest) in zip(prompts, pairs, strict=True)
-        ]
-        found = map(filled, ask_all(ResultCache(answers), load, depends, asked, "ask about facts"))
-        return {way: [next(found) for _ in prompts] for way in images}
-
+    judge = Questioning(settings, pick_device(config.device), config.output)
+    judge.release()  # images are generated next
     return judge
+
+
+def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:
+    """What the judge says of all facts of all images; those that it has answered before are not asked again."""
+    asked = [
+        (partial(load_image, file), digest, [statement(fact) for _, fact in prompt.facts])
+        for pairs in images.values()
+        for prompt, (file, digest) in zip(prompts, pairs, strict=True)
+    ]
+    found = map(filled, judge.ask(asked, "ask about facts"))
+    return {way: [next(found) for _ in prompts] for way in images}
 
 
 def agreement(judged: Judged, marks: Marks) -> dict:

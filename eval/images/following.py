@@ -17,10 +17,10 @@ from debias_diffusion.pipelines.rendering.renderer import ImageTask
 from debias_diffusion.processes import Processes
 
 from ..intervals import by_group, drawn_ratios, mean_interval, paired_difference, percent_ends
-from ..judge import ask_all, checked, corrected, error_table, filled, identity, load_judge
+from ..judge import Questioning, corrected, error_table, filled
 from ..options import AllConfig, FollowingConfig
 from ..report import Table, cell, compared_tables, error_lengths, image_url, write_page
-from ..session import ResultCache, Session, compare_encoders
+from ..session import Session, compare_encoders
 from .networks import load_image
 from .prompt_sets import BAND_NAMES, Prompt, PromptSet, Question, band, read_prompt_set
 from .rendered import image_task, render_all, rendering_settings
@@ -56,39 +56,38 @@ def evaluate_following(config: FollowingConfig) -> dict:
             any is generated, or answers too little.
     """
     started, processes, count = time.monotonic(), Processes.connect(config.device), config.images_per_prompt
-    load = cache(lambda: load_judge(config, processes.device))
+    judge: Questioning | None = None  # of the main process
 
-    def read() -> tuple[PromptSet, list[ImageTask], dict]:
-        """The prompts, the images to generate, and what decides the judge's answers."""
+    def read() -> tuple[PromptSet, list[ImageTask]]:
+        """The prompts and the images to generate."""
+        nonlocal judge
         data = read_prompt_set(config.prompts, config.limit)
         print_left_out(data.bad)
-        depends = identity(config, processes.device)
-        checked(load, ResultCache(config.output), depends)
-        load.cache_clear()  # the judge's memory is free while images are generated
+        judge = Questioning(config, processes.device, config.output)
+        judge.release()  # images are generated next
         places = enumerate((prompt, number) for prompt in data.prompts for number in range(count))
         tasks = [image_task(config, f"{prompt.name}/{number}", prompt.text, at) for at, (prompt, number) in places]
-        return data, tasks, depends
+        return data, tasks
 
     with processes.only_main_prints():
-        data, tasks, depends = processes.from_main(read)
+        data, tasks = processes.from_main(read)
         rendered, digests = render_all(config, processes, tasks)
-    if not processes.is_main:
+    if judge is None:
         return {}
     session, results, encoders = Session(NAME, config, data, processes.device), {}, {}
-    of_toys = checked(load, session.cache, depends)
     for label, images in rendered.items():
         shas = [*map(sha256, images.files)]
         asked = [
             (partial(load_image, file), sha, [question.text for question in data.prompts[at // count].questions])
             for at, (file, sha) in enumerate(zip(images.files, shas, strict=True))
         ]
-        answers = ask_all(session.cache, load, depends, asked, f"ask, {label}")
+        answers = judge.ask(asked, f"ask, {label}")
         results[label] = Answers.of(data.prompts, answers, count)
         # A judge's errors on toy scenes are those on images of toy scenes only.
-        errors = of_toys if is_toy_scenes(config.prompts) else None
+        errors = judge.of_toys if is_toy_scenes(config.prompts) else None
         encoders[label] = score(results[label], errors) | {"unanswered": [*chain(*answers)].count(None)}
         encoders[label] |= images.reading | {"images_digest": bytes_digest(["\n".join(shas).encode()])}
-    session.digests |= depends | digests
+    session.digests |= judge.depends | digests
     _write_page(config, data.prompts, {label: images.files for label, images in rendered.items()}, results)
     return session.report(
         tables,
@@ -100,7 +99,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
         drawing=rendering_settings(config),
         prompts=len(data.prompts),
         questions=sum(len(prompt.questions) for prompt in data.prompts),
-        judge=of_toys,
+        judge=judge.of_toys,
     )
 
 
