@@ -4,7 +4,6 @@ import logging
 import os
 import shutil
 import subprocess
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -181,14 +180,6 @@ def extended(tmp_path_factory):
     (folder / "predicting.py").write_text(block.code)
     yield folder
     METHODS.pop("predicting", None)
-
-
-@pytest.fixture(scope="module")
-def full_precision():
-    """No autocast: where a CPU has no units for bfloat16, training the toy models in it takes seven times as long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-        yield
 
 
 @pytest.fixture(scope="module")

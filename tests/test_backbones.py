@@ -5,7 +5,7 @@ import open_clip
 import pytest
 import torch
 from helpers.released import two_tables
-from helpers.text_encoders import Runs
+from helpers.text_encoders import Runs, long_clip
 from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
 from PIL import Image
 
@@ -35,23 +35,19 @@ def test_a_saved_folder_loads_in_open_clip_and_here(tmp_path, quick_gelu):
 
 def test_average_pooling_is_saved_and_heeded_when_loaded(tmp_path):
     backbone = tiny_clip()
-    backbone.pooling = "average"
-    backbone.save(tmp_path)
     tokens = backbone.tokenize(["a cat on a mat", "dogs"])
+    at_eot, backbone.pooling = backbone.encode_text(tokens), "average"
+    backbone.save(tmp_path)
     again = load_backbone(str(tmp_path))
     assert again.pooling == "average" and torch.equal(again.encode_text(tokens), backbone.encode_text(tokens))
+    assert not torch.allclose(again.encode_text(tokens), at_eot)
     with pytest.raises(UserError, match="average pooling"):
         to_transformers(again, projection=True)
-    again.pooling = "eot"
-    again.save(tmp_path / "eot")
-    assert load_backbone(str(tmp_path / "eot")).pooling == "eot"
-    assert not torch.allclose(again.encode_text(tokens), backbone.encode_text(tokens))
 
 
-@pytest.mark.parametrize(("mode", "size"), [("RGB", (61, 40)), ("L", (32, 32)), ("RGBA", (5, 200))])
+@pytest.mark.parametrize(("mode", "size"), [("RGB", (61, 40)), ("RGBA", (5, 200))])
 def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit(mode, size):
-    backbone = tiny_clip().eval()
-    generator = torch.Generator().manual_seed(0)
+    backbone, generator = tiny_clip().eval(), torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8)
     image = Image.fromarray(pixels.numpy()).convert(mode)
     read = backbone.read_pixels(image)
@@ -61,26 +57,13 @@ def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit(mode, size)
     assert backbone.double().encode_image(read[None]).dtype == torch.float64
 
 
-def test_random_weights_come_from_the_seed(tmp_path):
-    models = []
-    with registered(tmp_path / "configs", tiny=CONFIG):
-        for seed in (3, 3, 4):
-            torch.manual_seed(seed)
-            models.append(load_backbone("tiny"))
-    assert models[0].random_weights
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-    assert not torch.equal(models[2].model.visual.conv1.weight, models[1].model.visual.conv1.weight)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("coca_ViT-B-32:none", "cannot be used.*multimodal_cfg"),
-        ("ViT-L-14-CLIPA:none", "cannot be used.*no_causal_mask.*pool_type: last"),
-        ("hf-hub:tests/no-such-repository", "nothing of it is in the hub's cache"),
-        ("ViT-B-16:openai", "trained with QuickGELU, which 'ViT-B-16' lacks. Use --model ViT-B-16-quickgelu"),
-        ("ViT-B-16-quickgelu:laion2b_s34b_b88k", "No weights|Use --model ViT-B-16"),
-        ("ViT-B-16:opneai", "No weights 'opneai' for 'ViT-B-16'. Did you mean openai"),
+        ("hf-hub:tests/no-such-repository", "hub's cache"),
+        ("ViT-B-16:openai", "Use --model ViT-B-16-quickgelu"),
+        ("ViT-B-16:opneai", "Did you mean openai"),
     ],
 )
 def test_what_cannot_be_used_is_named(name, message):
@@ -95,6 +78,7 @@ def long_clip_state(length=248):
     return clip.model.state_dict() | two_tables(table), table
 
 
+QUICK = CONFIG | {"quick_gelu": True}
 WRAPPINGS = {
     "plain, before torch 1.6": lambda state: state,
     "state_dict, module.": lambda state: {"state_dict": {f"module.{n}": t for n, t in state.items()}, "epoch": 3},
@@ -107,7 +91,7 @@ def test_a_long_clip_checkpoint_becomes_one_table_and_is_not_stretched_again(tmp
     state, table = long_clip_state()
     file = tmp_path / "longclip-tiny.pt"
     torch.save(WRAPPINGS[wrapping](state), file, _use_new_zipfile_serialization="before" not in wrapping)
-    with registered(tmp_path / "configs", **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
+    with registered(tmp_path / "configs", **{"tiny-quickgelu": QUICK}):
         backbone = load_backbone("tiny-quickgelu", str(file))
     assert (backbone.context_length, backbone.tokenizer.context_length, backbone.kept_positions) == (248, 248, 20)
     assert backbone.config["debias_diffusion"] == {"keep": 20, "factor": 4} and not backbone.random_weights
@@ -116,27 +100,18 @@ def test_a_long_clip_checkpoint_becomes_one_table_and_is_not_stretched_again(tmp
     torch.testing.assert_close(backbone.model.state_dict(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_long_clip_checkpoint_for_another_model_is_refused(tmp_path):
-    with registered(tmp_path / "configs", tiny=CONFIG, **{"tiny-quickgelu": CONFIG | {"quick_gelu": True}}):
-        for length, model, message in (
-            (248, "tiny", "QuickGELU, which 'tiny' lacks. Use --model tiny-quickgelu"),
-            (308, "tiny-quickgelu", "holds 308 text positions, 'tiny-quickgelu' has 248"),
-        ):
-            torch.save(long_clip_state(length)[0], file := tmp_path / "longclip.pt")
-            with pytest.raises(UserError, match=message):
-                load_backbone(model, str(file))
-
-
 def test_positions_of_another_length_are_never_interpolated(tmp_path):
-    backbone = tiny_clip()
-    backbone.stretch()
-    backbone.save(tmp_path / "trained")
-    file = tmp_path / "weights.pt"
-    torch.save({"state_dict": {f"module.{n}": t for n, t in backbone.model.state_dict().items()}}, file)
-    with registered(tmp_path / "configs", tiny=CONFIG):
-        for weights in (file, tmp_path / "trained" / "open_clip_model.safetensors"):
-            with pytest.raises(UserError, match="holds 248 text positions, 'tiny' has 77; they are not interpolated"):
-                load_backbone("tiny", str(weights))
+    long_clip().save(tmp_path / "trained")
+    torch.save(long_clip_state(308)[0], tmp_path / "longclip.pt")
+    torch.save(long_clip_state()[0], tmp_path / "quick.pt")
+    with registered(tmp_path / "configs", **{"tiny": CONFIG, "tiny-quickgelu": QUICK}):
+        for model, weights, message in (
+            ("tiny", "trained/open_clip_model.safetensors", "holds 248 text positions, 'tiny' has 77"),
+            ("tiny-quickgelu", "longclip.pt", "holds 308 text positions, 'tiny-quickgelu' has 248"),
+            ("tiny", "quick.pt", "Use --model tiny-quickgelu"),
+        ):
+            with pytest.raises(UserError, match=message):
+                load_backbone(model, str(tmp_path / weights))
     tiny_siglip().save(siglip := tmp_path / "siglip")
     config = (siglip / "open_clip_config.json").read_text()
     (siglip / "open_clip_config.json").write_text(config.replace('"context_length": 64', '"context_length": 196'))
@@ -144,7 +119,7 @@ def test_positions_of_another_length_are_never_interpolated(tmp_path):
         load_backbone(str(siglip))
 
 
-def test_files_that_are_broken_cut_short_or_hold_no_weights_are_refused(tmp_path):
+def test_files_that_are_broken_or_hold_no_weights_are_refused(tmp_path):
     file, code_ran = tmp_path / "weights.pt", tmp_path / "code-ran"
     torch.save(tiny_clip(tokenizer=clip_tokenizer(77)).model.state_dict(), file)
     whole = file.read_bytes()
@@ -156,19 +131,12 @@ def test_files_that_are_broken_cut_short_or_hold_no_weights_are_refused(tmp_path
                 (tmp_path / name).write_bytes(content)
                 with pytest.raises(UserError, match=r"'tiny:.* could not be loaded"):
                     load_two_tower(f"tiny:{tmp_path / name}")
-        assert not code_ran.exists()
         torch.save({"epoch": 3}, file)
-        with pytest.raises(UserError, match="holds no state dict of weights"):
+        with pytest.raises(UserError, match="no state dict"):
             load_two_tower(f"tiny:{file}")
-
-
-def test_a_folder_without_weights_or_with_a_broken_configuration_is_refused(tmp_path):
-    folder, weights = save_tiny_clip(tmp_path), tmp_path / "open_clip_model.safetensors"
-    for broken in ("{", "[]", '{"model_cfg": {"text_cfg": {}, "vision_cfg": 1}}'):
-        (tmp_path / "open_clip_config.json").write_text(broken)
-        with pytest.raises(UserError, match="could not be loaded|cannot be read as JSON|holds a list, not a d"):
-            load_two_tower(folder)
-    weights.unlink()
+    assert not code_ran.exists()
+    folder = save_tiny_clip(tmp_path / "folder")
+    (tmp_path / "folder" / "open_clip_model.safetensors").unlink()
     with pytest.raises(UserError, match="holds no weights"):
         load_two_tower(folder)
 
@@ -179,5 +147,5 @@ def test_a_preprocess_configuration_that_no_image_survives_is_named(tmp_path, ch
     folder, file = save_tiny_clip(tmp_path), tmp_path / "open_clip_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"preprocess_cfg": config["preprocess_cfg"] | change}))
-    with pytest.raises(UserError, match=r"loaded: by its preprocess configuration, with mean \[.* and std \["):
+    with pytest.raises(UserError, match="preprocess configuration"):
         load_two_tower(folder)

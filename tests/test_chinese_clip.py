@@ -1,18 +1,14 @@
 """Chinese-CLIP: a tiny ChineseCLIPModel against transformers' own features, ablated, evaluated, and never trained."""
 
 import json
-import shutil
 import string
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.coco_cn import coco_cn
 from helpers.tiny_clip import everyday
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
 
 from debias_diffusion.ablation.heads import Ablation
@@ -53,15 +49,14 @@ def backbone(folder):
     return load_two_tower(folder)
 
 
-def pixels() -> Tensor:
-    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+PIXELS = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
 def test_features_equal_those_of_transformers(backbone, folder):
     theirs = ChineseCLIPModel.from_pretrained(folder).eval()
     assert (backbone.family.name, backbone.loss, backbone.context_length) == ("Chinese-CLIP", "softmax", CONTEXT_LENGTH)
-    close(backbone.encode_image(pixels()), theirs.get_image_features(pixels()).pooler_output)
+    close(backbone.encode_image(PIXELS), theirs.get_image_features(PIXELS).pooler_output)
     rows = BertTokenizer.from_pretrained(folder)(CAPTIONS, padding=True, return_tensors="pt")
     expected = theirs.get_text_features(**rows).pooler_output
     assert (expected[0] - expected[1]).abs().max() > 0.01
@@ -91,35 +86,23 @@ def test_ablate_searches_and_its_result_is_loaded_and_evaluated(folder, backbone
     saved = json.loads((output / "ablation.json").read_text())
     assert saved["tower"] == "image" and saved["heads"]
     with torch.no_grad():
-        plain, features = (model.encode_image(pixels()) for model in (backbone, load_two_tower(output)))
+        plain, features = (model.encode_image(PIXELS) for model in (backbone, load_two_tower(output)))
         Ablation.of_rows("image", saved["beta"]).apply(backbone)
-        assert torch.equal(backbone.encode_image(pixels()), features) and not torch.allclose(features, plain, atol=1e-3)
+        assert torch.equal(backbone.encode_image(PIXELS), features) and not torch.allclose(features, plain, atol=1e-3)
     coco_cn(tmp_path, ("test",))
     pairs = {"dataset": ["coco-cn-all"], "root": str(tmp_path)}
     report = evaluate_retrieval(RetrievalConfig([folder, str(output)], str(tmp_path / "out"), **pairs))
     assert (report["images"], report["captions"], len(report["encoders"])) == (5, 7, 2)
-    with pytest.raises(UserError, match="text tower of a Chinese-CLIP has no causal mask. Ablate its image tower"):
+    with pytest.raises(UserError, match="no causal mask"):
         ablate(AblateConfig(folder, str(tmp_path / "text"), tower="text", **settings))
 
 
 def test_it_is_neither_trained_nor_exported(folder, backbone, tmp_path):
     for model in (folder, "OFA-Sys/chinese-clip-vit-base-patch16"):
-        with pytest.raises(UserError, match="is a Chinese-CLIP. It is evaluated and ablated here, and neither trained"):
+        with pytest.raises(UserError, match="neither trained"):
             TrainConfig(data="toy/train-2", model=model, output=str(tmp_path / "run"))
     with pytest.raises(UserError, match="open_clip has no Chinese-CLIP"):
         backbone.save(tmp_path / "saved")
-    with pytest.raises(UserError, match="The text tower of a Chinese-CLIP has no causal mask"):
+    with pytest.raises(UserError, match="no causal mask"):
         export_clip_model(backbone, tmp_path / "exported")
     assert not list(tmp_path.iterdir())
-
-
-def test_weights_must_be_complete_and_buffers_of_older_versions_are_ignored(folder, backbone, tmp_path):
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    weights, tokens = load_file(copy / "model.safetensors"), backbone.tokenize(CAPTIONS)
-    older = {f"{tower}_model.embeddings.position_ids": torch.arange(80)[None] for tower in ("text", "vision")}
-    save_file(weights | older | {"text_model.pooler.dense.weight": torch.zeros(32, 32)}, copy / "model.safetensors")
-    assert torch.equal(load_two_tower(copy).encode_text(tokens), backbone.encode_text(tokens))
-    weights.pop(name := "text_model.encoder.layer.1.output.dense.weight")
-    save_file(weights, copy / "model.safetensors")
-    with pytest.raises(UserError, match=f"lack 1 tensors of the model, such as {name}"):
-        load_two_tower(copy)

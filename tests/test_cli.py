@@ -1,5 +1,4 @@
 import json
-import re
 
 import pytest
 import yaml
@@ -52,29 +51,31 @@ def test_help_names_every_command_and_option(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "Unknown command 'trian'. Did you mean train? Choose one of: quickstart, train, align, ablate"),
-        (["evaluate", "robust"], "Unknown command 'robust'. Did you mean robustness"),
+        (["trian"], "Unknown command 'trian'. Did you mean train?"),
+        (["evaluate", "robust"], "Did you mean robustness"),
         (["train", "--epocs=3"], "Unknown option 'epocs'. Did you mean epochs"),
-        (
-            ["train", "--batch=many"],
-            "batch is 'many', but must be a whole number, at least 1, or auto. `debias-diffusion train",
-        ),
-        (
-            ["generate", "a", "star", "--base=toy/sdxl"],
-            "'star' belongs to no option. Put text of several words in quot",
-        ),
+        (["train", "--batch=many"], "batch is 'many', but must be a whole number, at least 1, or auto."),
+        (["generate", "a", "star", "--base=toy/sdxl"], "'star' belongs to no option."),
         (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
-        (["train"], "Missing: --data, --output, --model. For example: debias-diffusion train --config configs/"),
+        (["train"], "Missing: --data, --output, --model. For example: debias-diffusion train"),
         (["generate", " ", "--base=/nowhere"], "The prompt is empty"),
         (["generate", "a star", "--steps=" + 5000 * "9"], "Exceeds the limit"),
-        (["export", "--model=ViT-B16", "--output=/nowhere"], "'ViT-B16' is not there. Did you mean ViT-B-16"),
+        (["export", "--model=ViT-B16", "--output=/nowhere"], "Did you mean ViT-B-16"),
+        (["train", "--config={}", "epochz: 7"], "Unknown option 'epochz'. Did you mean epochs"),
+        (["evaluate", "attention", "--config={}", "encoders: a,b"], "write the values of a list in brackets"),
+        (["generate", "--config={}", b"\xff\xfe\x00"], "can't decode byte 0xff"),
     ],
 )
-def test_one_message_and_no_traceback(capsys, arguments, message):
+def test_one_message_and_no_traceback(capsys, tmp_path, arguments, message):
+    """The last of the arguments is the content of a file of options, if they name one."""
+    if "--config={}" in arguments:
+        *arguments, content = arguments
+        (tmp_path / "c.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+        arguments = [word.format(tmp_path / "c.yaml") for word in arguments]
     assert message in error(capsys, *arguments)
 
 
-def test_yaml_is_read_overridden_and_printed(capsys, tmp_path, world):
+def test_yaml_is_read_overridden_and_printed(capsys, tmp_path):
     (tmp_path / "c.yaml").write_text("epochs: 7\nbetas: [0.8, 0.9]\nshort_weight: 0.25\n")
     code, out, _ = run(capsys, "train", "--config", tmp_path / "c.yaml", "--epochs=5", "--print-config")
     printed = yaml.safe_load(out)
@@ -82,19 +83,6 @@ def test_yaml_is_read_overridden_and_printed(capsys, tmp_path, world):
     assert (printed["epochs"], printed["betas"], printed["short_weight"]) == (5, [0.8, 0.9], 0.25)
     (tmp_path / "printed.yaml").write_text(out)
     assert run(capsys, "train", "--config", tmp_path / "printed.yaml", "--print-config")[1] == out
-
-
-@pytest.mark.parametrize(
-    ("command", "line", "message"),
-    [
-        ("train", "epochz: 7", "Unknown option 'epochz'. Did you mean epochs"),
-        ("evaluate attention", "encoders: toy/clip,toy/debias-clip", "write the values of a list in brackets: [a, b]"),
-        ("generate", b"\xff\xfe\x00", "can't decode byte 0xff"),
-    ],
-)
-def test_a_wrong_yaml_is_explained(capsys, tmp_path, command, line, message):
-    (tmp_path / "c.yaml").write_bytes(line if isinstance(line, bytes) else line.encode())
-    assert message in error(capsys, *command.split(), "--config", tmp_path / "c.yaml")
 
 
 def test_train_then_export_then_evaluate(capsys, tmp_path, world):
@@ -140,28 +128,3 @@ def test_every_option_is_in_one_group_of_the_help(options):
     fields = options.__dataclass_fields__
     grouped = [name for group in options.GROUPS.values() for name in group if name in fields]
     assert sorted(grouped) == sorted(fields)
-
-
-def test_help_lists_groups_flags_types_and_defaults(capsys):
-    out = run(capsys, "generate", "--help")[1]
-    titles = ["options:", "Prompts:", "Models:", "Images:", "Speed and memory:"]
-    assert re.findall(r"^\w.*:$", out, re.MULTILINE) == titles
-    assert "usage: debias-diffusion generate [PROMPT] --base BASE [options]\n" in out
-    assert "  --low-memory, --no-low-memory\n" in out and "  --precision {auto,fp32,bf16,fp16}\n" in out
-    assert "  --steps STEPS  " in out and "default: auto" in out
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "values"),
-    [
-        ("train", "--learning-rate=1e-3 --compile off --check-data", {"compile": "off", "check_data": True}),
-        ("train", "--method.alpha 0.75 --betas [0.8,0.9]", {"method": {"alpha": 0.75}, "betas": [0.8, 0.9]}),
-        ("train", "--trackers tensorboard wandb --chunk null", {"trackers": ["tensorboard", "wandb"], "chunk": None}),
-        ("generate", "--reading separate --guidance-scale -1 star", {"reading": "separate", "guidance_scale": -1.0}),
-        ("evaluate attention", "--encoders a,b [c] 1", {"encoders": ["a,b", "[c]", "1"]}),
-    ],
-)
-def test_options_are_written_in_one_way(capsys, command, arguments, values):
-    code, out, err = run(capsys, *command.split(), *arguments.split(), "--print-config")
-    assert code == 0, err
-    assert values.items() <= yaml.safe_load(out).items()

@@ -1,17 +1,12 @@
-"""The vectors of conformance/: what this package reads, what the programs read, and what a second reader makes."""
+"""The vectors of conformance/: what this package reads, and what a second reader makes.
 
-import json
-import zlib
-from pathlib import Path
+tests/test_readings.py compares the package with what the programs themselves read.
+"""
 
 import pytest
 from helpers import second_reader
 
 from conformance import check, make
-
-RECORD = json.loads((Path(__file__).parent / "data" / "readings.json").read_text(encoding="utf-8"))
-# A1111's second tokenizer repairs these; its comments are taken out before its code that was run.
-NOT_RECORDED = {("a1111", 1, "chinese"), ("a1111", 1, "html"), ("a1111", 0, "hash"), ("a1111", 1, "hash")}
 
 
 @pytest.mark.parametrize("file", check.FILES)
@@ -19,27 +14,6 @@ def test_the_files_are_what_the_package_reads(file):
     made, kept = make.content(file), (check.HERE / f"{file}.json").read_text(encoding="utf-8")
     assert set(made.splitlines()) - set(kept.splitlines()) == set(), "run conformance/make.py"
     assert made == kept and made.count("\n") > 240
-
-
-@pytest.mark.parametrize("file", sorted(RECORD["layouts"].keys() & set(check.FILES)))
-def test_prompts_that_the_programs_read_have_their_ids_and_weights(file):
-    _, vectors = check.read(file)
-    prompts = json.loads((check.HERE / "prompts.json").read_text(encoding="utf-8"))
-    names = RECORD["layouts"][file].keys() & {name.partition("programs/")[2] for name in vectors}
-    assert len(names) > 40
-    for name in names:
-        vector = vectors[f"programs/{name}"]
-        assert prompts[f"programs/{name}"] == RECORD["prompts"][name] and "second" not in vector
-        for number, (counts, crc, weights) in enumerate(RECORD["layouts"][file][name]):
-            if (file, number, name) in NOT_RECORDED:
-                continue
-            rows = [[49406, *row, 49407] + [(49407, 0)[number]] * (75 - len(row)) for row in [*vector["chunks"], []]]
-            ids = [token for row, start, count in vector["joined"] for token in rows[row][start : start + count]]
-            assert [len(chunk) for chunk in vector["chunks"]] == counts and len(ids) == vector["positions"], name
-            assert zlib.crc32(b"".join(token.to_bytes(2, "little") for token in ids)) == crc, name
-            expected = iter([weight for weight, count in weights for _ in range(count)])
-            of_chunks = [[next(expected) for _ in chunk] for chunk in vector["chunks"]]
-            assert check.difference("weights", name, of_chunks, vector["weights"]) is None
 
 
 @pytest.mark.parametrize("file", check.FILES)
@@ -56,11 +30,15 @@ def test_what_differs_is_named():
         return [line.partition(" is ")[0] for line in check.compare({"changed": vector, "same": vector}, answers)]
 
     assert places() == places(weights=[[1, 1 + 1e-6], 1]) == places(states=[[12, 6]] * 3) == []
-    assert places(chunks=[[5, 8], []]) == ["changed: chunks[0][1]"]
-    assert places(chunks=[[5, 6]]) == ["changed: the length of chunks"]
-    assert places(weights=[[1, 1.01], []]) == ["changed: weights[0][1]"]
-    assert places(second={"chunks": [[5, 8]]}) == ["changed: second.chunks[0][1]"] and places(second=None)
-    assert places(states=[[9, 9]] * 2) == ["changed: the length of states"] and places(states=[[9, 13]] * 3)
+    for change, place in (
+        (dict(chunks=[[5, 8], []]), "chunks[0][1]"),
+        (dict(chunks=[[5, 6]]), "the length of chunks"),
+        (dict(weights=[[1, 1.01], []]), "weights[0][1]"),
+        (dict(second={"chunks": [[5, 8]]}), "second.chunks[0][1]"),
+        (dict(states=[[9, 9]] * 2), "the length of states"),
+    ):
+        assert places(**change) == [f"changed: {place}"]
+    assert places(second=None) and places(states=[[9, 13]] * 3)
     assert list(check.compare({"a": vector}, [{"chunks": vector["chunks"]}])) == []  # the others are not given
 
 

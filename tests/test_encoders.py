@@ -1,10 +1,8 @@
 """Names of encoders: every spelling, reading, label and digest, and what is refused."""
 
 import json
-import sys
 from unittest.mock import Mock
 
-import open_clip
 import pytest
 import torch
 from helpers.released import CAPTIONS, released
@@ -13,7 +11,6 @@ from helpers.tiny_clip import tiny_clip
 from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion.encoders import hub
-from debias_diffusion.encoders import spec as encoders
 from debias_diffusion.encoders.hub import find_hub_file
 from debias_diffusion.encoders.spec import (
     EncoderSpec,
@@ -65,16 +62,13 @@ def cache(tmp_path, monkeypatch):
         ("original", Kind.ORIGINAL, "original"),
         ("toy/clip", Kind.OPEN_CLIP, str(WEIGHTS / "clip")),
         ("toy/debias-clip", Kind.DIFFERENCE, str(WEIGHTS / "debias-clip")),
-        ("folder", Kind.OPEN_CLIP, "folder"),
         ("./folder/", Kind.OPEN_CLIP, "folder"),
-        ("run", Kind.OPEN_CLIP, "run/last"),
         ("local-dir:run", Kind.OPEN_CLIP, "run/last"),
         ("unfinished", Kind.OPEN_CLIP, "unfinished/best"),
         ("ablated", Kind.ABLATION, "ablated"),
         ("aligned", Kind.OPEN_CLIP, "aligned/last"),
         ("fitted", Kind.TRANSFORMERS, "fitted/encoder"),
         ("second", Kind.TRANSFORMERS, "second"),
-        ("exported", Kind.TRANSFORMERS, "exported"),
         ("chinese", Kind.CHINESE_CLIP, "chinese"),
         ("weights.pt", Kind.FILE, "weights.pt"),
         ("owner/name", Kind.HUB, "owner/name"),
@@ -89,6 +83,8 @@ def test_a_name_means_what_lies_there(here, name, kind, place):
 
 
 def test_a_model_is_named_with_its_weights(here):
+    assert parse("aligned").fitted_second == parse("local-dir:aligned").fitted_second == "aligned/encoder_2"
+    assert parse("run").fitted_second is parse("ViT-B-16:openai").fitted_second is None
     for typed, weights in (("openai", "openai"), ("weights.pt", "weights.pt"), ("none", None)):
         expected = EncoderSpec(f"ViT-B-16-quickgelu:{typed}", "cut", Kind.OPEN_CLIP, "ViT-B-16-quickgelu", weights)
         assert parse(f"cut:ViT-B-16-quickgelu:{typed}") == expected
@@ -98,34 +94,22 @@ def test_a_model_is_named_with_its_weights(here):
     ("name", "message"),
     [
         ("", "'' is not there"),
-        ("nowhere", "'nowhere' is not there. Give a training run, a folder"),
         ("orignal", "Did you mean original"),
         ("local-dir:nothing", "is not there"),
         ("hf-hub:name", "is not there.*hf-hub:owner/name"),
-        ("toy/clpi", "Unknown toy model 'toy/clpi'. Did you mean toy/clip"),
-        ("ViT-B16", "'ViT-B16' is not there. Did you mean ViT-B-16"),
+        ("toy/clpi", "Did you mean toy/clip"),
+        ("ViT-B16", "Did you mean ViT-B-16"),
         ("ViT-B16:openai", "Unknown model 'ViT-B16'.* Did you mean ViT-B-16"),
-        ("overlp:toy/clip", "Unknown model 'overlp'.* Did you mean overlap.*: overlap, separate, cut"),
-        ("ViT-B-16-quickgelu", "model without weights. Give ViT-B-16-quickgelu:WEIGHTS, .*none"),
-        ("ViT-B-16:nowhere.pt", "No weights 'nowhere.pt' for 'ViT-B-16': the file is not there"),
-        ("folder:openai", "'folder' brings its own weights; leave out 'openai'"),
-        ("empty", "The run in 'empty' has not ended, so it has no model yet"),
+        ("overlp:toy/clip", "Did you mean overlap"),
+        ("ViT-B-16-quickgelu", "Give ViT-B-16-quickgelu:WEIGHTS, .*none"),
+        ("ViT-B-16:nowhere.pt", "the file is not there"),
+        ("folder:openai", "leave out 'openai'"),
+        ("empty", "has not ended"),
     ],
 )
 def test_what_is_not_there_is_refused(here, name, message):
     with pytest.raises(UserError, match=message):
         parse(name)
-
-
-def test_names_are_parsed_without_importing_open_clip(monkeypatch):
-    models = open_clip.list_models()
-    monkeypatch.delitem(sys.modules, "open_clip")
-    assert set(encoders.open_clip_models()) == set(models)
-    with pytest.raises(UserError, match="Did you mean ViT-B-16"):
-        parse("ViT-B16")
-    assert "open_clip" not in sys.modules
-    monkeypatch.setattr(encoders, "find_spec", lambda name: None)
-    assert encoders.open_clip_models() == [] and parse("ViT-B-16:openai").kind is Kind.OPEN_CLIP
 
 
 def test_a_path_that_is_missing_is_no_name_of_the_hub(here):
@@ -134,37 +118,19 @@ def test_a_path_that_is_missing_is_no_name_of_the_hub(here):
     assert all(may_be_hub_id(name) for name in ("openai/clip-vit-large-patch14", "a/b", "zer0int/LongCLIP-L_v1.1"))
 
 
-def test_only_what_has_an_encoder_is_loaded(here):
-    for load in (load_text_encoder, load_two_tower):
-        with pytest.raises(UserError, match="'original' is the encoder that comes with an SDXL checkpoint"):
-            load("original")
-    with pytest.raises(UserError, match="'chinese' is a Chinese-CLIP. It is evaluated and ablated here, and neither"):
-        load_text_encoder("chinese")
-
-
-def test_a_digest_is_of_the_files_that_are_loaded(here, monkeypatch):
+def test_a_digest_is_of_the_files_that_are_loaded_and_of_what_loading_reads_beside_them(here):
     (here / "weights.pt").write_bytes(b"some weights")
     assert parse("run").digest == parse("separate:local-dir:run/last").digest == path_digest(here / "run" / "last")
-    named = parse("ViT-L-14:weights.pt").digest
-    assert named == f"ViT-L-14:{parse('weights.pt').digest}"
-    (here / "weights.pt").write_bytes(b"others")
-    assert parse("ViT-L-14:weights.pt").digest not in (named, parse("ViT-L-14-quickgelu:weights.pt").digest)
     assert parse("ViT-L-14-quickgelu:openai").digest == "ViT-L-14-quickgelu:openai"
-    assert parse("original").digest == "original"
-    monkeypatch.setattr(encoders, "path_digest", Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(PermissionError):
-        assert parse("weights.pt").digest
-
-
-def test_what_loading_reads_beside_a_file_or_folder_is_in_its_digest(here, tmp_path):
-    exported = here / "exported" / "text_encoder"
-    named = ("weights.pt", "ViT-L-14:weights.pt", "exported/text_encoder")
+    named = ("weights.pt", "ViT-L-14:weights.pt", "ViT-L-14-quickgelu:weights.pt", "exported/text_encoder")
+    tokenizer = here / "exported" / "tokenizer"
     seen = [[parse(name).digest for name in named]]
-    for file in (here / "config.json", here / "tokenizer" / "merges.txt", exported.with_name("tokenizer") / "a.json"):
+    for file in (here / "weights.pt", here / "config.json", here / "tokenizer" / "merges.txt", tokenizer / "a.json"):
         file.parent.mkdir(exist_ok=True)
         file.write_text("{}")
         seen.append([parse(name).digest for name in named])
-    assert [len(set(digests)) for digests in zip(*seen, strict=True)] == [3, 3, 2]
+    assert [len(set(digests)) for digests in zip(*seen, strict=True)] == [4, 4, 4, 2]
+    assert len({digest for digests in seen for digest in digests}) == 14
     (here / "elsewhere.txt").write_text("")
     assert [parse(name).digest for name in named] == seen[-1]
 
@@ -174,9 +140,8 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
     monkeypatch.setattr(hub.HfApi, "model_info", ask)
     before = parse("some/encoder").digest
     assert parse("hf-hub:some/clip@v1").digest == "hf-hub:some/clip@v1@" + "0" * 40
-    assert [(call.args[0], call.kwargs["revision"]) for call in ask.mock_calls] == [
-        ("some/encoder", None), ("some/clip", "v1")
-    ]  # fmt: skip
+    asked = [(call.args[0], call.kwargs["revision"]) for call in ask.mock_calls]
+    assert asked == [("some/encoder", None), ("some/clip", "v1")]
     hub_repository(cache, "some/encoder")
     assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and ask.call_count == 2
     assert Checkpoint("some/encoder", "some/encoder").digest == before
@@ -185,13 +150,8 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
 def test_a_huge_configuration_of_the_hub_is_refused_before_its_weights_are_fetched(cache):
     huge = {"model_type": "clip_text_model", "hidden_size": 768, "num_hidden_layers": 10**7}
     (hub_repository(cache, "some/huge") / "config.json").write_text(json.dumps(huge))
-    with pytest.raises(UserError, match=r"has a configuration of at least 5.9e\+12 weights, but memory holds"):
+    with pytest.raises(UserError, match="memory holds"):
         load_text_encoder("some/huge")
-
-
-def test_an_alignment_has_a_second_encoder(here):
-    assert parse("aligned").fitted_second == parse("local-dir:aligned").fitted_second == "aligned/encoder_2"
-    assert parse("run").fitted_second is parse("ViT-B-16:openai").fitted_second is None
 
 
 def test_the_context_length_is_read_without_loading_the_encoder(cache, tmp_path, long_clip_folder, monkeypatch):
@@ -201,12 +161,12 @@ def test_the_context_length_is_read_without_loading_the_encoder(cache, tmp_path,
     (hub_repository(cache, "some/clip") / "config.json").write_text(clip)
     of_248 = json.dumps({"model_cfg": {"text_cfg": {"context_length": 248}}})
     (hub_repository(cache, "some/long") / "open_clip_config.json").write_text(of_248)
-    monkeypatch.setattr(EncoderSpec, "load_text_encoder", None)
-    exported = [str(tmp_path / name) for name in ("exported", "exported/text_encoder")]
-    assert [parse(name).context_length for name in (str(long_clip_folder), *exported, "hf-hub:some/long")] == [248] * 4
-    of_77 = ("toy/clip", "original", "some/clip", "ViT-L-14-quickgelu:openai")
-    assert [parse(name).context_length for name in of_77] == [77] * 4
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(EncoderSpec, "load_text_encoder", None)
+        for name in (long_clip_folder, tmp_path / "exported", tmp_path / "exported/text_encoder", "hf-hub:some/long"):
+            assert parse(name).context_length == 248
+        for name in ("toy/clip", "original", "some/clip", "ViT-L-14-quickgelu:openai"):
+            assert parse(name).context_length == 77
     assert parse("toy/long-clip").context_length == 248  # of its weights alone
 
 
@@ -217,12 +177,10 @@ def test_labels_are_short_and_unique_and_say_how_prompts_are_read(tmp_path):
     def labelled(*names, **options):
         return labels([parse(name.replace("~", str(tmp_path))) for name in names], **options)
 
-    assert labelled("original", "cut:original", "separate:toy/clip") == [
-        "SDXL's own, overlapping chunks", "SDXL's own, cut at 77 tokens", "toy/clip, separate chunks"
-    ]  # fmt: skip
-    assert labelled("toy/long-clip", "separate:toy/debias-clip", "cut:toy/long-clip") == [
-        "toy/long-clip", "toy/debias-clip, separate chunks", "toy/long-clip, cut at 77 tokens"
-    ]  # fmt: skip
+    own = ["SDXL's own, overlapping chunks", "SDXL's own, cut at 77 tokens", "toy/clip, separate chunks"]
+    assert labelled("original", "cut:original", "separate:toy/clip") == own
+    trained = ["toy/long-clip", "toy/debias-clip, separate chunks", "toy/long-clip, cut at 77 tokens"]
+    assert labelled("toy/long-clip", "separate:toy/debias-clip", "cut:toy/long-clip") == trained
     assert labelled("~/a/best", "toy/clip", readings=False) == ["best", "toy/clip"]
     assert labelled("~/a/best", "~/b/best", "~/_mine", readings=False) == ["a/best", "b/best", f"{tmp_path.name}/_mine"]
     assert labelled("~/_mine", readings=False) == ["./_mine"]
@@ -248,15 +206,11 @@ def test_a_repositorys_one_file_is_a_text_encoder_and_its_towers_are_named(known
 
 
 def test_a_repository_with_a_folder_to_load_is_not_searched_for_files(cache):
-    export_text_encoder(long_clip(), folder := hub_repository(cache, "some/encoder"))
-    (folder / "longclip.pt").write_bytes(b"not read")
-    assert find_hub_file("some/encoder") is None and find_hub_file("some/missing") is None
-    encoder, _ = load_text_encoder("some/encoder")
-    assert encoder.config.max_position_embeddings == 248
-    for kept in ("open_clip_config.json", "pytorch_model.bin"):
+    for kept in ("model.safetensors", "open_clip_config.json", "pytorch_model.bin"):
         (folder := hub_repository(cache, f"some/{kept}")).joinpath(kept).write_text("{}")
         (folder / "other.pt").write_bytes(b"not read")
         assert find_hub_file(f"some/{kept}") is None
+    assert find_hub_file("some/missing") is None
 
 
 def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
@@ -268,8 +222,8 @@ def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.HfApi, "model_info", answer)
     assert find_hub_file("BeichenZhang/LongCLIP-L") == tmp_path / "longclip-L.pt"
     download.assert_called_once_with("BeichenZhang/LongCLIP-L", "longclip-L.pt")
-    with pytest.raises(UserError, match="'longclip-L.pt' of .* cannot be downloaded: the connection broke"):
+    with pytest.raises(UserError, match="connection broke"):
         load_two_tower("some/files")
     listed.append("a-smaller-one.safetensors")
-    with pytest.raises(UserError, match="holds 2 files of weights and no .*: a-smaller-one.safetensors, longclip-L.pt"):
+    with pytest.raises(UserError, match="a-smaller-one.safetensors, longclip-L.pt"):
         load_text_encoder("some/files")

@@ -54,7 +54,6 @@ def test_rows_are_those_of_open_clips_tokenizer_in_the_same_folder(tmp_path, ver
 def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep, length):
     backbone = tiny_siglip(version).eval()
     backbone.stretch(keep)
-    assert backbone.context_length == backbone.tokenizer.context_length == length
     backbone.save(tmp_path)
     expected = backbone.encode_text(backbone.tokenize(CAPTIONS))
     images = torch.randint(0, 256, (2, 3, 160, 160), dtype=torch.uint8)
@@ -65,8 +64,7 @@ def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep,
     assert torch.equal(again.logit_bias, backbone.logit_bias)
     theirs = open_clip.create_model(f"local-dir:{tmp_path}").eval()
     rows = open_clip.get_tokenizer(f"local-dir:{tmp_path}")(CAPTIONS)
-    assert rows.shape == (4, length) and theirs.text.num_pos == theirs.context_length == length
-    assert torch.equal(theirs.encode_text(rows), expected)
+    assert rows.shape == (4, length) and torch.equal(theirs.encode_text(rows), expected)
 
 
 def test_the_tokenizer_may_lie_in_a_folder_of_its_own_and_beside_a_file_of_weights(tmp_path):
@@ -79,10 +77,10 @@ def test_the_tokenizer_may_lie_in_a_folder_of_its_own_and_beside_a_file_of_weigh
         for names in ([str(tmp_path)], ["tiny", str(tmp_path / "open_clip_model.safetensors")]):
             assert torch.equal(load_backbone(*names).tokenize(CAPTIONS).padded(), backbone.tokenize(CAPTIONS).padded())
     clip_tokenizer(64).save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match=r"tokenizer\) cannot be used: the tokenizer has 49408 ids, the text tower 44"):
+    with pytest.raises(UserError, match="has 49408 ids, the text tower 44"):
         load_backbone(str(tmp_path))
     shutil.rmtree(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match="tests/no-such-repository.* cannot be used: .*hf download.*beside the weig"):
+    with pytest.raises(UserError, match="hf download"):
         load_backbone(str(tmp_path))
 
 
@@ -97,13 +95,12 @@ def test_code_that_a_tokenizer_brings_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# OpenAI's and LAION's, and SigLIP's but for those that differ in the size of the images alone
-CLIPS = [f"ViT-{size}-quickgelu" for size in ("B-32", "B-16", "L-14", "L-14-336")]
-CLIPS += ["ViT-B-32", "ViT-B-16", "ViT-L-14", "ViT-H-14", "ViT-bigG-14"]
-SIGLIPS = [model for model in open_clip.list_models() if "SigLIP" in model and model[-3:] not in ("378", "384", "512")]
+# OpenAI's and LAION's largest, and SigLIPs of every kind of tower but for the size of their images
+MODELS = ["ViT-L-14-quickgelu", "ViT-B-32", "ViT-H-14", "ViT-bigG-14", "ViT-B-16-SigLIP", "ViT-B-16-SigLIP-i18n-256"]
+MODELS += ["ViT-SO400M-14-SigLIP", "ViT-SO400M-16-SigLIP2-256", "ViT-gopt-16-SigLIP2-256"]
 
 
-@pytest.mark.parametrize("model", CLIPS + SIGLIPS)
+@pytest.mark.parametrize("model", MODELS)
 def test_every_configuration_reads_its_context_length_and_trains_all_its_weights(model):
     config = open_clip.get_model_config(model)
     with torch.device("meta"):

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 
 import pytest
@@ -24,23 +23,8 @@ from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import (
-    append,
-    atomic_folder,
-    file_lock,
-    file_stamp,
-    json_digest,
-    path_digest,
-    read_json,
-    read_json_object,
-    remove_path,
-    sha256,
-    unfinished,
-    write_json,
-)
 from debias_diffusion.methods import import_methods
 from debias_diffusion.pipelines.rendering.png import read_settings
-from debias_diffusion.training.logs import cut_log
 from research.reproduce.papers import Column, read_yaml
 
 ENDED = 999_999_999  # a process that no system has
@@ -52,17 +36,17 @@ def of_process(path, process):
 
 
 def test_what_killed_processes_left_is_removed_by_the_next_write(tmp_path):
-    left = [of_process(unfinished(tmp_path, name, "tmp"), ENDED) for name in ("a.json", "b\n.json", "x" * 255)]
-    mine = unfinished(tmp_path, "a.json", "tmp").name
+    left = [of_process(files.unfinished(tmp_path, name, "tmp"), ENDED) for name in ("a.json", "b\n.json", "x" * 255)]
+    mine = files.unfinished(tmp_path, "a.json", "tmp").name
     kept = [
         of_process(tmp_path / mine, os.getppid()),  # which lives, and may be writing it
         of_process(tmp_path / mine.replace(files.MACHINE, "another-machine"), ENDED),
         of_process(tmp_path / mine[1:], ENDED),  # of the user, because it is not hidden
-        of_process(unfinished(tmp_path, "best", "old"), ENDED),  # a folder that its own writer puts back
+        of_process(files.unfinished(tmp_path, "best", "old"), ENDED),  # a folder that its own writer puts back
     ]
     for file in (*left, *kept):
         file.write_text("half")
-    write_json(tmp_path / "a.json", [1])
+    files.write_json(tmp_path / "a.json", [1])
     assert sorted(os.listdir(tmp_path)) == sorted(["a.json", *(file.name for file in kept)])
 
 
@@ -76,7 +60,7 @@ def calls(monkeypatch):
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
-    write_json(tmp_path / "a.json", [1])
+    files.write_json(tmp_path / "a.json", [1])
     file = (tmp_path / "a.json").stat().st_ino
     assert calls == [("sync", file), ("rename", file)]
 
@@ -84,7 +68,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
     for content in ("1", "2"):
         calls.clear()
-        with atomic_folder(tmp_path / "a") as folder:
+        with files.atomic_folder(tmp_path / "a") as folder:
             (folder / "b" / "c").mkdir(parents=True)
             (folder / "b" / "c" / "z").write_text(content)
         renamed = calls.index(("rename", (tmp_path / "a").stat().st_ino))
@@ -104,25 +88,25 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path, kind):
     def block(place):
         os.mkfifo(place) if kind == "pipe" else place.symlink_to(mine / kind)
 
-    for place in (out / "a.json", unfinished(out, "a.json", "tmp")):
-        remove_path(out / "a.json")
+    for place in (out / "a.json", files.unfinished(out, "a.json", "tmp")):
+        files.remove_path(out / "a.json")
         block(place)
-        write_json(out / "a.json", [1])
+        files.write_json(out / "a.json", [1])
         assert json.loads((out / "a.json").read_text()) == [1] and os.listdir(out) == ["a.json"]
         assert stat.S_ISREG((out / "a.json").lstat().st_mode)
-    remove_path(out / "a.json")
-    for place in (unfinished(out, "a", "tmp"), unfinished(out, "a", "old")):
+    files.remove_path(out / "a.json")
+    for place in (files.unfinished(out, "a", "tmp"), files.unfinished(out, "a", "old")):
         block(place)
         for content in ("1", "2"):
-            with atomic_folder(out / "a") as folder:
+            with files.atomic_folder(out / "a") as folder:
                 (folder / "x").write_text(content)
             assert (out / "a" / "x").read_text() == content and os.listdir(out) == ["a"]
     block(out / "log.jsonl")
-    with pytest.raises(UserError, match="log.jsonl' is no regular file. Nothing is written through it"):
-        append(out / "log.jsonl", "{}")
+    with pytest.raises(UserError, match="no regular file"):
+        files.append(out / "log.jsonl", "{}")
     assert os.listdir(mine) == ["file"] and (mine / "file").read_text() == "precious"
-    with pytest.raises(UserError, match="out' is a folder, in the place of a file. Move it away"):
-        write_json(out, [1])
+    with pytest.raises(UserError, match="is a folder"):
+        files.write_json(out, [1])
 
 
 def test_digests_are_of_names_and_contents_but_not_of_hidden_files(tmp_path):
@@ -130,43 +114,36 @@ def test_digests_are_of_names_and_contents_but_not_of_hidden_files(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     (tmp_path / "broken").symlink_to("nowhere")
-    assert path_digest(tmp_path) == "f6cb6d95d881f8d666f3dc4e6c8e60fee933ab1fc52b4cfb5aaab8435e242548"
-    assert path_digest(tmp_path / "a") == sha256(tmp_path / "a") == hashlib.sha256(b"1").hexdigest()
-    values = {"b": [1, None], "a": "\u00e4"}
-    assert json_digest(values) == hashlib.sha256(rb'{"a": "\u00e4", "b": [1, null]}').hexdigest()
+    assert files.path_digest(tmp_path) == "f6cb6d95d881f8d666f3dc4e6c8e60fee933ab1fc52b4cfb5aaab8435e242548"
+    assert files.path_digest(tmp_path / "a") == hashlib.sha256(b"1").hexdigest()
+    digest = hashlib.sha256(rb'{"a": "\u00e4", "b": [1, null]}').hexdigest()
+    assert files.json_digest({"b": [1, None], "a": "\u00e4"}) == digest
 
 
 def test_digests_follow_links_to_folders_and_end_in_circles(tmp_path):
-    (tmp_path / "unet" / "deep").mkdir(parents=True)
-    (tmp_path / "unet" / "deep" / "weights").write_bytes(b"1")
-    shutil.copytree(tmp_path / "unet", tmp_path / "copied" / "unet")
+    for name in ("unet", "copied/unet"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "weights").write_bytes(b"1")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "unet").symlink_to(tmp_path / "unet")
     (tmp_path / "copied" / "up").symlink_to(tmp_path / "copied")
-    before = path_digest(tmp_path / "linked")
-    assert before == path_digest(tmp_path / "copied")
-    (tmp_path / "unet" / "deep" / "weights").write_bytes(b"2")
-    assert path_digest(tmp_path / "linked") != before
+    before = files.path_digest(tmp_path / "linked")
+    assert before == files.path_digest(tmp_path / "copied")
+    (tmp_path / "unet" / "weights").write_bytes(b"2")
+    assert files.path_digest(tmp_path / "linked") != before
 
 
 def test_a_stamp_changes_with_size_and_either_time(tmp_path):
     file = tmp_path / "a"
     file.write_bytes(b"1")
-    stamp = file_stamp(file)
-    assert file_stamp(file) == stamp
+    stamp = files.file_stamp(file)
+    assert files.file_stamp(file) == stamp
     os.utime(file, ns=(0, 0))
-    earlier, image = file_stamp(file), ImageFolder(tmp_path).stamp("a")
+    earlier, image = files.file_stamp(file), ImageFolder(tmp_path).stamp("a")
     file.write_bytes(b"2")  # of the same size, and the time of its content is set back, as copies do
     os.utime(file, ns=(0, 0))
-    assert file_stamp(file)[:2] == earlier[:2] and file_stamp(file) != earlier != stamp
+    assert files.file_stamp(file)[:2] == earlier[:2] and files.file_stamp(file) != earlier != stamp
     assert ImageFolder(tmp_path).stamp("a") != image  # so that nothing of the other content is served
-
-
-@pytest.mark.parametrize("read", [sha256, path_digest, lambda file: cut_log(file, 1)])
-def test_a_pipe_in_the_place_of_a_file_does_not_block(tmp_path, read):
-    os.mkfifo(tmp_path / "log.jsonl")
-    with pytest.raises(OSError, match="not a regular file, but a FIFO or device"):
-        read(tmp_path / "log.jsonl")
 
 
 OPENED = {  # by the name of a file that a user may give, what opens it
@@ -193,11 +170,8 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, name, kind):
     put_odd(tmp_path / name, kind)
     with pytest.raises((UserError, OSError), match=name) as caught:
         OPENED[name](tmp_path / name)
-    reasons = (
-        "not a regular file|Is a directory|The folder|hold their images|No such device|is not there|no Python file"
-    )
-    assert re.search(reasons, str(caught.value))
-    assert read_settings(tmp_path / name) is None
+    reasons = "not a regular file|Is a directory|The folder|hold their images|No such device|not there|no Python file"
+    assert re.search(reasons, str(caught.value)) and read_settings(tmp_path / name) is None
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -215,12 +189,6 @@ def test_captions_that_are_no_regular_files_are_bad_records(tmp_path, kind):
     assert (bad.where, bad.kind) == ("1.jpg", "no caption")
     (bad,) = read_retrieval_set("urban1k", tmp_path / "urban1k").bad
     assert (bad.where, bad.kind) == ("caption/1.txt", "unreadable file")
-
-
-def test_links_to_regular_files_are_opened(tmp_path):
-    (tmp_path / "mine").write_text("A cat.")
-    (tmp_path / "prompts.txt").symlink_to("mine")
-    assert [task.prompt.prompt for task in read_prompts(tmp_path / "prompts.txt")[0]] == ["A cat."]
 
 
 # They read, by other means, files of the package, or those that the same program has written and checked.
@@ -245,31 +213,30 @@ def test_all_other_files_are_opened_by_the_one_function():
 
 
 def test_a_lock_is_one_process_s_and_never_a_link(tmp_path):
-    with file_lock(tmp_path / ".lock") as first, file_lock(tmp_path / ".lock") as second:
+    with files.file_lock(tmp_path / ".lock") as first, files.file_lock(tmp_path / ".lock") as second:
         assert first and not second
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="The lock '.*/link' is a link. Remove it"), file_lock(tmp_path / "link"):
+    with pytest.raises(UserError, match="is a link"), files.file_lock(tmp_path / "link"):
         pass
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-@pytest.mark.parametrize("content", [None, "[" * 100_000, "9" * 5000, "{}x", "[1, 2]"])
+@pytest.mark.parametrize("content", ["[" * 100_000, "9" * 5000, "{}x", "[1, 2]"])
 def test_what_is_no_json_object_is_named_or_empty(tmp_path, content):
-    file = tmp_path / "a.json"
-    os.mkfifo(file) if content is None else file.write_text(content)
-    assert read_json_object(file) == {}
-    with pytest.raises(UserError, match="a.json' (cannot be read as JSON: |holds a list, not a dict. Get it again.)"):
-        read_json(file, advice="Get it again.")
+    (file := tmp_path / "a.json").write_text(content)
+    assert files.read_json_object(file) == {}
+    with pytest.raises(UserError, match="a.json' .*Get it again."):
+        files.read_json(file, advice="Get it again.")
 
 
 def test_writers_of_one_folder_replace_it_one_after_the_other(tmp_path, monkeypatch):
     (tmp_path / "there").mkdir()
     (tmp_path / "a").symlink_to("there")
-    with atomic_folder(tmp_path / "a") as first:
+    with files.atomic_folder(tmp_path / "a") as first:
         (first / "x").write_text("1")
         monkeypatch.setattr(os, "getpid", os.getppid)
-        with atomic_folder(tmp_path / "a") as second:
+        with files.atomic_folder(tmp_path / "a") as second:
             (second / "x").write_text("2")
         assert (tmp_path / "a" / "x").read_text() == "2"
         monkeypatch.undo()

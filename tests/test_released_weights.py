@@ -1,6 +1,5 @@
 """The released DeBias-CLIP's kind of file: two tables of positions, the text tower under `text.`, loaded everywhere."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -8,9 +7,6 @@ import pytest
 import torch
 from helpers.released import CAPTIONS, INVENTORY, released
 
-from debias_diffusion.app.export import export
-from debias_diffusion.app.options import ExportConfig
-from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
@@ -29,19 +25,13 @@ def test_it_loads_everywhere_and_is_not_stretched_again(known, tmp_path, prefix)
     named = f"deep-quickgelu:{file}"
     config = TrainConfig(data="x.json", output=str(tmp_path / "run"), model="deep-quickgelu", pretrained=str(file))
     assert load_base_tokenizer(replace(config, keep_positions=0)).context_length == 248
-    load_two_tower(named).save(tmp_path / "saved")
-    backbones = [load_two_tower(named), prepare_backbone(load_base_model(config), config)[0]]
-    for backbone in (*backbones, load_backbone(str(tmp_path / "saved"))):
+    for backbone in (load_two_tower(named), prepare_backbone(load_base_model(config), config)[0]):
         assert (backbone.context_length, backbone.kept_positions, backbone.random_weights) == (248, 20, False)
         close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected)
-    export(ExportConfig(str(tmp_path / "folder"), str(file)))
-    export(ExportConfig(str(tmp_path / "clip"), "deep-quickgelu", "clip", str(file)))
-    clip = load_two_tower(tmp_path / "clip")
-    close(clip.encode_text(clip.tokenize(CAPTIONS)), expected)
-    for name in (file, named, tmp_path / "folder"):
+    for name in (file, named):
         encoder, tokenizer = load_text_encoder(name)
         ids = tokenizer(CAPTIONS, padding="max_length", truncation=True, return_tensors="pt").input_ids
-        close(encoder(ids).pooler_output @ clip.model.text_projection, expected)
+        close(encoder(ids).pooler_output @ backbone.model.text_projection, expected)
 
 
 def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(known, tmp_path):
@@ -52,7 +42,7 @@ def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(
     features = gelu.encode_text(gelu.tokenize(CAPTIONS))
     assert gelu.context_length == 248 and (features - expected).abs().max() > 1e-3
     long_clip, _ = released(tmp_path, "")
-    with pytest.raises(UserError, match="is a Long-CLIP checkpoint, trained from OpenAI's weights"):
+    with pytest.raises(UserError, match="a Long-CLIP checkpoint"):
         load_two_tower(f"deep:{long_clip}")
 
 
@@ -77,20 +67,14 @@ def test_as_released_all_positions_are_of_the_first_table(known, tmp_path):
     assert len({spec.digest for spec in (*plain, read, EncoderSpec.parse(f"as-released:{file}"))}) == 4
     long_clip, _ = released(tmp_path, "")
     for name in (f"as-released:deep-quickgelu:{long_clip}", f"as-released:{long_clip}"):
-        with pytest.raises(UserError, match=r"does not hold two tables .* Leave out as-released:"):
+        with pytest.raises(UserError, match="does not hold two tables"):
             load_text_encoder(name)
     for name in ("as-released:toy/clip", "as-released:deep-quickgelu:openai", f"as-released:{tmp_path}"):
         with pytest.raises(UserError, match="stands before a file"):
             EncoderSpec.parse(name)
 
 
-def test_what_is_known_of_the_file_fits_together():
-    """Of the audit: counts, and the rate of the last step, which is that of this schedule to the last bit."""
-    sizes = [math.prod(shape) for shape in INVENTORY["tensors"].values()]
-    assert (len(sizes), sum(sizes)) == (INVENTORY["tensor_count"], INVENTORY["value_count"]) == (303, 149_835_265)
-    # In float32 the weights, and AdamW's two averages of all but one table of positions: it never had a gradient.
-    averages = 2 * (sum(sizes) - math.prod(INVENTORY["tensors"]["text.positional_embedding"]))
-    assert 0 < INVENTORY["size_bytes"] - 4 * (sum(sizes) + averages) < 4e5 < 8 * 248 * 512
+def test_the_recipe_as_released_ends_with_the_rate_that_the_file_holds():
     [group] = INVENTORY["optimizer_groups"]
     config = TrainConfig(data="data", output="output", model="toy/clip", recipe="debias-clip-as-released")
     steps = PAIRS_OF_SHAREGPT4V // config.batch_size(PAIRS_OF_SHAREGPT4V) * config.epochs

@@ -3,7 +3,7 @@ import contextlib
 import pytest
 import torch
 from helpers.literal import literal_text
-from helpers.same_steps import TINY, assert_same_steps, gradients
+from helpers.same_steps import gradients
 from helpers.text_batches import BEGINNINGS, MANY, batch_of, text_tower
 from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import tiny_siglip
@@ -75,7 +75,7 @@ def test_a_tower_without_a_mask_is_read_likewise(pooling):
     (_, *rows), _ = open_clip_states(backbone.model, tokens.padded())
     last_slots = torch.stack([rows[block][:, -1] for block in (1, 0, 1)], dim=1)
     torch.testing.assert_close(states, last_slots, rtol=0, atol=1e-12)
-    with pytest.raises(UserError, match="has no causal mask, and SDXL's UNet reads"):
+    with pytest.raises(UserError, match="no causal mask"):
         backbone.text.penultimate_states(tokens, 0)
 
 
@@ -94,7 +94,7 @@ def test_states_of_eot_after_each_block_equal_the_padded_rows(beginning, pooling
     torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(gradients(backbone, states.square().sum()), expected_gradients, rtol=1e-9, atol=1e-9)
     assert backbone.text.encode(tokens)[1].shape == (len(MANY), 0, 32)
-    with pytest.raises(UserError, match="no block 3. Give numbers from 0 to 2"):
+    with pytest.raises(UserError, match="no block 3"):
         backbone.text.encode(tokens, blocks=[3])
 
 
@@ -115,11 +115,7 @@ def test_penultimate_states_equal_those_of_the_exported_encoder(pad):
     theirs = weights["embeddings.position_embedding.weight"].grad
     ours = gradients(backbone, states.square().sum())["positional_embedding"]
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-def test_pads_before_a_text_stay_in_the_penultimate_states():
-    backbone = text_tower()
-    tokens = batch_of([(5, 0.1)], "SOT, pads, text", 0)
+    tokens = batch_of([(5, 0.1)], "SOT, pads, text", 0)  # pads before a text stay in the states
     expected = open_clip_states(backbone.model, tokens.padded())[0][-2]
     torch.testing.assert_close(backbone.text.penultimate_states(tokens, 0), expected, rtol=0, atol=1e-12)
 
@@ -134,21 +130,3 @@ def test_nothing_that_is_not_needed_is_computed(monkeypatch):
     # SOT and the longest prefix once, then each caption's text and EOT; of the last block EOT alone
     tokens = 11 + sum(len(row) + 1 for row in ids)
     assert seen == [(tokens, 32), (tokens, 32), (3, 32)]
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_activations_that_are_computed_again_give_the_same_gradients(family):
-    plain, other = (TINY[family]().double() for _ in range(2))
-    image_block = {"clip": "visual.transformer.resblocks.0", "siglip": "visual.trunk.blocks.0"}[family]
-    calls = []
-    for block in (other.text.tower.transformer.resblocks[0], other.model.get_submodule(image_block)):
-        block.mlp.register_forward_pre_hook(lambda module, _: calls.append(module))
-    other.checkpoint_activations()
-    for pooling in POOLINGS:
-        calls.clear()
-        with pooled(plain, pooling), pooled(other, pooling):
-            assert_same_steps(plain, other, [2], rtol=1e-9, atol=1e-9)
-        assert len(calls) == 2 * len(set(calls)) == 4  # in the forward pass, and again in the backward pass
-    with torch.no_grad():
-        other.encode_text(other.tokenize(["a cat"]))
-    assert len(calls) == 5

@@ -3,11 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-
-
 PACKAGE = "debias_diffusion"
-
-
 ROOMS = ("app", "eval", "pipelines")
 
 
@@ -23,8 +19,6 @@ MODULES = {
     for path in (ROOT / room).rglob("*.py")
     if "space" not in path.parts
 }
-
-
 RESEARCH = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "research").rglob("*.py")

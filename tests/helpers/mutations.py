@@ -2,10 +2,8 @@
 
 import io
 import json
-import pickle
 import struct
 import zipfile
-from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -104,16 +102,6 @@ def damaged_torch_zip(draw, content: bytes) -> bytes:
         for entry, data in entries:
             archive.writestr(entry, data)
     return written.getvalue()
-
-
-def trap(file: Path) -> bytes:
-    """A pickle that writes `file` when it is loaded without care."""
-
-    class Trap:
-        def __reduce__(self):
-            return Path.write_text, (file, "run")
-
-    return pickle.dumps({"state_dict": Trap()})
 
 
 def damaged_file(name: str, content: bytes) -> st.SearchStrategy[bytes]:

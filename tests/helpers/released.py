@@ -22,11 +22,7 @@ INVENTORY["tensors"] = {  # a name with * is that of every block
     for name, shape in INVENTORY["tensors"].items()
     for block in range(INVENTORY["blocks"] if "*" in name else 1)
 }
-
-
 TEXT = ("positional_embedding", "token_embedding.", "transformer.", "ln_final.", "text_projection")
-
-
 CAPTIONS = ["a red cat. " * 40, "a dog"]
 
 

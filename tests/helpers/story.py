@@ -28,8 +28,8 @@ def generation_report(labels=LABELS, data="toy/test") -> dict:
             "empty_filled": {"value": 40.1 + n},
             "objects_right_by_sentence": [
                 {"sentence": 2, "objects": 60, "value": 90.0 - 5 * n},
-                {"sentence": 5, "objects": 20, "value": 10.0 * n},
-                {"sentence": 6, "objects": 10, "value": 10.0 * n},
+                {"sentence": 5, "objects": 20, "value": 15.0 * n},
+                {"sentence": 6, "objects": 10, "value": 0.0},
             ],
         }
         for n in range(len(labels))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import open_clip
 import torch
+from helpers.released import two_tables
 from helpers.tiny_clip import CONFIG, tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
@@ -102,11 +103,7 @@ def text_state(backbone):
 def long_clip_state(backbone):
     """As Long-CLIP's training leaves it: two tables, of which other rows count."""
     state = text_state(backbone)
-    table = state.pop("positional_embedding")
-    kept = (torch.arange(len(table)) < 20)[:, None]
-    noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
-    state["positional_embedding"] = torch.where(kept, table, noise)
-    return state | {"positional_embedding_res": table.where(~kept, noise)}
+    return state | two_tables(state["positional_embedding"])
 
 
 class Runs:

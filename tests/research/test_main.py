@@ -27,6 +27,3 @@ def test_options_are_read_and_mistakes_explained(capsys):
     read = yaml.safe_load(capsys.readouterr().out)
     assert (read["target"], read["seeds"]) == (["table-S4", "claims"], [0, 2])
     assert run("reproduc") == 2 and "Did you mean reproduce" in capsys.readouterr().err
-    main([], "python -m research", COMMANDS)
-    listed = capsys.readouterr().out
-    assert all(f"  {name} " in listed for name in COMMANDS)

@@ -33,18 +33,6 @@ def test_a_command_ends_quietly_when_nobody_reads(command):
     assert closed.stdout == closed.stderr == b""
 
 
-def printed(*arguments: str) -> str:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
-
-
-def test_python_m():
-    versions = printed("-m", "debias_diffusion", "--version").splitlines()
-    assert [line.split()[0] for line in versions[:3]] == ["debias-diffusion", "Python", "torch"] and "cpu" in versions[
-        3
-    ]
-
-
 IMPORTS = """
 import sys
 from contextlib import suppress
@@ -68,7 +56,8 @@ assert "matplotlib.figure" not in sys.modules
 
 
 def test_help_and_lists_import_no_large_library_and_only_pages_import_matplotlib():
-    assert "table-S4" in printed("-c", IMPORTS)
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "table-S4" in done.stdout
 
 
 # ---- a wheel
@@ -80,20 +69,19 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, source], check=True)
     assert max(file.stat().st_size for file in (wheel, source)) < 30 * 2**20
-    files = zipfile.ZipFile(wheel).infolist()
-    names = [file.filename for file in files]
+    names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
     kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
     assert kinds == {".py", ".typed", ".gz", ".j2", ".json", ".jsonl", ".md", ".pyi", ".safetensors", ".svg", ".yaml"}
-    large = [file.CRC for file in files if file.file_size > 2**20]
-    assert len(large) == len(set(large)) > 5 and sum(name.endswith(("LICENSE", "NOTICE")) for name in names) == 2
+    assert sum(name.endswith(("LICENSE", "NOTICE")) for name in names) == 2
     with tarfile.open(source) as archive:
         top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
     rooms = {"debias_diffusion", "pipelines", "eval", "app", "examples", "debias_diffusion.egg-info"}
     assert {name for name in top if "." not in name or name in rooms} == rooms | {"LICENSE", "NOTICE", "PKG-INFO"}
-    templates = [path for room in ("app", "eval") for path in (ROOT / room).rglob("*.j2")]
-    files = [ROOT / "app" / "cli.py", ROOT / "eval" / "retrieval.py", ROOT / "pipelines" / "long_prompt.py", *templates]
-    assert len(templates) > 3 and {f"debias_diffusion/{file.relative_to(ROOT)}" for file in files} <= set(names)
+    for room in ("debias_diffusion", "app", "eval", "pipelines"):  # no folder was forgotten
+        for path in (path for kind in ("py", "j2") for path in (ROOT / room).rglob(f"*.{kind}")):
+            place = path.relative_to(ROOT / "debias_diffusion" if room == "debias_diffusion" else ROOT)
+            assert f"debias_diffusion/{place}" in names or SPACE in path.parents, path
 
     venv.create(tmp_path / "venv", with_pip=True)
     python, program = (tmp_path / "venv" / "bin" / name for name in ("python", "debias-diffusion"))

@@ -30,19 +30,15 @@ def code_cells() -> dict[str, str]:
     return {cell["id"]: "".join(cell["source"]) for cell in cells}
 
 
-def test_the_settings_are_complete_and_the_prompts_are_long():
-    exec(code_cells()["settings"], values := {})
+def test_all_cells_run_in_order_and_the_settings_are_complete(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells, names = code_cells(), dict(TOY)
+    exec(cells.pop("settings"), values := {})
     assert values.keys() == TOY.keys() | {"__builtins__"} and hasattr(torch, values["DTYPE"])
     lengths = [len(ids) for ids in clip_tokenizer(248)(values["PROMPTS"]).input_ids]
     assert len(lengths) == 5 and min(lengths) > 77 + 20 and max(lengths) <= 248
-
-
-def test_all_cells_run_in_order(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    names = dict(TOY)
-    for identifier, source in code_cells().items():
-        if identifier != "settings":
-            exec(compile(source, f"{NOTEBOOK.name}, cell {identifier}", "exec"), names)
+    for identifier, source in cells.items():
+        exec(compile(source, f"{NOTEBOOK.name}, cell {identifier}", "exec"), names)
     rows = {way: [image.tobytes() for image in images] for way, images in names["rows"].items()}
     assert list(rows) == ["cut", "chunks", "LongCLIP-L"] and {len(images) for images in rows.values()} == {5}
     # Only a prompt that is read past 77 tokens is another one with another end; and no way draws what another does.
@@ -52,8 +48,7 @@ def test_all_cells_run_in_order(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("stock reads 75") == 5
     results = [json.loads((tmp_path / "real" / f"{name}.json").read_text()) for name in ("check", "showcase")]
     assert results[1]["images"] == results[0]["checks"]["prompts in four ways"]["result"]
-    assert {len(files) for files in results[1]["images"].values()} == {8} and (
-        tmp_path / "real" / "mark.html"
-    ).is_file()
+    assert {len(files) for files in results[1]["images"].values()} == {8}
+    assert (tmp_path / "real" / "mark.html").is_file()
     with Image.open("long_prompts_sdxl.png") as sheet:
         assert sheet.size == (5 * 384, 3 * 408)

@@ -13,28 +13,22 @@ from debias_diffusion.toyworld.shipped import shipped
 from research.toymodels.scores import score_clip, score_sdxl
 
 
-def test_the_base_clip_is_shortsighted():
-    """With fewer scenes than in the scores that come with the weights, and so with higher numbers."""
-    recall = score_clip(load_two_tower("toy/clip"), "test", 300)
-    whole, swapped, removed = (recall[edit]["t2i_r1"] for edit in ("keep", "move4", "remove"))
-    assert whole > 30
-    assert swapped < 0.75 * whole and removed < 0.5 * whole
-
-
 def test_stock_diffusers_draws_what_short_prompts_name():
     pipe = StableDiffusionXLPipeline.from_pretrained(shipped("toy/sdxl"), add_watermarker=False)
     assert score_sdxl(pipe, "test", 40)[0]["objects"] > 0.9
 
 
-def test_the_shipped_two_towers_show_the_cure():
-    """As in the scores that come with the weights, with fewer scenes of another split."""
+def test_the_base_clip_is_shortsighted_and_the_shipped_two_towers_show_the_cure():
+    """As in the scores that come with the weights, with fewer scenes, and so with higher numbers."""
     recall = {}
-    for recipe in RECIPES:
-        scores = score_clip(load_two_tower(f"toy/{recipe}"), "test", 400)
-        recall[recipe] = {edit: score["t2i_r1"] for edit, score in scores.items()}
-        assert recall[recipe]["keep"] > 60
+    for name in ("clip", *RECIPES):
+        scores = score_clip(load_two_tower(f"toy/{name}"), "test", 400)
+        recall[name] = {edit: score["t2i_r1"] for edit, score in scores.items()}
+    assert recall["clip"]["keep"] > 30 and all(recall[recipe]["keep"] > 60 for recipe in RECIPES)
+    kept = {name: {edit: of[edit] / of["keep"] for edit in ("move4", "remove")} for name, of in recall.items()}
+    assert kept["clip"]["move4"] < 0.75 and kept["clip"]["remove"] < 0.5
     for edit in ("move4", "remove"):
-        loss = {recipe: scores["keep"] - scores[edit] for recipe, scores in recall.items()}
+        loss = {recipe: recall[recipe]["keep"] - recall[recipe][edit] for recipe in RECIPES}
         assert loss["debias-clip"] < 0.75 * loss["long-clip"]
 
 
