@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, Kind, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import MOST_IMAGES, TOYS, check_output, check_source
+from debias_diffusion.files import open_regular
 from debias_diffusion.limits import (
     Checked,
     LearningRate,
@@ -21,7 +22,14 @@ from debias_diffusion.limits import (
     Tower,
     between,
 )
-from debias_diffusion.pipelines.rendering.options import KARRAS, ClipSkip, ImageOptions, Scheduler, Sharpening
+from debias_diffusion.pipelines.rendering.options import (
+    KARRAS,
+    ClipSkip,
+    ImageOptions,
+    Scheduler,
+    Sharpening,
+    split_base,
+)
 from debias_diffusion.text.chunks import Breaks, Emphasis, Reading
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import RunConfig, RunSeed
@@ -348,8 +356,11 @@ class GenerateConfig(ImageOptions):
         for name, usual in (("seed", 0), ("breaks", "concatenate"), ("sharpen", 1.0)):
             setattr(self, name, usual if getattr(self, name) is None else getattr(self, name))
         super().__post_init__()
-        for name in filter(None, (self.base, self.encoder_2)):
-            shipped(name)  # raises UserError for a misspelt toy model
+        for name in filter(None, (self.base, self.refiner)):
+            split_base(name)  # raises UserError for what is not there
+        shipped(self.encoder_2 or "")  # raises UserError for a misspelt toy model
+        if self.prompts is not None:
+            open_regular(self.prompts).close()
         spec = _parse_encoder(self.encoder, self.reading, "overlap")
         self.encoder, self.reading = None if spec.kind is Kind.ORIGINAL else spec.name, spec.reading
         if (self.prompt is None) == (self.prompts is None):
@@ -436,7 +447,7 @@ class CheckConfig(ImageOptions):
     def __post_init__(self):
         super().__post_init__()
         check_output(self.output)
-        shipped(self.base)  # raises UserError for a misspelt toy model
+        split_base(self.base)  # raises UserError for what is not there
 
 
 @dataclass
@@ -484,7 +495,7 @@ class TokensConfig(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        shipped(self.base)  # raises UserError for a misspelt toy model
+        split_base(self.base)  # raises UserError for what is not there
         self.spec = _parse_encoder(self.encoder, self.reading, None)
 
 
@@ -524,7 +535,7 @@ class EncodeConfig(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        shipped(self.base)  # raises UserError for a misspelt toy model
+        split_base(self.base)  # raises UserError for what is not there
         self.spec = _parse_encoder(self.encoder, self.reading, "overlap")
         if self.to == "diffusers" and self.output is None:
             raise UserError("--to diffusers needs --output, a folder for the embeddings.")
@@ -644,5 +655,5 @@ class AppConfig(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        shipped(self.base)  # raises UserError for a misspelt toy model
+        split_base(self.base)  # raises UserError for what is not there
         self.specs = parse_encoders(self.encoders)

@@ -58,7 +58,7 @@ def test_help_names_every_command_and_option(capsys):
         (["generate", "a", "star", "--base=toy/sdxl"], "'star' belongs to no option."),
         (["train", "--config=/nowhere.yaml"], "/nowhere.yaml"),
         (["train"], "Missing: --data, --output, --model. For example: debias-diffusion train"),
-        (["generate", " ", "--base=/nowhere"], "The prompt is empty"),
+        (["generate", " ", "--base=toy/sdxl"], "The prompt is empty"),
         (["generate", "a star", "--steps=" + 5000 * "9"], "Exceeds the limit"),
         (["export", "--model=ViT-B16", "--output=/nowhere"], "Did you mean ViT-B-16"),
         (["train", "--config={}", "epochz: 7"], "Unknown option 'epochz'. Did you mean epochs"),

@@ -82,12 +82,19 @@ def test_encoders_share_all_other_models(toy, tiny):
         assert len(parts) == (3 if name == "text_encoder" else 1)
     assert toy.labels == TOYS and toy.is_toy and toy.size == (48, 48)
     assert (Request.default(toy).steps, Request.default(toy).guidance_scale) == (20, 3.0)
+    parts = {id(part): part for pipe in tiny.encoders.values() for part in pipe.components.values()}
+    assert tiny.weights == sum(part.num_parameters() * 4 for part in parts.values() if hasattr(part, "num_parameters"))
+    own = [part for part in tiny.encoders["original"].components.values() if hasattr(part, "num_parameters")]
+    assert tiny.renderer.checkpoint.count_weights() == sum(part.num_parameters() for part in own)
     assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
 
 
 def test_names_say_how_an_encoder_reads(toy, tmp_path):
     models = DemoModels("toy/sdxl", ["toy/clip", "separate:toy/clip", "cut:toy/clip"], CPU)
     assert models.labels == ["toy/clip", "toy/clip, separate chunks", "toy/clip, cut at 77 tokens"]
+    titles = ["SDXL, whole prompt (with_long_prompts)", "SDXL, separate chunks", "SDXL as it is (cut at 77)"]
+    assert [models.title(label) for label in models.labels] == titles
+    assert [models.title("toy/clip", reading) for reading in ("overlap", "separate", "cut")] == titles
     assert len({id(pipe.text_encoder) for pipe in models.encoders.values()}) == 1  # loaded once
     for reading, label in zip(READINGS, models.labels, strict=False):
         assert [models.spec(each, reading).reading for each in models.labels] == [reading, "separate", "cut"]
@@ -175,7 +182,7 @@ def test_steps_and_images_come_one_after_the_other(toy, tmp_path):
     order = list(product((1, 2), request.encoders))
     steps = [item for item in items if isinstance(item, Step)]
     ends = [item.place for item in steps if "step 2" in item.place]
-    assert ends == [f"{label}, image {number}, step 2 of 2" for number, label in order]
+    assert ends == [f"{toy.title(label)}, image {number}, step 2 of 2" for number, label in order]
     shares = [item.done_share for item in steps]
     assert shares[0] == 0 and shares[-1] == 1 and all(a <= b for a, b in pairwise(shares))
     rendered = [item for item in items if isinstance(item, RenderedImage)]
@@ -443,8 +450,8 @@ def test_a_user_needs_a_password_that_can_be_read(tmp_path):
 def test_a_demo_for_others_without_a_password_is_warned_of(capsys, monkeypatch):
     monkeypatch.setenv("DEBIAS_DIFFUSION_PASSWORD", "secret")
     for host, user, warned in (("127.0.0.1", None, False), ("0.0.0.0", None, True), ("0.0.0.0", "ann", False)):
-        with pytest.raises(UserError, match="is not there"):  # nothing is served
-            open_app(AppConfig(base="nowhere/at/all", encoders=["toy/clip"], host=host, user=user))
+        with pytest.raises(UserError, match="is not available"):  # nothing is served
+            open_app(AppConfig(device="nowhere", host=host, user=user))
         assert ("it has no password" in capsys.readouterr().err) == warned
 
 

@@ -13,14 +13,21 @@ import torch
 from debias_diffusion.devices import explain_memory
 from debias_diffusion.encoders.spec import ORIGINAL, READINGS, EncoderSpec, Kind, labels, parse_encoders
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.options import TOY_BASE, TOY_CLIP
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.rendering.options import Scheduler
 from debias_diffusion.pipelines.rendering.png import SAMPLERS, sampler
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
 from debias_diffusion.text.chunks import Reading
 
-TOY = "toy/sdxl"
 MOST_ENCODERS = 5
+# What the page calls the checkpoint's own encoder, by how it reads, and those of the toy world.
+_OWN = {"cut": "SDXL as it is (cut at 77)", "overlap": "SDXL, whole prompt (with_long_prompts)"}
+_TOYS = {
+    "toy/long-clip": "Long-CLIP",
+    "toy/debias-clip": "DeBias-CLIP",
+    "toy/debias-clip-sdxl": "DeBias-CLIP for SDXL",
+}
 
 
 class DemoModels:
@@ -39,7 +46,7 @@ class DemoModels:
     Attributes:
         renderer: of the checkpoint, with its own settings.
         base: the checkpoint's short name.
-        labels: names of the encoders on the page, in the order given.
+        labels: names of the encoders in requests and images, in the order given.
         encoders: by label, a pipeline of the shared models with this encoder.
         is_toy: whether scenes of the toy world can be generated and checked.
         size: the checkpoint's native (height, width) in pixels.
@@ -57,7 +64,7 @@ class DemoModels:
         self.renderer = Renderer(base, Sampling(), device, dtype)
         checkpoint = self.renderer.checkpoint
         checkpoint.check_kind()
-        self.is_toy, self.size, self.base = base == TOY, checkpoint.size, str(checkpoint.file or base)
+        self.is_toy, self.size, self.base = base == TOY_BASE, checkpoint.size, str(checkpoint.file or base)
         if os.path.exists(self.base):
             self.base = os.path.basename(self.base)
         by_model = {spec.name: spec for spec in specs}
@@ -103,3 +110,17 @@ class DemoModels:
     def spec(self, label: str, chosen: Reading) -> EncoderSpec:
         """The encoder, as it reads a request with this reading."""
         return replace(self._specs[label], reading=self._readings.get(label, chosen))
+
+    def title(self, label: str, chosen: Reading = "overlap") -> str:
+        """What the page calls the encoder, as it reads a request with this reading."""
+        spec = self.spec(label, chosen)
+        if spec.kind is Kind.ORIGINAL or (self.is_toy and spec.name == TOY_CLIP):
+            return _OWN.get(spec.reading, f"SDXL, {READINGS[spec.reading]}")
+        return label.replace(spec.name, _TOYS.get(spec.name, spec.name))
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        parts = {id(part): part for pipe in self.encoders.values() for part in pipe.components.values()}
+        models = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
+        return sum(weight.nbytes for model in models for weight in model.parameters())

@@ -2,6 +2,7 @@
 
 import random
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from html import escape
@@ -40,6 +41,8 @@ when a sentence is removed. A sentence that moves nothing was not read."""
 STYLE = """
 .gradio-container { max-width: 1320px !important; margin: 0 auto !important; }
 #movement { contain: inline-size; } /* a wide table scrolls, instead of the page */
+#movement th * { word-break: normal; overflow-wrap: normal; font: 600 12px system-ui, sans-serif; }
+@media (max-width: 800px) { #status { min-height: 90px; } } /* two lines and a bar */
 /* Captions below the images, not on them. */
 #images .grid-wrap { max-height: none; }
 #images .grid-container { grid-template-columns: repeat(auto-fill, minmax(145px, 1fr)); padding: 0; }
@@ -47,8 +50,8 @@ STYLE = """
 #images .thumbnail-item img { aspect-ratio: 1; height: auto; }
 #images .caption-label { position: static; width: 100%; max-width: none; white-space: normal; text-align: left; }
 """
-# On a narrow page the images are below all settings: they come to the visitor.
-TO_IMAGES = "() => innerWidth < 800 && document.querySelector('#images').scrollIntoView({behavior: 'smooth'})"
+# On a narrow page progress and images are below all settings: they come to the visitor.
+TO_IMAGES = "() => innerWidth < 800 && document.querySelector('#status').scrollIntoView({behavior: 'smooth'})"
 TURN = {"concurrency_id": "device", "concurrency_limit": 1}  # one request at a time uses the device
 AS_SENT = {"preprocess": False}  # `Request` checks types and choices, and says what is allowed
 BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something is generated
@@ -87,6 +90,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
             f"# {TITLE}\nOne prompt, one seed, up to five text encoders in {escape(models.base)}: how much of a long "
             f"prompt each encoder reads, and the image generated from it.{f' **{notice}**' if notice else ''}"
         )
+        cost = gr.Markdown(endpoints.cost(), visible=not models.is_toy)
         with gr.Row():
             with gr.Column(scale=5, min_width=320):
                 hint = "A long prompt of several sentences"
@@ -94,11 +98,12 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 with gr.Row():
                     named = examples(models) | ({"Random scene": None} if models.is_toy else {})
                     chosen = [(gr.Button(name, size="sm", min_width=90), example) for name, example in named.items()]
-                encoders = gr.CheckboxGroup(models.labels, value=models.labels, label="Encoders to compare")
+                encoders = gr.CheckboxGroup(
+                    endpoints.titled("overlap"), value=models.labels, label="Encoders to compare"
+                )
                 with gr.Row():
                     generate = gr.Button("Generate", variant="primary", scale=3, min_width=120)
                     stop = gr.Button("Stop", scale=1, min_width=80)
-                status = gr.HTML("", min_height=60)  # no Markdown, in which a hostile PNG could say an image's address
                 tokens = gr.HighlightedText(label="Tokens", color_map=COLOURS, show_legend=True)
                 readings = gr.Markdown()
                 with gr.Accordion("Advanced settings", open=False):
@@ -122,6 +127,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     sharpen = gr.Slider(0.1, MOST_SHARPENING, 1, step=0.1, label="Sharpen", info=hint)
                 file = gr.UploadButton("Restore settings from an image", file_types=TYPES, size="sm")
             with gr.Column(scale=6, min_width=320):
+                # No Markdown, in which a hostile PNG could say an image's address.
+                status = gr.HTML("", min_height=60, elem_id="status")
                 looks = {"columns": 3, "height": "auto", "show_label": False, "buttons": ["download", "fullscreen"]}
                 images = gr.Gallery(label="Images", format="png", interactive=False, elem_id="images", **looks)
                 gr.Markdown(EXPLANATION)
@@ -139,10 +146,11 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
         analysing = analyse.click(endpoints.analyse, text, outputs, api_name="attention", **on_status)
         for event in (*changes, analysing.then):
             event(endpoints.hide_stale, [analysed, *text], analysis, **PRIVATE)
+        reading.change(lambda chosen: gr.CheckboxGroup(endpoints.titled(chosen)), reading, encoders, **PRIVATE)
         starts = [generate.click, prompt.submit]
         gr.on(starts, js=TO_IMAGES, api_visibility="private")
         rendering = gr.on(starts, endpoints.render, [scene, *request], images, api_name="generate", **on_status)
-        rendering.success(lambda: "Done.", None, status, **PRIVATE)
+        rendering.success(lambda: ("Done.", endpoints.cost()), None, [status, cost], **PRIVATE)
         stopped = stop.click(None, cancels=[rendering], api_visibility="private")
         stopped.then(lambda: "Stopped.", None, status, **PRIVATE)
         for button, example in chosen:
@@ -179,6 +187,17 @@ class _Endpoints:
 
     def __init__(self, models: DemoModels, budget: int):
         self.models, self.budget = models, budget
+        self.pace = ""  # of the last image, in words
+
+    def titled(self, reading: Reading) -> list[tuple[str, str]]:
+        """The encoders' titles and labels, as they read with this reading."""
+        return [(self.models.title(label, reading), label) for label in self.models.labels]
+
+    def cost(self) -> str:
+        """What the models and an image take."""
+        renderer = self.models.renderer
+        kind = f"{str(renderer.dtype).removeprefix('torch.')}, {renderer.device}"
+        return f"The models take {self.models.weights / 1e9:.2f} GB of memory ({kind}). {self.pace}"
 
     def render(
         self, scene, prompt, encoders, negative_prompt, seed, steps, guidance_scale, height, width, images, scheduler,
@@ -191,12 +210,14 @@ class _Endpoints:
                 scene, steps=steps, guidance_scale=guidance_scale, height=height, width=width, sharpen=sharpen,
             )  # fmt: skip
             toy_scene = scene_of(scene, prompt)
-            shown = _reference(toy_scene)
+            shown, started = _reference(toy_scene), time.monotonic()
             with closing(render_request(self.models, request, self.budget)) as items:
                 for item in items:
                     if isinstance(item, RenderedImage):
-                        caption = f"{item.label}, seed {item.seed}: {item.read}"
+                        caption = f"{self.models.title(item.label, reading)}, seed {item.seed}: {item.read}"
                         shown.append((str(item.save(folder)), caption + _marks(item.image, toy_scene)))
+                        seconds, started = time.monotonic() - started, time.monotonic()
+                        self.pace = f"The last image took {seconds:.1f} s, {seconds / request.steps:.2f} s a step."
                         yield shown
                     else:
                         progress(*item)
@@ -215,7 +236,9 @@ class _Endpoints:
         for place, (token, read_by) in enumerate(counted):
             tokens += [(CUT, None)] * (place in cuts) + [(token, READ_BY[read_by])]
         title = f"Tokens: {len(counted):,}, sentences: {sentences:,}" + f"; {CUT} an encoder's next chunk" * bool(cuts)
-        lines = [f"- **{escape(label)}** {each.in_words()}" for label, each in readings.items()]
+        lines = [
+            f"- **{escape(self.models.title(label, reading))}** {each.in_words()}" for label, each in readings.items()
+        ]
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 
     def analyse(self, prompt: str, encoders: list[str], emphasis: Emphasis | Literal[""], reading: Reading) -> list:
@@ -225,14 +248,15 @@ class _Endpoints:
             request = Request(prompt, encoders, emphasis=emphasis or None, reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [
-            _attention(label, shares[label]) if label in shares else gr.HighlightedText(visible=False)
-            for label in self.models.labels
+            _attention(title, shares[label]) if label in shares else gr.HighlightedText(visible=False)
+            for title, label in self.titled(reading)
         ]
         rows = [
             [": ".join(filter(None, (row["edit"], row["text"]))), *(f"{far:.4f}" for far in row["distance"].values())]
             for row in moved
         ]
-        headers, widths = ["1 - cosine after", *shares], ["190px", *["84px"] * len(shares)]
+        titles = [self.models.title(label, reading).partition(" (")[0] for label in shares]
+        headers, widths = ["1 - cosine after", *titles], ["180px", *["92px"] * len(shares)]
         table = gr.Dataframe(rows, headers=headers, column_widths=widths, visible=bool(rows))
         return [*shown, table, [prompt, encoders, emphasis, reading]]
 
@@ -280,7 +304,7 @@ def _marks(image: Image.Image, toy_scene: tuple[Scene, Caption] | None) -> str:
     return "" if toy_scene is None else f". {describe(judge(read_image(image), toy_scene[0]), toy_scene[0])}"
 
 
-def _attention(label: str, share: dict) -> gr.HighlightedText:
+def _attention(title: str, share: dict) -> gr.HighlightedText:
     """An encoder's words, shaded by the square root of their share of the attention: a few words take most of it."""
     chunks, words = share["chunks"], []
     most = max(word["after_softmax"] for chunk in chunks for word in chunk["words"]) or 1.0
@@ -289,4 +313,4 @@ def _attention(label: str, share: dict) -> gr.HighlightedText:
         start, end = (f"{chunk[name]['after_softmax']:.1%}" for name in ("sot", "eot"))
         words.append((f"{place}start token {start}, end token {end} ", None))
         words += [(f"{word['word']} ", round(sqrt(word["after_softmax"] / most), 3)) for word in chunk["words"]]
-    return gr.HighlightedText(words, label=f"{label} {share['reading']}", visible=True)
+    return gr.HighlightedText(words, label=f"{title} {share['reading']}", visible=True)

@@ -9,7 +9,6 @@ from transformers import CLIPTokenizer
 
 from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.attention import CaptionReader, look_at_tokens
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines.long_prompt import PromptReader
 from debias_diffusion.pipelines.rendering.renderer import cleaned
@@ -110,6 +109,8 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
     Raises:
         UserError: the prompt is empty or too long, or no encoder is chosen.
     """
+    from debias_diffusion.eval.attention import CaptionReader, look_at_tokens  # matplotlib takes a while to import
+
     check_text_settings(request, models)
     check_prompt(request.prompt)
     shares = {}

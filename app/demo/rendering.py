@@ -110,7 +110,8 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
 
     def report_step(place: int, step: int, steps: int) -> None:
         number, label = places[place]
-        report(Step((place + step / steps) / len(places), f"{label}, image {number}, step {step} of {steps}"))
+        title = models.title(label, request.reading)
+        report(Step((place + step / steps) / len(places), f"{title}, image {number}, step {step} of {steps}"))
 
     for place, (number, label) in enumerate(places):
         report_step(place, 0, request.steps)

@@ -1,5 +1,6 @@
 """SDXL and Stable Diffusion 1.5 checkpoints with other text encoders, checked before gigabytes are read."""
 
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -26,18 +27,18 @@ from debias_diffusion.clip.model_files import (
     quiet_logging,
 )
 from debias_diffusion.encoders.hub import place_digest
-from debias_diffusion.encoders.spec import load_text_encoder, may_be_hub_id
+from debias_diffusion.encoders.spec import load_text_encoder
 from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.encoders.transformers_folder import find_tokenizer, read_encoder
 from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps
-from debias_diffusion.toyworld.shipped import shipped
 
 from ..classes import (
     StableDiffusionLongPromptPipeline,
     StableDiffusionXLLongPromptImg2ImgPipeline,
     StableDiffusionXLLongPromptPipeline,
 )
+from .options import split_base
 
 SDXL = "StableDiffusionXLPipeline"
 REFINER = "StableDiffusionXLImg2ImgPipeline"  # SDXL's, of one text encoder
@@ -97,17 +98,21 @@ class Checkpoint:
             UserError: a file is missing or of another kind.
         """
         name = os.fspath(name)
-        failure = f"The SDXL checkpoint {name!r}"
-        with explain_failure(f"{failure} cannot be read", "Give a whole .safetensors file, or an SDXL folder."):
-            folder, file = _split(name)
-            if file is None or file.is_file():
-                configs = shipped(folder or _inferred_hub_id(file))
-                if Path(configs).is_dir() or may_be_hub_id(configs):
-                    return cls(name, configs, file)
-            raise UserError(
-                f"{failure} is not there, or not read. Give an SDXL folder in diffusers' layout, a hub id, or a "
-                ".safetensors file."
-            )
+        advice = "Give a whole .safetensors file, or an SDXL folder."
+        with explain_failure(f"The SDXL checkpoint {name!r} cannot be read", advice):
+            configs, file = split_base(name)
+            return cls(name, configs or _inferred_hub_id(file), file)
+
+    def count_weights(self) -> int:
+        """The weights in the safetensors files that are loaded, by their headers; 0 for a hub id."""
+        names = r"(diffusion_pytorch_)?model(-\d+-of-\d+)?\.safetensors"
+        files = [file for file in Path(self.configs).glob("*/*") if re.fullmatch(names, file.name)]
+        total = 0
+        with explain_failure(f"The weights of the SDXL checkpoint {self.name!r} cannot be read"):
+            for file in [self.file] if self.file else files:
+                with safe_open(file, framework="pt") as opened:
+                    total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+        return total
 
     @cached_property
     def digest(self) -> str:
@@ -223,13 +228,6 @@ class Checkpoint:
                 f"{named} {has}; {reads} {needed} of its {ordinal} encoder. Write it with `debias-diffusion export`, "
                 f"with{'' if wanted else 'out'} --projection."
             )
-
-
-def _split(base: str) -> tuple[str, Path | None]:
-    """(configurations or "", file) of a single-file checkpoint; (base, None) of any other."""
-    folder, _, file = ("", "", base) if os.path.exists(base) else base.rpartition(":")
-    single = file.endswith(".safetensors") and not os.path.isdir(file)
-    return (folder, Path(file)) if single else (base, None)
 
 
 def _inferred_hub_id(file: Path) -> str:

@@ -1,10 +1,15 @@
 """How images are rendered: options that `generate`, the evaluations and the demo share. Imports nothing large."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
+from debias_diffusion.encoders.spec import may_be_hub_id
+from debias_diffusion.errors import UserError
 from debias_diffusion.limits import Checked, Guidance, Rule, Side, Steps, between
 from debias_diffusion.text.chunks import MOST_SHARPENING
+from debias_diffusion.toyworld.shipped import shipped
 
 # diffusers' classes of one UNet evaluation per step
 Scheduler = Literal[
@@ -19,6 +24,27 @@ ClipSkip = between(int, 1, 24)  # as A1111 and ComfyUI count layers, of which CL
 Sharpening = Annotated[
     float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
 ]
+
+
+def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
+    """(folder or hub id of the configurations, single file of weights or None) of an SDXL checkpoint's name. The folder
+    is "" for a file that is named alone.
+
+    Raises:
+        UserError: there is nothing of this name, and it is no hub id.
+    """
+    base = os.fspath(name)
+    folder, _, file = ("", "", base) if os.path.exists(base) else base.rpartition(":")
+    if not file.endswith(".safetensors") or os.path.isdir(file):
+        folder, file = base, ""
+    configs = shipped(folder)
+    has_configs = os.path.isdir(configs) or may_be_hub_id(configs) or (file and not folder)
+    if not has_configs or (file and not os.path.isfile(file)):
+        raise UserError(
+            f"The SDXL checkpoint {base!r} is not there, or not read. Give an SDXL folder in diffusers' layout, a hub "
+            "id, or a .safetensors file."
+        )
+    return configs, Path(file) if file else None
 
 
 @dataclass(kw_only=True)

@@ -36,7 +36,9 @@ if CHROMIUM is None and "CI" not in os.environ:  # where CI cannot start it, it 
 expect.set_options(timeout=60_000)  # a busy machine takes more than the usual 5 seconds
 
 HOSTILE = "<img src=x onerror=window.hacked=1> ![a](http://elsewhere.example/a.png)"
-LABELS = ["toy/clip, cut at 77 tokens", *TOYS[1:]]  # as on the page
+LABELS = ["toy/clip, cut at 77 tokens", *TOYS[1:]]  # in PNGs
+TITLES = ["SDXL as it is (cut at 77)", "SDXL, whole prompt (with_long_prompts)", "Long-CLIP", "DeBias-CLIP"]
+TITLES.append("DeBias-CLIP for SDXL")
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1300, "height": 1000}
 
@@ -121,8 +123,8 @@ def test_a_scene_is_generated_analysed_and_restored_from_its_png(page, tmp_path)
     finished(page, 6)
     captions = page.locator("#images .caption-label").all_inner_texts()
     assert captions[0].startswith("Reference image: ")
-    for label, caption in zip(LABELS, captions[1:], strict=True):
-        assert caption.startswith(f"{label}, seed 0: reads ") and "objects right." in caption
+    for title, caption in zip(TITLES, captions[1:], strict=True):
+        assert caption.startswith(f"{title}, seed 0: reads ") and "objects right." in caption
     # A PNG is the file itself, with its settings.
     page.locator("#images .thumbnail-lg").nth(5).click()
     with page.expect_download() as download:

@@ -46,6 +46,9 @@ for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in
 for command in RESEARCH:
     with suppress(SystemExit):
         main([command, "--help"], commands=RESEARCH)
+for missing in ["tokens", "a", "--base=/no"], ["app", "--base=/no"], ["generate", "--base=toy/sdxl", "--prompts=/no"]:
+    with suppress(SystemExit):
+        main(missing)
 large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio"} & set(sys.modules)
 assert not large, large
 main(["reproduce", "--list"], commands=RESEARCH)

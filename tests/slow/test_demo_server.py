@@ -56,8 +56,8 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
     request = Request(LONG, encoders, steps=2, seed=7, scene=scene, **small)
     shown = client.predict(LONG, steps=2, encoders=encoders, seed="7", api_name="/generate")
     assert [image["caption"] for image in shown] == [
-        f"{CUT}, seed 7: reads the first 75 of 93 tokens",
-        "toy/debias-clip, seed 7: reads all 93 tokens at once",
+        "SDXL as it is (cut at 77), seed 7: reads the first 75 of 93 tokens",
+        "DeBias-CLIP, seed 7: reads all 93 tokens at once",
     ]
     expected = [item for item in render_request(models, request) if isinstance(item, RenderedImage)]
     for image, item in zip(shown, expected, strict=True):
