@@ -1,7 +1,6 @@
 """Zero-shot classification: the published layouts, the arithmetic, and a brute-force run."""
 
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import open_clip
@@ -17,8 +16,6 @@ from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.classification import (
     CIFAR_TEMPLATES,
-    IMAGENET_TEMPLATES,
-    NOTES,
     ClassificationConfig,
     class_features,
     classify,
@@ -28,7 +25,6 @@ from debias_diffusion.eval.classification import (
     top1,
 )
 from debias_diffusion.eval.intervals import paired_difference
-from debias_diffusion.eval.options import Classification
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -36,7 +32,7 @@ CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hor
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """With weights that tell the images apart: most others give all of them the same class."""
+    """With weights that tell the images apart."""
     return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"), seed=14)
 
 
@@ -65,41 +61,28 @@ def make_cifar(root: Path, labels: list[tuple[int, ...]]) -> Path:
     return root
 
 
-def by_hand(model: str, pictures: list[Image.Image], classes: list[str], templates) -> list[int]:
+@torch.inference_mode()
+def by_hand(model: str, pictures: list[Image.Image]) -> list[int]:
     """The class of each picture, one image and one prompt at a time."""
     backbone = load_backbone(model).eval()
-    with torch.inference_mode():
-        images = torch.cat([backbone.encode_image(backbone.preprocess(image)[None]) for image in pictures])
-        return (images.double() @ class_means(backbone, classes, templates).T).argmax(dim=1).tolist()
+    images = torch.cat([backbone.encode_image(backbone.preprocess(image)[None]) for image in pictures])
+    return (images.double() @ class_means(backbone, CIFAR_10, CIFAR_TEMPLATES).T).argmax(dim=1).tolist()
 
 
 @torch.inference_mode()
 def class_means(backbone, classes: list[str], templates) -> torch.Tensor:
     means = []
     for name in classes:
-        encoded = [
-            backbone.encode_text(backbone.tokenize([template.format(name)]))[0].double() for template in templates
-        ]
+        prompts = [backbone.tokenize([template.format(name)]) for template in templates]
+        encoded = [backbone.encode_text(prompt)[0].double() for prompt in prompts]
         mean = sum(feature / feature.norm() for feature in encoded)
         means.append(mean / mean.norm())
     return torch.stack(means)
 
 
-def test_classes_and_templates_are_the_published_ones():
-    wnids, titles = WNIDS, list(open_clip.IMAGENET_CLASSNAMES)
-    assert len(set(wnids)) == len(titles) == 1000 and wnids == sorted(wnids)
-    names = dict(zip(wnids, titles, strict=True))
-    assert names["n01440764"] == "tench" and names["n15075141"] == "toilet paper"
-    assert names["n02012849"] == "crane bird" and names["n03126707"] == "construction crane"
-    written = {template.format("X") for template in CIFAR_TEMPLATES}
-    assert len(written) == 18 and written > {"a photo of a X.", "a photo of the big X.", "a bad photo of a X."}
-    assert len({template.format("X") for template in IMAGENET_TEMPLATES}) == 80
-    assert tuple(NOTES) == get_args(Classification)
-
-
 def test_layouts_of_imagenet(tmp_path):
-    wnids, titles = WNIDS, list(open_clip.IMAGENET_CLASSNAMES)
-    root = image_folders(tmp_path / "val", wnids[::-1], drawn=3)  # the last three classes
+    titles = list(open_clip.IMAGENET_CLASSNAMES)
+    root = image_folders(tmp_path / "val", WNIDS[::-1], drawn=3)  # the last three classes
     data = read_imagenet(str(root), "imagenet-1k")
     assert (data.labels, data.classes) == ([997, 998, 999], titles)
     assert [record.caption for record in data.records] == titles[-3:]
@@ -107,9 +90,9 @@ def test_layouts_of_imagenet(tmp_path):
     data = read_imagenet(str(root), "imagenet-v2")  # folders are numbers, not text
     assert data.labels == [int(record.image.split("/")[0]) for record in data.records] == list(range(12))
     (root / "517").rmdir()
-    with pytest.raises(UserError, match="holds 999 class folders of imagenet-v2. Give .*: 1000 class"):
+    with pytest.raises(UserError, match="holds 999 class folders"):
         read_imagenet(str(root), "imagenet-v2")
-    root = image_folders(tmp_path / "a", wnids[3::5], drawn=12)
+    root = image_folders(tmp_path / "a", WNIDS[3::5], drawn=12)
     data = read_imagenet(str(root), "imagenet-a")
     assert (data.labels, data.classes) == (list(range(12)), titles[3::5])  # 200 classes compete
 
@@ -117,7 +100,7 @@ def test_layouts_of_imagenet(tmp_path):
 def test_encoders_are_compared_on_cifar_10_and_the_run_equals_brute_force(model, tmp_path):
     models = [model, save_tiny_clip(tmp_path / "other", seed=13)]
     pictures, names = [picture(index) for index in range(20)], [Path(name).name for name in models]
-    guesses = [by_hand(name, pictures, CIFAR_10, CIFAR_TEMPLATES) for name in models]
+    guesses = [by_hand(name, pictures) for name in models]
     # The first is right on the first 6 images, the second on all on which it differs from that.
     labels = [(first if index < 6 else second) for index, (first, second) in enumerate(zip(*guesses, strict=True))]
     hits = [[100.0 * (guess == label) for guess, label in zip(own, labels, strict=True)] for own in guesses]
@@ -148,23 +131,20 @@ def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
         assert np.array_equal(np.asarray(data.images.open(record.image)), np.asarray(picture(index)))
 
 
-def test_a_wrong_folder_is_told(model, tmp_path):
-    root = image_folders(tmp_path / "data", WNIDS[:200], drawn=0)
-
-    def refused(message: str, read=read_imagenet, folder=root, dataset="imagenet-o"):
-        with pytest.raises(UserError, match=message):
-            read(str(folder), dataset)
-
-    config = ClassificationConfig([model], str(tmp_path / "out"), dataset="imagenet-o", data=str(root))
-    with pytest.raises(UserError, match="no image of a class of imagenet-o"):
-        evaluate_classification(config)
-    (root / "n00000000").mkdir()
-    refused("'n00000000'.*200 class folders, named by WordNet id")
-    refused("is not there", folder=tmp_path / "none")
-    refused("no test_batch.bin.*cifar-10-binary.tar.gz.*pickle can run code", read_cifar, tmp_path, "cifar-10")
+def test_a_wrong_folder_is_told(tmp_path):
+    empty, strange = (image_folders(tmp_path / name, WNIDS[:200], drawn=0) for name in ("empty", "strange"))
+    (strange / "n00000000").mkdir()
     cifar = make_cifar(tmp_path / "cifar", [(1,), (2,)])
     (cifar / "test_batch.bin").write_bytes((cifar / "test_batch.bin").read_bytes()[:-1])
-    refused("6145 bytes", read_cifar, cifar, "cifar-10")
+    for dataset, data, message in (
+        ("imagenet-o", empty, "no image of a class"),
+        ("imagenet-o", strange, "'n00000000'"),
+        ("imagenet-o", tmp_path / "none", "is not there"),
+        ("cifar-10", empty, "no test_batch.bin.*pickle can run code"),
+        ("cifar-10", cifar, "6145 bytes"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate_classification(ClassificationConfig(["toy/clip"], str(tmp_path), dataset=dataset, data=str(data)))
 
 
 def test_class_features_are_means_of_normalised_features(model):

@@ -2,16 +2,14 @@
 
 import json
 import shutil
-import threading
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import asdict, replace
-from itertools import pairwise, product
+from itertools import product
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
 from helpers.tiny_sdxl import POSITIONS, stretched, text_encoder, text_encoder_2
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
@@ -104,18 +102,15 @@ def test_names_say_how_an_encoder_reads(toy, tmp_path):
         assert from_image(chosen.save(tmp_path), toy)[0].reading == reading
 
 
-@pytest.mark.parametrize(
-    "base, encoders, message",
-    [
+def test_models_that_do_not_fit_are_refused(folders):
+    for base, encoders, message in (
         ("base", ["original", "separate:original", "cut:original", "short", "long", "wide"], "at most 5"),
         ("base", ["short"] * 2, "none twice"),
         ("base", ["wide"], "has width 64; the UNet of .* reads 32 of its first encoder"),
         ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
-    ],
-)
-def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
-    with pytest.raises(UserError, match=message):
-        DemoModels(folders.get(base, base), [folders.get(name, name) for name in encoders], CPU)
+    ):
+        with pytest.raises(UserError, match=message):
+            DemoModels(folders.get(base, base), [folders.get(name, name) for name in encoders], CPU)
 
 
 # ---- images
@@ -124,9 +119,8 @@ def test_models_that_do_not_fit_are_refused(folders, base, encoders, message):
 @pytest.mark.parametrize(
     "encoder, changes",
     [
-        ("toy/debias-clip", {}),
-        ("toy/clip", {"reading": "separate", "sharpen": 1.5}),
-        ("toy/clip", {"prompt": f"A &lt; B &amp; C. {PROMPT}", "seed": 2**40}),
+        ("toy/clip", {"reading": "separate", "sharpen": 1.5, "scheduler": "UniPC"}),
+        ("toy/clip", {"prompt": f'😀 "A" \\ &lt; B and\ttabs\n{PROMPT}', "seed": 2**63 - 9, "reading": "cut"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
         ("toy/clip", {"prompt": "a [star:ring:0.5] [red|blue]", "reading": "a1111", "steps": 4}),
         ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "no_norm", "prompt": "A (Red star:2) BREAK [ring]"}),
@@ -137,6 +131,7 @@ def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     request = ask(toy, encoders=[encoder], **changes)
     names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading", "sharpen")
     options = {name: getattr(request, name) for name in names} | {"negative_prompt": request.negative_prompt or None}
+    options["scheduler"] = toy.schedulers[request.scheduler]
     output = str(tmp_path / "image.png")
     path = generate(GenerateConfig(base="toy/sdxl", encoder=encoder, output=output, device="cpu", **options))
     saved = rendered.save(tmp_path)
@@ -152,28 +147,12 @@ def test_an_alignment_renders_with_the_second_encoder_that_it_fitted(folders, tm
     text_encoder_2(seed=7).save_pretrained(fitted / "encoder_2")
     tiny_tokenizer(POSITIONS).save_pretrained(fitted / "encoder_2")
     models = DemoModels(folders["base"], [str(fitted), folders["long"]], CPU)
-    assert len({id(pipe.unet) for pipe in models.encoders.values()}) == 1
     shown, options = images(models, steps=1), {"base": folders["base"], "steps": 1, "device": "cpu"}
-    for rendered, name in zip(shown, ("fitted", folders["long"]), strict=True):
-        encoder, output = str(tmp_path / name), str(tmp_path / f"{rendered.label}.png")
-        assert same(
-            rendered.image, Image.open(generate(GenerateConfig(PROMPT, encoder=encoder, output=output, **options)))
-        )
+    for rendered, encoder in zip(shown, (str(fitted), folders["long"]), strict=True):
+        options |= {"encoder": encoder, "output": str(tmp_path / f"{rendered.label}.png")}
+        assert same(rendered.image, Image.open(generate(GenerateConfig(PROMPT, **options))))
         assert from_image(rendered.save(tmp_path), models)[1] == []
     assert not same(shown[0].image, shown[1].image)
-
-
-@pytest.mark.parametrize(("label", "negative"), [("toy/clip", PROMPT + " No objects."), ("toy/debias-clip", "")])
-def test_cut_prompts_are_read_as_stock_sdxl_reads_them(toy, label, negative):
-    parts = dict(toy.encoders[label].components)
-    parts["tokenizer"] = deepcopy(parts["tokenizer"])
-    parts["tokenizer"].model_max_length = 77
-    stock = StableDiffusionXLPipeline(**parts, force_zeros_for_empty_prompt=True, add_watermarker=False)
-    stock.set_progress_bar_config(disable=True)
-    seeded = {"generator": torch.Generator().manual_seed(0), "num_inference_steps": 2, "guidance_scale": 3.0}
-    (rendered,) = images(toy, encoders=[label], reading="cut", negative_prompt=negative)
-    assert same(rendered.image, stock(clean(PROMPT), negative_prompt=clean(negative) or None, **seeded).images[0])
-    assert rendered.read == "reads the first 75 of 93 tokens"
 
 
 def test_steps_and_images_come_one_after_the_other(toy, tmp_path):
@@ -184,7 +163,7 @@ def test_steps_and_images_come_one_after_the_other(toy, tmp_path):
     ends = [item.place for item in steps if "step 2" in item.place]
     assert ends == [f"{toy.title(label)}, image {number}, step 2 of 2" for number, label in order]
     shares = [item.done_share for item in steps]
-    assert shares[0] == 0 and shares[-1] == 1 and all(a <= b for a, b in pairwise(shares))
+    assert (shares[0], shares[-1]) == (0, 1) and shares == sorted(shares)
     rendered = [item for item in items if isinstance(item, RenderedImage)]
     assert [(item.label, item.seed) for item in rendered] == [(label, 6 + number) for number, label in order]
     assert all(from_image(item.save(tmp_path), toy) == (request, []) for item in rendered)
@@ -206,19 +185,15 @@ def test_nothing_that_was_generated_before_shows(toy):
 
 
 def test_a_closed_request_ends_within_a_step_and_the_next_waits_for_it(toy):
-    calls, before = [], set(threading.enumerate())
+    calls = []
     hook = toy.encoders["toy/clip"].unet.register_forward_hook(lambda *_: calls.append(1))
     try:
         items = render_request(toy, ask(toy, steps=50))
         next(item for item in items if "step 2 of" in item.place)
-        started = set(threading.enumerate()) - before
-        (thread,) = [each for each in started if each._target.__qualname__.startswith("render_request.")]
         items.close()
         taken = len(calls)
         with toy.alone():
             assert len(calls) <= taken + 1 < 50
-        thread.join(10)
-        assert not thread.is_alive() and len(calls) <= taken + 1
     finally:
         hook.remove()
 
@@ -239,38 +214,33 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
 # ---- requests
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
+def test_what_cannot_be_generated_is_refused(tiny):
+    for changes, message in (
         ({"prompt": ""}, "empty"),
-        ({"prompt": "a" * 20_001}, "20,001 characters; at most 20,000"),
-        ({"seed": -1}, "seed must be a whole number from 0 to 2.63 - 1, got '-1'"),
-        ({"images": 9}, "images is 9, but must be a whole number, from 1 to 8"),
-        ({"height": 96, "width": 96}, "96 x 96 pixels are too many: at most 8,192"),
-        ({"encoders": []}, "No encoder is chosen. Choose at least one of: original, long"),
-        ({"encoders": ["long", "longer"]}, "'longer' is no encoder. Choose at least one of: original, long"),
-        ({"scheduler": "Heun"}, "Unknown scheduler 'Heun'. Choose from: "),
+        ({"prompt": "a" * 20_001}, "20,001 characters"),
+        ({"seed": -1}, "got '-1'"),
+        ({"images": 9}, "images is 9"),
+        ({"height": 96, "width": 96}, "96 x 96 pixels are too many"),
+        ({"encoders": []}, "No encoder is chosen"),
+        ({"encoders": ["long", "longer"]}, "'longer' is no encoder. .*: original, long"),
+        ({"scheduler": "Heun"}, "Unknown scheduler 'Heun'"),
         ({"emphasis": "comfyui", "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
-    ],
-)
-def test_what_cannot_be_generated_is_refused(tiny, changes, message):
-    with pytest.raises(UserError, match=message):
-        next(render_request(tiny, ask(tiny, **changes)))
+    ):
+        with pytest.raises(UserError, match=message):
+            next(render_request(tiny, ask(tiny, **changes)))
 
 
 def test_the_size_and_the_scenes_of_the_toy_world_are_fixed(toy, tiny):
     assert check(ask(toy, scene=3), toy).scene == 3
     for scene, models in ((4, toy), (-1, toy), (2**31, toy), (3, tiny)):
         assert check(ask(models, scene=scene), models).scene is None  # it is not the prompt's
-    with pytest.raises(UserError, match="This checkpoint renders 48 x 48 pixels only, got 64 x 48"):
+    with pytest.raises(UserError, match="48 x 48 pixels only"):
         check(ask(toy, height=64), toy)
 
 
 def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy):
     request = ask(toy, steps=100, images=8)
-    with pytest.raises(
-        UserError, match=r"takes 2,400 steps \(100 steps x 8 images x 3 encoders\); .* may take 2,399 here"
-    ):
+    with pytest.raises(UserError, match="takes 2,400 steps"):
         next(render_request(toy, request, budget=2399))
     assert check(request, toy, budget=2400) == request
 
@@ -285,46 +255,26 @@ def png_with(path, text: str):
     return path
 
 
-def settings_with(path, **changes):
-    return png_with(path, json.dumps({"prompt": "a cat", "encoder": "long", "base": "base"} | changes))
-
-
-def test_a_png_gives_back_its_request(tiny, tmp_path):
-    changes = {"prompt": '😀 "quoted" \\ and\ttabs\n', "negative_prompt": "grey", "encoders": ["long"]}
-    changes |= {"guidance_scale": 2.5, "height": 64, "width": 48, "seed": 2**63 - 9}
-    changes |= {"scheduler": "UniPC", "reading": "separate"}
-    (rendered,) = images(tiny, **changes)
-    assert from_image(rendered.save(tmp_path), tiny) == (ask(tiny, **changes), [])
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"", "cannot be read"),
-        (b"\x89PNG\r\n\x1a\n\x7f\xff\xff\xfftEXt", "cannot be read"),
+def test_files_without_usable_settings_are_refused(tiny, tmp_path):
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\x7f\xff\xff\xfftEXt")
+    with pytest.raises(UserError, match="cannot be read"):
+        from_image(tmp_path / "b.png", tiny)
+    for content, message in (
         ("[" * 10_000, "cannot be read"),
-        ('{"prompt": 7}', "prompt is 7, but must be text"),
-        ('{"prompt": "a", "steps": NaN}', "steps is nan, but must be a whole number, from 1 to 1000"),
+        ('{"prompt": 7}', "prompt is 7"),
+        ('{"prompt": "a", "steps": NaN}', "steps is nan"),
         ('{"prompt": "a", "encoders": [["long"]]}', "cannot be used"),
-    ],
-)
-def test_files_without_usable_settings_are_refused(tiny, content, message, tmp_path):
-    file = tmp_path / "a.png"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        png_with(file, content)
-    with pytest.raises(UserError, match=message):
-        from_image(file, tiny)
+    ):
+        with pytest.raises(UserError, match=message):
+            from_image(png_with(tmp_path / "a.png", content), tiny)
 
 
 def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
-    changes = {"encoders": ["/home/me/long", "gone"], "base": "other", "scheduler": "PLMS", "prompt_2": "a dog"}
-    changes["refiner"] = "r"
-    request, notes = from_image(settings_with(tmp_path / "a.png", **changes), tiny)
+    settings = {"prompt": "a cat", "encoder": "long", "encoders": ["/home/me/long", "gone"], "base": "other"}
+    settings |= {"scheduler": "PLMS", "prompt_2": "a dog", "refiner": "r"}
+    request, notes = from_image(png_with(tmp_path / "a.png", json.dumps(settings)), tiny)
     assert (request.encoders, request.scheduler, request.reading) == (["long"], "Euler", "overlap")
-    expected = "SDXL checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not", "refiner is not"
-    for words in expected:
+    for words in ("checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not", "refiner is not"):
         assert words in " ".join(notes)
 
 
@@ -334,12 +284,10 @@ def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
 @pytest.mark.parametrize(
     "prompt, emphasis, reading",
     [
-        (PROMPT, None, "overlap"),
-        ("A &amp; (red:1.3) BREAK 😀 [Ring", "comfyui", "overlap"),
         (" \n", None, "overlap"),
-        ("A &amp; (Red:1.3) ring", None, "a1111"),
+        ("A &amp; (red:1.3) BREAK 😀 [Ring", "comfyui", "overlap"),
         ("a red(ring:1.3)(star).(cross:1)s", "comfyui", "overlap"),
-        ("a red(ring:1.3) <lora:x:1> # star", None, "a1111"),
+        ("a red(ring:1.3) <lora:x:1> # star &amp;", None, "a1111"),
         ("a [red [big|small] star:blue ring, (old:1.2):0.5]", None, "a1111"),
     ],
 )
@@ -380,7 +328,7 @@ def test_readings_are_those_of_the_images(toy, reading, prompt, emphasis):
 
 def test_attention_is_that_of_the_evaluation(toy):
     reader = load_caption_reader(EncoderSpec.parse("toy/clip"), CPU)
-    for reading, chunks in (("cut", 1), ("overlap", 2), ("separate", 2)):
+    for reading, chunks in (("cut", 1), ("overlap", 2)):
         share = attention(toy, ask(toy, encoders=["toy/clip"], reading=reading))["toy/clip"]
         assert len(share["chunks"]) == chunks
         for chunk in share["chunks"]:
@@ -397,41 +345,27 @@ def test_attention_is_that_of_the_evaluation(toy):
             attention(toy, ask(toy, prompt=prompt, emphasis="comfyui"))
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", ["overlap", "cut"])
 def test_movement_is_that_of_the_chunks_mean_embedding(toy, reading):
     request, pipe = ask(toy, encoders=["toy/clip"], reading=reading), toy.encoders["toy/clip"]
     bos, eos = pipe.tokenizer.bos_token_id, pipe.tokenizer.eos_token_id
 
+    @torch.no_grad()
     def mean(parts: list[str]) -> torch.Tensor:
         read = count_tokens(toy, replace(request, prompt=" ".join(parts)))[2]["toy/clip"]
-        with torch.no_grad():
-            rows = [torch.tensor([[bos, *(read.ids[at] for at in chunk.read), eos]]) for chunk in read.chunks]
-            pooled = [pipe.text_encoder(row).pooler_output[0].double() for row in rows]
+        rows = [torch.tensor([[bos, *(read.ids[at] for at in chunk.read), eos]]) for chunk in read.chunks]
+        pooled = [pipe.text_encoder(row).pooler_output[0].double() for row in rows]
         return sum(part / part.norm() for part in pooled)
 
     sentences, rows = split_sentences(PROMPT), movement(toy, request)
     swapped = [sentences[3], *sentences[1:3], sentences[0], *sentences[4:]]
     edits = [swapped, *(sentences[:k] + sentences[k + 1 :] for k in range(len(sentences)))]
-    assert [row["edit"] for row in rows][:2] == ["sentences 1 and 4 swapped", "sentence 1 removed"]
     assert [row["text"] for row in rows] == ["", *sentences]
     for row, edited in zip(rows, edits, strict=True):
         expected = 1 - torch.cosine_similarity(mean(sentences), mean(edited), dim=0).item()
         assert row["distance"]["toy/clip"] == pytest.approx(expected, abs=2e-6)
     last = rows[-1]["distance"]["toy/clip"]
     assert last == 0.0 if reading == "cut" else last > 1e-4  # what is not read moves nothing
-
-
-# ---- scenes
-
-
-def test_scenes_are_what_their_captions_say():
-    for number in range(10):
-        scene, caption = demo_scene(number)
-        sentences, first_mentions = split_sentences(caption.text), caption.first_mentions()
-        assert 9 <= len(sentences) <= 14
-        for thing in scene.things:
-            assert thing.description == f"{thing.size} {thing.colour} {thing.kind}, {thing.place}"
-            assert all(word in sentences[first_mentions[thing.place]] for word in (thing.place, thing.kind))
 
 
 # ---- access
@@ -441,10 +375,8 @@ def test_a_user_needs_a_password_that_can_be_read(tmp_path):
     (tmp_path / "password").write_text("secret\n")
     (tmp_path / "empty").write_text("\nsecret\n")
     for user, file in (("ann", None), (None, "password"), ("ann", "empty")):
-        with pytest.raises(UserError, match="A user and a password go together"):
+        with pytest.raises(UserError, match="go together"):
             open_app(AppConfig(user=user, password_file=file and str(tmp_path / file)))
-    with pytest.raises(FileNotFoundError):
-        open_app(AppConfig(user="ann", password_file=str(tmp_path / "nowhere")))
 
 
 def test_a_demo_for_others_without_a_password_is_warned_of(capsys, monkeypatch):
@@ -455,17 +387,18 @@ def test_a_demo_for_others_without_a_password_is_warned_of(capsys, monkeypatch):
         assert ("it has no password" in capsys.readouterr().err) == warned
 
 
+SITE, MODE = "sec-fetch-site", "sec-fetch-mode"
+
+
 @pytest.mark.parametrize(
     "method, sent, refused",
     [
         ("POST", {}, False),  # a program
-        ("POST", {"origin": "http://127.0.0.1:7860", "sec-fetch-site": "same-origin"}, False),
+        ("POST", {"origin": "http://127.0.0.1:7860", SITE: "same-origin"}, False),
         ("POST", {"origin": "http://[::1]:7860"}, False),
-        ("POST", {"origin": "https://localhost"}, False),
-        ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, False),  # a link
-        ("GET", {"sec-fetch-site": "none", "sec-fetch-mode": "navigate"}, False),  # an address that was typed
-        ("GET", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, True),  # an image
-        ("POST", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, True),  # a form
+        ("GET", {SITE: "cross-site", MODE: "navigate"}, False),  # a link
+        ("GET", {SITE: "cross-site", MODE: "no-cors"}, True),  # an image
+        ("POST", {SITE: "cross-site", MODE: "navigate"}, True),  # a form
         ("POST", {"origin": "https://elsewhere.example"}, True),
         ("GET", {"origin": "http://localhost.elsewhere.example"}, True),
         ("POST", {"origin": "null"}, True),

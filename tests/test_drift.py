@@ -10,7 +10,6 @@ from helpers import tiny_sdxl
 from helpers.tiny_data import caption, make_tiny_data
 from helpers.vocabulary import tiny_tokenizer
 
-from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images import drift
@@ -50,9 +49,6 @@ def test_one_shift_of_all_states_is_seen_and_undone(base):
     assert result["by_position"][-1] == pytest.approx(expected[1], rel=1e-3)  # the long one alone reaches so far
     lengths = [len(text.ids) for text in texts]
     assert result["captions_at_position"] == [sum(n > at for n in lengths) for at in range(max(lengths))]
-    assert max(lengths) > 130
-    unmoved = measure_drift(base, base, CAPTIONS, None, 2, "base")
-    assert {value for values in unmoved["errors"].values() for value in values} == {0}
 
 
 def test_maps_are_fitted_on_other_families_than_they_are_scored_on(base):
@@ -63,13 +59,6 @@ def test_maps_are_fitted_on_other_families_than_they_are_scored_on(base):
         assert by_family[name] == pytest.approx(swapped[name])
         assert by_family[name] != pytest.approx(measure_drift(moved, base, CAPTIONS, None, 3, "alone")[name], rel=1e-3)
     assert measure_drift(moved, base, CAPTIONS, ["a"] * 4, 3, "one family")["after_shift"] is None
-
-
-def test_a_longer_context_length_reads_at_once_what_the_base_reads_in_chunks(base):
-    encoder, tokenizer = stretch_text_encoder(base.encoder, base.tokenizer)
-    result = measure_drift(StatesReader("long", encoder, tokenizer), base, CAPTIONS, None, 4, "long")
-    assert result["by_position"][0] == pytest.approx(0, abs=1e-9)  # kept positions
-    assert min(result["by_position"][80:]) > 0  # other positions than in a second chunk
 
 
 def test_fits_and_their_errors_are_those_of_least_squares():
@@ -106,18 +95,19 @@ def folders(tmp_path_factory, base):
 
 
 def config(folders, output, **changes) -> DriftConfig:
-    settings = dict(encoders=[str(folders / "near"), str(folders / "far")], base=str(folders / "base"))
-    settings |= dict(output=str(output), data=str(folders / "data.json"))
-    return DriftConfig(**settings | changes)
+    settings = {"encoders": [str(folders / "near"), str(folders / "far")], "base": str(folders / "base")}
+    return DriftConfig(output=str(output), data=str(folders / "data.json"), **settings | changes)
 
 
-def test_the_command_ranks_encoders(folders, tmp_path, coarse_results):
+def test_the_command_ranks_encoders_and_refuses_others(folders, tmp_path, base, coarse_results):
     report = evaluate_drift(config(folders, tmp_path))
     near, far = (numbers["state_error"]["text"] for numbers in report["encoders"].values())
     assert far["value"] == pytest.approx(16 * near["value"], rel=1e-3) and near["low"] <= near["value"] <= near["high"]
     (line,) = report["compared"]
     assert (line["a"], line["b"], line["difference"] > 0, line["p"] < 0.01) == ("far", "near", True, True)
-    assert json.loads((tmp_path / "drift.json").read_text()) == report and report["captions"] == 12
+    write_text_encoder(tiny_sdxl.text_encoder(width=64), base.tokenizer, tmp_path / "64")
+    with pytest.raises(UserError, match="64 channels and those of the base .* 32"):
+        evaluate_drift(config(folders, tmp_path / "out", encoders=[str(tmp_path / "64")]))
 
 
 def test_another_tokenizer_is_measured_anew(folders, tmp_path, coarse_results, copy_of, monkeypatch):
@@ -133,9 +123,3 @@ def test_another_tokenizer_is_measured_anew(folders, tmp_path, coarse_results, c
         settings_file.write_text(json.dumps(content | {"pad_token": content["bos_token"]}))
     second = evaluate_drift(settings)
     assert len(measured) == 2 and second["digests"]["base"] != first["digests"]["base"]
-
-
-def test_states_that_cannot_be_compared_are_refused(folders, tmp_path, base):
-    write_text_encoder(tiny_sdxl.text_encoder(width=64), base.tokenizer, tmp_path / "64")
-    with pytest.raises(UserError, match="64 channels and those of the base .* 32. Give the base"):
-        evaluate_drift(config(folders, tmp_path / "out", encoders=[str(tmp_path / "64")]))

@@ -74,7 +74,7 @@ def test_encoders_see_the_same_images(folder, encoder):
     session = session_of(folder)
     session.encode("tiny", encoder)
     (folder / "2.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"'2.png' and perhaps other images could be read for one encoder and not"):
+    with pytest.raises(UserError, match="'2.png' and perhaps other images"):
         session.encode("other", tiny_clip(1).eval())
 
 
@@ -92,8 +92,6 @@ def test_other_weights_tokenizers_or_images_are_other_pieces(folder, encoder):
     assert (changed == first).all(dim=1).tolist() == [True, False, True, True, True]
     draw(folder, 2)  # an image that was unreadable is read once it is mended
     assert 2 in session_of(folder).encode("tiny", encoder)[1]
-    encoder.encode_text(encoder.tokenize(["A cat.", "A dog and a cat."]))
-    assert tiny_clip(0).eval().digest() == encoder.digest()  # a call changes nothing
     tokenizer = tiny_tokenizer(77)
     tokenizer.backend_tokenizer.normalizer = None  # the same vocabulary, and an A is no a
     assert tiny_clip(0, tokenizer=tokenizer).eval().digest() != encoder.digest()

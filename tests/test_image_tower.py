@@ -1,7 +1,5 @@
 """The image tower block by block against open_clip's own forward."""
 
-from functools import partial
-
 import pytest
 import torch
 from helpers.text_encoders import block_states
@@ -62,7 +60,7 @@ def test_states_of_cls_are_those_after_the_blocks():
     features, states = ImageTower(visual).encode(images(), blocks=[2, 0, -2])
     torch.testing.assert_close(states, torch.stack([blocks[b][:, 0] for b in (2, 0, 1)], dim=1), rtol=0, atol=1e-12)
     assert features.shape == (3, 24)
-    with pytest.raises(UserError, match="no block 3. Give numbers from 0 to 2"):
+    with pytest.raises(UserError, match="no block 3"):
         ImageTower(visual).encode(images(), blocks=[0, 3])
 
 
@@ -85,46 +83,15 @@ def test_replaced_attention_is_that_of_the_chosen_blocks_alone():
     assert not torch.allclose(replaced, plain, atol=1e-3)
 
 
-def test_tokens_can_be_added_between_blocks_and_masked():
-    visual = visual_of().double()
-    tower, expected = ImageTower(visual), visual(images())
-    prompts = torch.randn(3, 2, 32, dtype=torch.float64, requires_grad=True)
-
-    def features(queries_that_see_none: slice) -> torch.Tensor:
-        mask = torch.ones(19, 19, dtype=torch.bool)  # [queries, keys]
-        mask[queries_that_see_none, 1:3] = False
-        hidden_states = tower.embed(images())
-        for block in range(tower.depth):
-            hidden_states = torch.cat([hidden_states[:, :1], prompts, hidden_states[:, -16:]], dim=1)
-            hidden_states = tower.run_block(block, hidden_states, partial(full_attention, attn_mask=mask))
-        return tower.project(hidden_states)
-
-    torch.testing.assert_close(features(slice(None)), expected, rtol=0, atol=1e-12)
-    seen = features(slice(1, None))  # by CLS alone
-    assert not torch.allclose(seen, expected, atol=1e-3)
-    seen.sum().backward()
-    assert prompts.grad.abs().max() > 0
-
-
 def test_towers_of_another_kind_are_refused():
-    siglip = tiny_siglip()
+    resnet = ModifiedResNet([1, 1, 1, 1], output_dim=8, heads=2, image_size=32, width=8)
     for visual, message in (
-        (ModifiedResNet([1, 1, 1, 1], output_dim=8, heads=2, image_size=32, width=8), "is a ModifiedResNet, which"),
-        (siglip.model.visual, "is a TimmModel, which"),
+        (resnet, "is a ModifiedResNet"),
+        (tiny_siglip().model.visual, "is a TimmModel"),
         (VisionTransformer(**SIZES, qk_norm=True), "not plain CLIP blocks"),
     ):
         with pytest.raises(UserError, match=message):
             ImageTower(visual)
-    with pytest.raises(UserError, match="is a TimmModel"):
-        siglip.replace_attention("image", {0: lambda attend: attend}, {"heads": [0]})
-
-
-@pytest.mark.parametrize("make", [tiny_clip, tiny_siglip])
-def test_a_two_tower_encodes_images_as_open_clip(make):
-    backbone = make().double()
-    pixels = torch.randint(0, 256, (2, 3, *[backbone.model.visual.image_size[0]] * 2), dtype=torch.uint8)
-    expected = backbone.model.encode_image(backbone.as_floats(pixels))
-    torch.testing.assert_close(backbone.encode_image(pixels), expected, rtol=0, atol=1e-12)
 
 
 def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
@@ -138,7 +105,7 @@ def test_replaced_attention_reaches_features_caches_and_saved_folders(tmp_path):
     assert backbone.image_digest() != key and backbone.digest() != used
     backbone.save(tmp_path / "saved")
     again = load_backbone(str(tmp_path / "saved")).eval()
-    with pytest.raises(UserError, match="saved with other attention in its image tower, .*without heads"):
+    with pytest.raises(UserError, match="saved with other attention"):
         again.encode_image(pixels)
     again.replace_attention("image", {1: lambda _: without_second_head}, again.image_attention)
     assert torch.equal(again.encode_image(pixels), features)

@@ -1,6 +1,5 @@
 """Images of unknown origin: what is read, what is refused and named, and that none starts a program or ends a run."""
 
-import os
 import struct
 import warnings
 from pathlib import Path
@@ -11,7 +10,7 @@ from accelerate import Accelerator
 from helpers.odd_files import ODD, put_odd
 from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
-from PIL import EpsImagePlugin, ExifTags, Image, features
+from PIL import ExifTags, Image
 
 from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
@@ -20,8 +19,7 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images import networks as feature_networks
-from debias_diffusion.eval.images.generation import _reference, _unreadable, plot_examples
+from debias_diffusion.eval.images.generation import _reference, _unreadable
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.training.check import _CheckedRecords
@@ -42,41 +40,11 @@ def opened(folder: Path, name: str) -> Image.Image:
 # Formats and modes
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM"])
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM"])
 def test_what_image_folders_hold_is_opened_whatever_its_name(tmp_path, kind):
-    if kind == "AVIF" and not features.check("avif"):
-        pytest.skip("Pillow reads no AVIF here")
     colours().save(tmp_path / "a.jpg", kind)
     with Image.open(tmp_path / "a.jpg") as image:
         assert opened(tmp_path, "a.jpg").tobytes() == image.convert("RGB").tobytes()
-
-
-@pytest.mark.parametrize("kind", ["EPS", "TGA", "ICO", "DDS", "PDF"])
-def test_other_formats_are_refused_by_name(tmp_path, kind):
-    colours().save(tmp_path / "a.jpg", kind)
-    with pytest.raises(ValueError, match="cannot identify it as JPEG, PNG, "):
-        opened(tmp_path, "a.jpg")
-
-
-def test_no_picture_starts_ghostscript(tmp_path, monkeypatch):
-    started, program, path = tmp_path / "started", tmp_path / "bin" / "gs", tmp_path / "a.jpg"
-    program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\ntouch {started}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it asks once
-    colours().save(path, "EPS")
-    for read in (
-        lambda: opened(tmp_path, "a.jpg"),
-        lambda: feature_networks.load_image(path),
-        lambda: plot_examples(["A."], [colours()], {"x": [path]}),
-    ):
-        with pytest.raises(ValueError, match=r"cannot identify it as JPEG"):
-            read()
-    assert not started.exists()
-    with pytest.raises(OSError), Image.open(path) as image:
-        image.load()
-    assert started.exists()  # Pillow left to itself does start it
 
 
 RAMP = np.arange(65536, dtype=np.uint16)
@@ -89,39 +57,10 @@ def test_grey_of_16_bits_keeps_its_upper_8_and_does_not_become_white(tmp_path, k
     assert grey.shape == (256, 256, 3) and np.array_equal(grey, np.repeat(RAMP >> 8, 3).reshape(256, 256, 3))
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(np.int32, "I"), (np.float32, "F")])
-def test_pixels_without_a_certain_white_are_refused_by_their_mode(tmp_path, kind, mode):
-    Image.fromarray(np.ones((4, 5), kind)).save(tmp_path / "a.tif")
-    with pytest.raises(ValueError, match=f"its pixels are of mode {mode}, .*Save it as RGB"):
-        opened(tmp_path, "a.tif")
-
-
-def test_transparency_is_left_out_and_every_pixel_keeps_its_colour(tmp_path):
-    with_alpha, palette = colours().convert("RGBA"), colours().quantize(16)
-    with_alpha.putalpha(colours().convert("L"))
-    images = {
-        "RGBA.png": (with_alpha, {}),
-        "palette.png": (palette, {"transparency": bytes(range(0, 256, 16))}),
-        "one.gif": (palette, {"transparency": 3}),
-        "grey.png": (colours().convert("L"), {"transparency": 7}),
-        "cmyk.tif": (colours().convert("CMYK"), {}),
-    }
-    for name, (image, options) in images.items():
-        image.save(tmp_path / name, **options)
-        with Image.open(tmp_path / name) as file, warnings.catch_warnings(action="ignore"):
-            expected = np.asarray(file.convert("RGB"))
-        assert np.array_equal(np.asarray(opened(tmp_path, name)), expected) and expected.std() > 20, name
-
-
+TURN = Image.Transpose
 STORED = {  # by EXIF's orientation, how a camera that was held so stores an upright image
-    1: None,
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_90,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_270,
+    **{1: None, 2: TURN.FLIP_LEFT_RIGHT, 3: TURN.ROTATE_180, 4: TURN.FLIP_TOP_BOTTOM},
+    **{5: TURN.TRANSPOSE, 6: TURN.ROTATE_90, 7: TURN.TRANSVERSE, 8: TURN.ROTATE_270},
 }
 
 
@@ -148,14 +87,12 @@ def test_photographs_are_upright_however_the_camera_was_held(tmp_path, kind, ori
         assert np.array_equal(np.asarray(opened(tmp_path, "16.png"))[..., 0], np.asarray(grey) >> 8)
 
 
-@pytest.mark.parametrize(
-    "exif", [b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM", b"nonsense", b"Exif\0\0\0\0\0\0\0\0"]
-)
-def test_where_exif_is_unreadable_the_image_is_as_it_is_stored(tmp_path, exif):
+def test_where_exif_is_unreadable_the_image_is_as_it_is_stored(tmp_path):
     colours().save(tmp_path / "a.png")
-    colours().save(tmp_path / "b.png", exif=exif)
-    with warnings.catch_warnings(action="ignore"):
-        assert opened(tmp_path, "b.png").tobytes() == opened(tmp_path, "a.png").tobytes()
+    for exif in (b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM", b"nonsense", b"Exif\0\0\0\0\0\0\0\0"):
+        colours().save(tmp_path / "b.png", exif=exif)
+        with warnings.catch_warnings(action="ignore"):
+            assert opened(tmp_path, "b.png").tobytes() == opened(tmp_path, "a.png").tobytes()
 
 
 # Whatever is wrong, it is named
@@ -189,12 +126,12 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "error"), [(kind, error) for kind, errors in ERRORS.items() for error in errors])
-def test_whatever_an_image_raises_its_record_is_named(three, kind, error):
+def test_whatever_an_image_raises_its_record_is_named(three):
     records, folder = three
-    bad = read_or_bad(records[1], Failing(folder, error).open)
-    assert (bad.where, bad.kind) == ("1.png", kind)
-    assert bad.detail.startswith("1.png: ")
+    for kind, errors in ERRORS.items():
+        for error in errors:
+            bad = read_or_bad(records[1], Failing(folder, error).open)
+            assert (bad.where, bad.kind, bad.detail[:7]) == ("1.png", kind, "1.png: ")
 
 
 def dataset(records, images, preprocess):
@@ -220,19 +157,6 @@ def test_a_bad_image_does_not_stop_any_reader(three):
         _reference(records[1], images)
 
 
-@pytest.mark.parametrize("error", [UserError("Give another."), KeyboardInterrupt()])
-def test_other_errors_stop_every_reader(three, error):
-    records, folder = three
-    images = Failing(folder, error)
-    for read in (
-        lambda: dataset(records, images, lambda image: image)[(0, 1, 0)],
-        lambda: _CheckedRecords(records, images, TOKENIZER)[1],
-        lambda: _unreadable(records, images),
-    ):
-        with pytest.raises(type(error)):
-            read()
-
-
 def test_loops_of_links_are_bad_records(three):
     records, folder = three
     for name in ("1.png", "s.tar"):
@@ -240,12 +164,9 @@ def test_loops_of_links_are_bad_records(three):
         (folder / name).symlink_to(folder / name)
     images = ImageFolder(folder)
     assert not is_there(images, "1.png") and not is_there(ShardImages(folder), "s.tar/a.jpg@0+1")
-    bad = _unreadable(records, images)
-    assert [*bad] == [1] and (bad[1].where, bad[1].kind) == ("1.png", "unreadable image")
-    with pytest.raises(UserError, match=r"no usable record, and 1 bad ones. The first fault: s.tar: broken shard"):
+    assert [(at, bad.kind) for at, bad in _unreadable(records, images).items()] == [(1, "unreadable image")]
+    with pytest.raises(UserError, match="s.tar: broken shard"):
         read_shards(folder)
-    with pytest.raises(UserError, match="is not there"):
-        ImageFolder(folder / "1.png")
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -254,4 +175,4 @@ def test_what_is_no_regular_file_is_a_bad_record_at_once(three, kind):
     (folder / "1.png").unlink()
     put_odd(folder / "1.png", kind)
     bad = _unreadable(records, ImageFolder(folder))
-    assert [*bad] == [1] and (bad[1].where, bad[1].kind) == ("1.png", "unreadable image")
+    assert [(at, bad.kind) for at, bad in bad.items()] == [(1, "unreadable image")]

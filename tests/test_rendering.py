@@ -7,7 +7,6 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,19 +15,18 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
 from helpers.draw import aligned, load
 from helpers.ranks import forked
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
-from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all, rendering_settings
+from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.rendering import checkpoints
 from debias_diffusion.pipelines.rendering import renderer as rendering
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
-from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.renderer import (
     ImagePrompt,
     ImageTask,
@@ -45,7 +43,6 @@ CPU = torch.device("cpu")
 # of 77, 227 and 248 positions, in mixed order
 TEXTS = [" ".join(["A cat, a dog and a bird sit on the wide red sofa."] * count) for count in (1, 9, 2, 9, 8)]
 TASKS = [ImageTask(f"{seed:06}", ImagePrompt(text, seed), f"{seed:06}") for seed, text in enumerate(TEXTS)]
-ALL = {task.name for task in TASKS}
 SAMPLING = Sampling(steps=1, guidance_scale=7.0)
 
 
@@ -86,8 +83,7 @@ def expected(renderer, long, tmp_path_factory):
     """The folder of each encoder's images, by its name."""
     folders = {encoder.name: tmp_path_factory.mktemp(f"folder{n}") for n, encoder in enumerate((own(), long))}
     for encoder in (own(), long):
-        rendered = into(folders[encoder.name], renderer, encoder)
-        assert rendered.files == [folders[encoder.name] / task.file for task in TASKS]
+        into(folders[encoder.name], renderer, encoder)
     return folders
 
 
@@ -97,7 +93,7 @@ def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, long, expecte
         [image] = render(pipe, encode(pipe, [TASKS[4].prompt], renderer.sampling), [4], renderer.sampling)
         assert image.tobytes() == pixels(expected[encoder.name])["000004"]  # alone in its batch
     a, b = (pixels(folder) for folder in expected.values())
-    assert a.keys() == b.keys() == ALL and all(a[name] != b[name] for name in ALL)
+    assert all(a[task.name] != b[task.name] for task in TASKS)
     into(tmp_path, renderer, long)  # which now takes the place of the checkpoint's own
     assert files(tmp_path) == files(expected[long.name])
 
@@ -113,23 +109,7 @@ def test_a_resumed_run_renders_what_is_missing_or_damaged_bit_for_bit(renderer, 
     into(folder, Renderer(renderer.base, SAMPLING, CPU, batch=2), own())
 
 
-def test_prompts_that_change_from_step_to_step(base, tmp_path):
-    tasks = [ImageTask(f"{n}", ImagePrompt(text, n), "") for n, text in enumerate(["a [cat:dog:1]", "[red|blue]"])]
-    sampling, encoder = replace(SAMPLING, steps=4), own("a1111")
-    for name, low_memory in (("whole", False), ("low", True)):
-        renderer = Renderer(base, sampling, CPU, batch=2, low_memory=low_memory)
-        into(tmp_path / name, renderer, encoder, tasks)
-    pipe = renderer.prepare(load_pipeline(base, None, CPU), encoder)
-    noise = [torch.Generator().manual_seed(seed) for seed in range(2)]
-    prompts = [task.prompt.prompt for task in tasks]
-    drawn = pipe(prompts, num_inference_steps=4, guidance_scale=7.0, generator=noise).images
-    assert [image.tobytes() for image in drawn] == [*pixels(tmp_path / "whole").values()]
-    assert files(tmp_path / "whole") == files(tmp_path / "low")
-
-
-def test_low_memory_gives_the_same_files_with_half_of_the_models_at_a_time(
-    renderer, long, expected, tmp_path, monkeypatch
-):
+def test_low_memory_has_half_of_the_models_at_a_time(renderer, long, expected, tmp_path, monkeypatch):
     load, alive = rendering.load_pipeline, []
 
     def load_watched(*arguments):
@@ -143,35 +123,28 @@ def test_low_memory_gives_the_same_files_with_half_of_the_models_at_a_time(
 
     monkeypatch.setattr(rendering, "load_pipeline", load_watched)
     monkeypatch.setattr(rendering, "ENCODED_AT_ONCE", 4)  # of 5 images in batches of 2
-    low = Renderer(renderer.base, SAMPLING, CPU, batch=2, low_memory=True)
-    into(tmp_path, low, long)
-    assert files(tmp_path) == files(expected[long.name])
-    assert len(alive) == 2
+    into(tmp_path, Renderer(renderer.base, SAMPLING, CPU, batch=2, low_memory=True), long)
+    assert files(tmp_path) == files(expected[long.name]) and len(alive) == 2
 
 
 def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer, long, tmp_path, monkeypatch):
     text_encoder, tokenizer = load_text_encoder(long.name)
     word = tokenizer("alone", add_special_tokens=False).input_ids[0]
-    assert word not in tokenizer(" ".join(TEXTS)).input_ids
     with torch.no_grad():
         text_encoder.get_input_embeddings().weight[word] = float("nan")
     monkeypatch.setattr(checkpoints, "load_text_encoder", lambda name: (text_encoder, tokenizer))
-    fresh, left_out = Renderer(renderer.base, SAMPLING, CPU, batch=2), {}
+    fresh = Renderer(renderer.base, SAMPLING, CPU, batch=2)
     fresh._pipe, fresh._loaded = renderer.pipeline(own()), (None, None)
-    tasks = [*TASKS, ImageTask("alone", ImagePrompt("alone", 5), "line 9")]
-    with pytest.raises(FailedError, match="^1 of 6 images in .*the first: line 9, seed 5: its embeddings .*float32"):
+    tasks, left_out = [*TASKS, ImageTask("alone", ImagePrompt("alone", 5), "line 9")], {}
+    with pytest.raises(FailedError, match="1 of 6 images .*line 9, seed 5: its embeddings"):
         into(tmp_path, fresh, long, tasks, left_out)
-    assert list(left_out) == ["line 9, seed 5"] and pixels(tmp_path).keys() == ALL
+    assert list(left_out) == ["line 9, seed 5"] and len(pixels(tmp_path)) == len(TASKS)
 
 
 def test_settings_are_all_that_affects_an_image(renderer, long):
-    changes = [
-        {"encoder_2": "stretch"},
-        {"dtype": torch.float16},
-    ]
-    samplings = [{"scheduler": "DDIMScheduler"}, {"layer": "last"}, {"height": 80}, {"emphasis": "ignore"}]
-    samplings += [{"sharpen": 1.5}]
-    changes += [{"sampling": replace(SAMPLING, **changed)} for changed in samplings]
+    samplings = {"scheduler": "DDIMScheduler", "layer": "last", "height": 80, "emphasis": "ignore", "sharpen": 1.5}
+    changes = [{"encoder_2": "stretch"}, {"dtype": torch.float16}]
+    changes += [{"sampling": replace(SAMPLING, **{name: value})} for name, value in samplings.items()]
 
     def record(encoder, **changed):
         other = replace(renderer, **changed)
@@ -183,8 +156,6 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
 
 
 # ---- values that are not finite
-
-NOT_FINITE = "its {} are not finite (NaN or infinite)"
 
 
 def rendered(pipe):
@@ -204,7 +175,7 @@ def test_weights_that_are_not_finite_give_no_image(part, value, values):
         if values is None:
             model.get_input_embeddings().weight[:] = value
             pipe.unet = None  # is not run
-    assert rendered(pipe) == [NOT_FINITE.format(values or "embeddings")] * 2
+    assert rendered(pipe) == [f"its {values or 'embeddings'} are not finite (NaN or infinite)"] * 2
     assert not pipe.vae.decoder._forward_hooks
 
 
@@ -212,7 +183,7 @@ def test_an_image_that_the_safety_checker_blacked_out_is_none():
     pipe = tiny_sdxl.assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts())
     pipe.run_safety_checker = lambda image, device, dtype: (image, [True, False])
     images = rendered(pipe)
-    assert images[0] == "the safety checker of the checkpoint has blacked it out" and images[1].size == (64, 64)
+    assert "safety checker" in images[0] and images[1].size == (64, 64)
 
 
 # ---- of several encoders, for an evaluation
@@ -251,46 +222,20 @@ def test_cut_encoders_read_what_stock_sdxl_reads(both, base):
     assert all(map(np.array_equal, map(image, both[0]), expected))
 
 
-def test_the_last_layer_is_read_after_the_final_norm_and_pooled_embeddings_stay(both, base, tmp_path):
-    ((file,),) = evaluated(tmp_path, base, texts=TEXTS[:1], layer="last")
-    pipe, states = load(StableDiffusionXLPipeline, base), []
-    for tokenizer, encoder in ((pipe.tokenizer, pipe.text_encoder), (pipe.tokenizer_2, pipe.text_encoder_2)):
-        ids = tokenizer(TEXTS[0], padding="max_length", max_length=77, return_tensors="pt").input_ids
-        with torch.inference_mode():
-            output = encoder(ids)
-        states.append(output.last_hidden_state)
-    embeddings = {"prompt_embeds": torch.cat(states, dim=-1), "pooled_prompt_embeds": output.text_embeds}
-    zeros = {f"negative_{name}": torch.zeros_like(embedding) for name, embedding in embeddings.items()}
-    assert np.array_equal(image(file), stock_image(base, **embeddings, **zeros))
-    assert not np.array_equal(image(file), image(both[0][0])) and read_settings(file)["layer"] == "last"
-
-
-def test_too_little_memory_is_explained(base, tmp_path, monkeypatch):
-    for error in (torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()):
-        monkeypatch.setattr(StableDiffusionXLPipeline, "__call__", Mock(side_effect=error))
-        with pytest.raises(UserError, match="The memory of cpu does not suffice .* Lower --images-at-once"):
-            evaluated(tmp_path, base)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_images_of_others_are_refused_before_a_model_is_loaded(both, base, long, tmp_path, monkeypatch):
+    monkeypatch.setattr(rendering, "load_pipeline", None)
+    output = both[0][0].parents[2]
+    assert evaluated(output, base, "cut:original", long.name) == both
+    for changes, message in (
         ({"steps": 3}, "steps: 1 there, 3 here"),
         ({"prefix": "A. "}, "1 of the images .* others, the first 000000.png .*: prompt was 'A cat"),
         ({"seed": 1}, "seed was 0"),
-    ],
-)
-def test_images_of_others_are_refused_before_a_model_is_loaded(
-    changes, message, both, base, long, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(rendering, "load_pipeline", None)
-    (kept, of_long), output = both, both[0][0].parents[2]
-    assert evaluated(output, base, "cut:original", long.name) == [kept, of_long]
-    with pytest.raises(UserError, match=message):
-        evaluated(output, base, "cut:original", long.name, texts=TEXTS[:1], **changes)
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluated(output, base, "cut:original", long.name, texts=TEXTS[:1], **changes)
     with Job.open(tmp_path, "images", {}, {}) as job:
         (mine := tmp_path / "000000.png").write_text("mine")
-        with pytest.raises(UserError, match=r"000000.png .*: it was not made by this job"):
+        with pytest.raises(UserError, match="000000.png .*: it was not made by this job"):
             render_into(job, Renderer(base, SAMPLING, CPU), own(), TASKS)
     assert mine.read_text() == "mine"
 
@@ -315,6 +260,7 @@ def test_the_checkpoint_is_read_once_for_the_digests_of_all_encoders(base, long,
     assert {renderer.inputs(encoder)["base"] for encoder in (own(), own("cut"), long)} == {"0"} and read == [base]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.text(min_size=1) | st.sampled_from(["x" * 255, "猫" * 85]), min_size=1, max_size=5, unique=True))
 def test_folders_have_safe_and_different_names(labels):
     names = folder_names(labels)
@@ -324,20 +270,12 @@ def test_folders_have_safe_and_different_names(labels):
         assert len(os.fsencode(name)) <= 200
 
 
-def test_auto_settings_are_those_of_the_base(base):
-    for checkpoint, expected in ((base, [30, 7.0, 1]), ("toy/sdxl", [20, 3.0, 20])):
-        settings = rendering_settings(config_of("results", checkpoint, steps=None))
-        assert [settings[name] for name in ("steps", "guidance_scale", "images_at_once")] == expected
-    with pytest.raises(UserError, match="This checkpoint renders 48 x 48 pixels only, got 48 x 1000"):
-        rendering_settings(config_of("results", "toy/sdxl", width=1000))
-
-
-@pytest.mark.parametrize("wrong", [{"steps": 10**9}, {"guidance": 3}, [3]])
-def test_a_checkpoint_s_defaults_are_checked(base, tmp_path, wrong):
+def test_a_checkpoint_s_defaults_are_checked(base, tmp_path):
     index = json.loads(Path(base, "model_index.json").read_text())
-    (tmp_path / "model_index.json").write_text(json.dumps(index | {"_sampling": wrong}))
-    with pytest.raises(UserError, match="_sampling in the model_index.json of .* cannot be used: "):
-        _ = Checkpoint.parse(tmp_path).defaults
+    for wrong in ({"steps": 10**9}, {"guidance": 3}, [3]):
+        (tmp_path / "model_index.json").write_text(json.dumps(index | {"_sampling": wrong}))
+        with pytest.raises(UserError, match="_sampling .* cannot be used"):
+            _ = Checkpoint.parse(tmp_path).defaults
 
 
 def test_two_processes_render_the_same_images(base, long, tmp_path, capfd):
@@ -351,7 +289,7 @@ def test_two_processes_render_the_same_images(base, long, tmp_path, capfd):
             print(f"done by {processes.count}")
 
     forked(2, work)
-    printed = capfd.readouterr()
-    assert printed.out.endswith("done by 2\n") and printed.out.count("Images: ") == 2  # the one alone has its own
-    files = sorted((tmp_path / "out").rglob("*.png"))
-    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in alone]
+    printed = capfd.readouterr().out
+    assert printed.endswith("done by 2\n") and printed.count("Images: ") == 2  # the one alone has its own
+    shared = sorted((tmp_path / "out").rglob("*.png"))
+    assert [file.read_bytes() for file in shared] == [file.read_bytes() for file in alone]

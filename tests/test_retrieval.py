@@ -2,7 +2,6 @@
 
 import html
 import json
-import os
 import re
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import skimage
 import torch
 from helpers.literal import literal_ranks
 from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
-from helpers.tiny_data import entry, make_tiny_data
+from helpers.tiny_data import entry
 from helpers.training_runs import config as train_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,9 +36,7 @@ from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
 from debias_diffusion.eval.image_features import PairSession
 from debias_diffusion.eval.intervals import hits_interval
 from debias_diffusion.eval.page import AllConfig, settings_of_all
-from debias_diffusion.eval.report import cell
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
-from debias_diffusion.eval.retrieval_examples import disagreements
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.files import path_digest
 from debias_diffusion.training.loop import train
@@ -89,28 +86,22 @@ def test_duplicates_count_as_ties():
     assert all((ranks == 1).all() for ranks in recall_ranks(eye, eye[[0, 0, 1]], image_of=[0, 0, 1]).values())
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_memory_is_of_a_block_and_not_of_the_whole_matrix(monkeypatch, masked):
+def test_memory_is_of_a_block_and_not_of_the_whole_matrix(monkeypatch):
     sizes, multiply = [], torch.Tensor.__matmul__
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: sizes.append((len(a), b.shape[1])) or multiply(a, b))
     rows = torch.randn(100, 4)
-    texts = rows[:30].repeat(4, 1)[:101]
-    recall_ranks(rows, torch.stack([texts] * 2, 1) if masked else texts, block=16, image_of=[*range(100), 7])
-    assert {size for size, _ in sizes} == {16, 100 % 16} and {size for _, size in sizes} == {16, 101 % 16}
-    assert len(sizes) == 7 * 7 * (1 + masked)  # once for both directions; with masks two products
+    recall_ranks(rows, torch.cat([rows, rows[7:8]]), block=16, image_of=[*range(100), 7])
+    assert max(map(max, sizes)) == 16 and len(sizes) == 7 * 7  # once for both directions
 
 
-@pytest.mark.parametrize(
-    ("features", "settings", "message"),
-    [
-        ([torch.ones(3, 2), torch.ones(2, 2)], {}, r"\(3, 2\).*\(2, 2\)"),
-        ([torch.full((2, 2), torch.nan), torch.eye(2)], {}, "NaN"),
-        ([torch.eye(2), torch.ones(3, 2)], {"image_of": [0, 0, 0]}, "and each image at least once"),
-    ],
-)
-def test_features_that_cannot_be_ranked_are_refused(features, settings, message):
-    with pytest.raises(UserError, match=message):
-        recall_ranks(*features, **settings)
+def test_features_that_cannot_be_ranked_are_refused():
+    for images, texts, image_of, message in (
+        (torch.ones(3, 2), torch.ones(2, 2), None, r"\(3, 2\).*\(2, 2\)"),
+        (torch.full((2, 2), torch.nan), torch.eye(2), None, "NaN"),
+        (torch.eye(2), torch.ones(3, 2), [0, 0, 0], "each image at least once"),
+    ):
+        with pytest.raises(UserError, match=message):
+            recall_ranks(images, texts, image_of=image_of)
 
 
 def one_by_one(backbone, records, images):
@@ -127,11 +118,10 @@ def test_images_are_read_ahead_in_order_and_unreadable_ones_named(tiny_clip):
     broken = [replace(good[0], image=f"no-such-{number}.png") for number in range(3)]
     records, images = [broken[0], *good[:2], *broken[1:], *good[2:]], ImageFolder(skimage.data_dir)
     of_images, of_texts = one_by_one(backbone, good, images)
-    assert of_images.std(dim=0).mean() > 1e-3 and of_texts.std(dim=0).mean() > 1e-3
-    for batch_size in (1, 2, 3, 100):
+    for batch_size in (1, 3, 100):
         features, places, bad = encode_images(backbone, records, images, batch_size, "cpu", progress=False)
         torch.testing.assert_close(features, of_images, atol=1e-5, rtol=1e-4)
-        assert places == [1, 2, 5, 6, 7] and [f"no-such-{n}" in bad[n].detail for n in range(3)] == [True] * 3
+        assert places == [1, 2, 5, 6, 7] and [bad[n].where for n in range(3)] == [one.image for one in broken]
         texts = encode_texts(backbone, [record.caption for record in good], batch_size, "cpu", progress=False)
         torch.testing.assert_close(texts, of_texts, atol=1e-5, rtol=1e-4)
 
@@ -148,13 +138,9 @@ def test_the_report_holds_numbers_and_left_out_pairs(tiny_clip, tmp_path, capsys
     another = save_tiny_clip(tmp_path / r"$\x$", seed=5, tokenizer=byte_tokenizer(77))  # the figure reads no formula
     report = evaluate_retrieval(settings_of(tmp_path, tiny_clip, another, data=str(data), limit=6))
     assert report == json.loads((tmp_path / "out" / "retrieval.json").read_text())
-    assert report["images"] == report["captions"] == 5
+    assert report["images"] == report["captions"] == 5 and report["digests"]["data"] == path_digest(data)
     assert [bad["kind"] for bad in report["left_out"]] == ["no caption", "missing image"]
-    assert report["digests"]["data"] == path_digest(data) and report["settings"]["limit"] == 6
-    printed = capsys.readouterr().out
-    assert sum("no-such.png" in line for line in printed.splitlines()) == 1 and "text to image" in printed
-    files = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("items-")}
-    assert files == {"retrieval.json", "retrieval.png", "cache", "job.json"}
+    assert sum("no-such.png" in line for line in capsys.readouterr().out.splitlines()) == 1
     first, second = report["encoders"]
     assert second == r"$\x$" and list(report["digests"]["encoders"]) == [first, second]
     recalls = []
@@ -172,17 +158,14 @@ def test_the_report_holds_numbers_and_left_out_pairs(tiny_clip, tmp_path, capsys
 def test_toy_scenes_are_resampled_by_family_in_both_directions(tmp_path):
     config = RetrievalConfig(["toy/clip"], str(tmp_path), data="toy/test", limit=6)
     session = PairSession("retrieval", config)
-    [result], families = (
-        session.by_encoder(partial(retrieval.retrieve, session)).values(),
-        ["test/000000"] * 4 + ["test/000004"] * 2,
-    )
+    [result] = session.by_encoder(partial(retrieval.retrieve, session)).values()
+    families = ["test/000000"] * 4 + ["test/000004"] * 2
     assert result["groups"] == dict.fromkeys(retrieval.DIRECTIONS, families)
     [numbers] = evaluate_retrieval(config)["encoders"].values()
     for way in retrieval.DIRECTIONS:
         for k in retrieval.KS:
             expected = hits_interval(retrieval.hits(result["ranks"][way], k), families)
             assert numbers["interval_percent"][way][f"R@{k}"] == expected
-    assert numbers["interval_percent"]["text_to_image"]["R@10"][0] == pytest.approx(100 * 2 / (2 + 1.959964**2))
 
 
 def test_mean_r_is_the_mean_of_three_recalls_with_an_interval_over_images():
@@ -194,81 +177,12 @@ def test_mean_r_is_the_mean_of_three_recalls_with_an_interval_over_images():
     # more than 2.5% of the samples draw one of the two images twice
     expected = {"text_to_image": [0, 250 / 3], "image_to_text": [100 / 3, 100], "both": [50 / 3, 275 / 3]}
     assert limits == {name: pytest.approx(interval) for name, interval in expected.items()}
-    # both directions draw the same images: what one loses with an image the other gains
-    result = {"ranks": {"text_to_image": [1, 20], "image_to_text": [20, 1]}}
-    result["groups"] = {"text_to_image": ["a", "b"], "image_to_text": ["a", "b"]}
-    mean_r, limits = retrieval.mean_recall(result)
-    assert mean_r == {"text_to_image": 50, "image_to_text": 50, "both": 50}
-    assert limits == {"text_to_image": [0, 100], "image_to_text": [0, 100], "both": [50, 50]}
-
-
-@pytest.fixture
-def three(tiny_clip, tmp_path) -> RetrievalConfig:
-    """Settings of the first three of twelve images in a folder that a test may change."""
-    data, images = make_tiny_data(tmp_path, 12)
-    return settings_of(tmp_path, tiny_clip, data=data, images=images, limit=3, max_bad=1)
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_ranks_are_of_the_images_that_were_read(three):
-    assert evaluate_retrieval(three)["images"] == 3
-    image = Path(three.images, "1.png")
-    whole, before = image.read_bytes(), image.stat()
-    image.write_bytes(bytes(len(whole)))
-    changed = evaluate_retrieval(three)  # an image that has changed is read again
-    assert changed["images"] == 2 and [bad["kind"] for bad in changed["left_out"]] == ["unreadable image"]
-    assert evaluate_retrieval(three) == changed  # now from the cache
-    times = {"ns": (before.st_atime_ns, before.st_mtime_ns)}
-    for content, count in ((bytes(len(whole)), 2), (whole, 3)):  # as where a network drive failed
-        image.write_bytes(content)
-        os.utime(image, **times)
-        for piece in Path(three.output, "cache").glob("images-*"):
-            piece.unlink()
-        assert evaluate_retrieval(three)["images"] == count
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_a_data_file_with_too_many_bad_records_is_refused(three, tmp_path):
-    entries = json.loads(Path(three.data).read_text())[:3]
-    (tmp_path / "bad.json").write_text(json.dumps([*entries, {"image": "a.png"}, {"image": "b.png"}]))
-    config = replace(three, data=str(tmp_path / "bad.json"), limit=2, max_bad=0.01)
-    with pytest.raises(UserError, match="2 of 5 records cannot be used.*--max-bad"):
-        evaluate_retrieval(config)
-    assert evaluate_retrieval(replace(config, max_bad=0.4))["images"] == 2
 
 
 # ---- pairs that a run was trained on
 
 
 HELD_OUT = 6  # as in `helpers.training_runs.config`
-
-
-@pytest.mark.usefixtures("blank_figures")
-def test_pairs_that_were_trained_on_are_counted_or_left_out(finished_run, world, tmp_path):
-    base, data, images = world
-    run, model, pairs = str(finished_run), str(finished_run / "last"), len(json.loads(Path(data).read_text()))
-
-    def evaluated(*encoders, data=data, **settings):
-        return evaluate_retrieval(RetrievalConfig(list(encoders), str(tmp_path / "out"), data, images, **settings))
-
-    report = evaluated(run, base)
-    assert list(report["trained_on"].values()) == [pairs - HELD_OUT] and report["images"] == pairs
-    assert (
-        f"was trained or chosen on {pairs - HELD_OUT} of these {pairs} pairs. --held-out evaluates"
-        in report["notes"][0]
-    )
-    # The folder of the run's model is the same model, and the first pairs are the held-out ones.
-    assert list(evaluated(model, limit=HELD_OUT + 1)["trained_on"].values()) == [1]
-    held_out = evaluated(base, run, held_out=True)
-    assert held_out["images"] == HELD_OUT and list(held_out["trained_on"].values()) == [0] and held_out["notes"] == []
-    other = tmp_path / "data.json"  # of other data nothing is said
-    other.write_text(Path(data).read_text() + "\n")
-    report = evaluated(run, data=str(other))
-    assert report["trained_on"] == {} and report["notes"] == []
-    with pytest.raises(
-        UserError, match="None of the encoders was trained or chosen on the data .* Leave out --held-out"
-    ):
-        evaluated(run, data=str(other), held_out=True)
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +221,7 @@ def test_what_a_model_has_seen_goes_through_its_bases(lineage, tmp_path):
 
 
 @pytest.mark.usefixtures("blank_figures")
-def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, finished_run, tmp_path):
+def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, world, tmp_path):
     """A search of heads is no training run, and the pairs that chose `best/` are seen by it alone."""
     images = str(Path(lineage.data[0]).with_name("images"))
     encoders = {name: str(lineage.folder / name) for name in ("searched", "ablated", "run/best", "run/last")}
@@ -318,8 +232,7 @@ def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, finished_run
 
     first, other = lineage.data
     report = evaluated(first, "searched", "run/last")
-    assert list(report["trained_on"].values()) == [21, 18]
-    assert "searched was trained or chosen on 21 of these 24 pairs" in report["notes"][0]
+    assert list(report["trained_on"].values()) == [21, 18] and "21 of these 24 pairs" in report["notes"][0]
     report = evaluated(first, "searched", held_out=True)
     assert report["images"] == 3 and list(report["trained_on"].values()) == [0]
     last, both = (evaluated(other, *names, held_out=True) for names in (["run/last"], ["run/last", "run/best"]))
@@ -332,26 +245,10 @@ def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, finished_run
     assert evaluate_attention(captions)["captions"] == 3
     everything = AllConfig(list(encoders.values()), str(tmp_path), first, images=images, held_out=True, base=None)
     assert all(config.held_out for config in settings_of_all(everything).values())
-    with pytest.raises(
-        UserError, match="Each of the 24 pairs of .* was seen by one of the encoders: ablated. Give other"
-    ):
-        evaluated(first, "ablated", held_out=True)
-
-
-def test_unusable_folders_are_refused(three, tmp_path):
-    (tmp_path / "file").write_text("x")
-    for change, message in (
-        ({"images": str(tmp_path)}, "None of the 3 images"),
-        ({"output": str(tmp_path / "file" / "deeper")}, "cannot be made: .*file' is a file"),
-    ):
+    encoders["base"] = world[0]
+    for name, message in (("ablated", "Each of the 24 pairs of .*: ablated"), ("base", "None of the encoders was")):
         with pytest.raises(UserError, match=message):
-            evaluate_retrieval(replace(three, **change))
-    assert not (tmp_path / "out" / "retrieval.json").exists()
-
-
-def test_a_cell_of_a_table_tells_how_sure_it_is():
-    cells = [cell(1.5), cell(1.5, 1, 2, "+.2f"), cell(1.5, None, None), cell(None)]
-    assert cells == ["1.5", "+1.50 (+1.00 to +2.00)", "1.5 (no interval: too few)", None]
+            evaluated(first, name, held_out=True)
 
 
 # ---- the page of captions that one encoder retrieves and another does not
@@ -361,11 +258,6 @@ HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} red square"
 COUNT = 12
 
 
-def test_disagreements_are_all_captions_that_one_has_first_and_the_other_has_not():
-    both = disagreements({"a": [1, 1, 2, 1, 9], "b": [1, 2, 1, 3, 9]})
-    assert {pair: queries.tolist() for pair, queries in both.items()} == {("a", "b"): [1, 3], ("b", "a"): [2]}
-
-
 def test_the_page_shows_the_captions_and_both_images_escaped(tmp_path):
     random = np.random.default_rng(0)
     (tmp_path / "images").mkdir()
@@ -373,22 +265,21 @@ def test_the_page_shows_the_captions_and_both_images_escaped(tmp_path):
     captions = [f"{HOSTILE} {caption}" for caption in captions]
     for name in names:
         Image.fromarray(random.integers(0, 256, (40, 400, 3), dtype=np.uint8)).save(tmp_path / "images" / name)
-    entries = [entry(name, caption) for name, caption in zip(names, captions, strict=True)]
-    (tmp_path / "data.json").write_text(json.dumps(entries))
+    (tmp_path / "data.json").write_text(json.dumps([*map(entry, names, captions)]))
     tokenizer = byte_tokenizer(77)
     encoders = [save_tiny_clip(tmp_path / name, seed=seed, tokenizer=tokenizer) for seed, name in enumerate("ab")]
-    data, images = str(tmp_path / "data.json"), str(tmp_path / "images")
-    evaluate_retrieval(settings_of(tmp_path, *encoders, data=data, images=images, examples=COUNT))
+    given = {"data": str(tmp_path / "data.json"), "images": str(tmp_path / "images")}
+    evaluate_retrieval(settings_of(tmp_path, *encoders, **given, examples=COUNT))
     page = (tmp_path / "out" / "retrieval_examples.html").read_text()
     assert "<script" not in page and "<b>" not in page and "{{ 7 * 7 }}" in page
     first = []  # by encoder, the image that each caption has first
+    records, images = read_data_file(given["data"]).records, ImageFolder(given["images"])
     for name in encoders:
-        features = one_by_one(load_backbone(name).eval(), read_data_file(data).records, ImageFolder(images))
+        features = one_by_one(load_backbone(name).eval(), records, images)
         of_images, of_texts = (torch.nn.functional.normalize(part, dim=1) for part in features)
         first.append((of_texts @ of_images.T).argmax(dim=1).tolist())
-    sections, shown = page.split("<h2>")[1:], 0
-    titles = ["a is right, b is wrong", "b is right, a is wrong"]
-    for section, title, (right, wrong) in zip(sections, titles, (first, first[::-1]), strict=True):
+    titles, shown = ["a is right, b is wrong", "b is right, a is wrong"], 0
+    for section, title, (right, wrong) in zip(page.split("<h2>")[1:], titles, (first, first[::-1]), strict=True):
         expected = [index for index in range(COUNT) if right[index] == index != wrong[index]]
         assert section.startswith(f"{title}</h2>") and f"<p>{len(expected)} of {COUNT} captions" in section
         for article, index in zip(section.split("<article>")[1:], expected, strict=True):
@@ -397,5 +288,5 @@ def test_the_page_shows_the_captions_and_both_images_escaped(tmp_path):
             assert drawn == [names[index], names[wrong[index]]]
             shown += 1
     assert shown > 0
-    evaluate_retrieval(settings_of(tmp_path, *encoders, data=data, images=images, examples=1))
+    evaluate_retrieval(settings_of(tmp_path, *encoders, **given, examples=1))
     assert (tmp_path / "out" / "retrieval_examples.html").read_text().count("<article>") == 2

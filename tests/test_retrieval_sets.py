@@ -23,8 +23,7 @@ def jsonl(*rows: dict) -> str:
 
 
 def dci_entry(image: str, short: str, extra: str) -> dict:
-    masks = {"0": {"idx": 0, "caption": "not used", "parent": -1}}
-    return {"image": image, "short_caption": short, "extra_caption": extra, "mask_data": masks}
+    return {"image": image, "short_caption": short, "extra_caption": extra, "mask_data": {"0": {"caption": "no"}}}
 
 
 def docci_row(split: str, number: int) -> dict:
@@ -49,10 +48,8 @@ def coco(*splits: str, most: int = 6) -> tuple[dict, dict, str]:
 def karpathy(*splits: str) -> tuple[dict, dict, str]:
     names = {"1.jpg": "train", "2.jpg": "test", "3.jpg": "val", "4.jpg": "test"}
     captions = {name: [f"Man {n} of {name}." for n in range(5)] for name in names}
-    images = [
-        {"filename": name, "split": split, "sentences": [{"tokens": ["man"], "raw": raw} for raw in captions[name]]}
-        for name, split in names.items()
-    ]
+    sentences = {name: [{"tokens": ["man"], "raw": raw} for raw in texts] for name, texts in captions.items()}
+    images = [{"filename": name, "split": split, "sentences": sentences[name]} for name, split in names.items()]
     expected = {name: captions[name] for name, split in names.items() if split in splits}
     return {"dataset_flickr30k.json": {"images": images, "dataset": "flickr30k"}}, expected, "flickr30k-images"
 
@@ -145,9 +142,9 @@ LAYOUTS = {
     "recos-v1": (
         {
             "recos_v1.json": [
-                {"image": "1.jpg", "caption": ["Four  elephants."], "task": "count"},
-                {"image": "2.jpg", "caption": ["Five elephants."], "task": "count"},
-                {"image": "1.jpg", "caption": "A herd.", "task": "figure"},
+                {"image": "1.jpg", "caption": ["Four  elephants."]},
+                {"image": "2.jpg", "caption": ["Five elephants."]},
+                {"image": "1.jpg", "caption": "A herd."},
             ]
         },
         {"1.jpg": ["Four elephants.", "A herd."], "2.jpg": ["Five elephants."]},
@@ -189,37 +186,29 @@ def test_a_benchmark_in_its_authors_layout(name, tmp_path):
     assert last.digest() != read.digest() == read_retrieval_set(name, str(tmp_path)).digest()
 
 
-def test_images_lie_beside_their_folder_or_behind_links(tmp_path):
-    expected = lay("long-dci", tmp_path)
-    shutil.copytree(tmp_path / "photos", tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "photos")
-    assert read_retrieval_set("long-dci", tmp_path).images == list(expected)
-    lay("iiw", linked := tmp_path / "linked")
-    (linked / "photos").rename(tmp_path / "elsewhere")
-    (linked / "photos").symlink_to(tmp_path / "elsewhere")
-    read = read_retrieval_set("iiw", linked)
+def test_images_lie_beside_their_folder(tmp_path):
+    lay("long-dci", tmp_path)
+    for image in (tmp_path / "photos").iterdir():
+        image.rename(tmp_path / image.name)
+    (tmp_path / "photos").rmdir()
+    read = read_retrieval_set("long-dci", tmp_path)
     assert len([read.source.open(image) for image in read.images]) == 3
 
 
 # (benchmark, file or folder, None: removed, else (old, new) or all of its text, message)
 FAULTS = [
-    ("urban1k", "image/2.jpg", None, r"1 of the 3 images.*'2.jpg', of caption/2.txt"),
-    ("urban1k", "caption", None, r"in none of .* hold caption, image;.*huggingface.co/datasets/BeichenZhang"),
-    ("dci", "annotations/2-data.json", None, r"names .*2-data.json"),
-    ("dci", "splits.json", "[1", r"splits.json' cannot be read as JSON"),
-    ("long-dci", "dci_long.csv", ("Plain.", ""), r"dci_long.csv, image sa_3.jpg.*no caption"),
-    ("dci-as-released", "annotations/2-data.json", ('"image"', '"img"'), "keys: image, short_caption, extra_caption"),
-    ("long-dci", "dci_long.csv", "filepath,title\na.jpg,A.\n", "no image, found None. Expected keys: filepath, title"),
-    ("docci", "docci_descriptions.jsonlines", '{"split": "val"}', r"no usable record.*keys: split \(test\), image_f"),
-    ("coco", "annotations/captions_val2017.json", ('"file_name"', '"name"'), "no image.*of images id, file_name"),
-    ("flickr30k-test", "dataset_flickr30k.json", '[{"image": "1.jpg"}]', "a list, not a dict. Expected .* 'images'"),
-    ("flickr30k-karpathy", "dataset_flickr30k.json", ('"sentences"', '"texts"'), "no caption.*sentences, of these raw"),
-    ("sharegpt4v-1k", SHAREGPT4V_FILE, ('"conversations"', '"turns"'), "no caption.*keys: image, conversations"),
-    ("iiw", "DCI_Test/data.jsonl", ('"IIW"', '"no"'), r"DCI_Test/.*line 1.*no caption.*keys: IIW, image"),
+    ("urban1k", "image/2.jpg", None, "1 of the 3 images.*'2.jpg', of caption/2.txt"),
+    ("urban1k", "caption", None, "hold caption, image;.*huggingface.co/datasets/BeichenZhang"),
+    ("dci", "annotations/2-data.json", None, "names .*2-data.json"),
+    ("dci", "splits.json", "[1", "splits.json' cannot be read as JSON"),
+    ("long-dci", "dci_long.csv", ("Plain.", ""), "dci_long.csv, image sa_3.jpg.*no caption"),
+    ("long-dci", "dci_long.csv", "filepath,title\na.jpg,A.\n", "no image, found None.*: filepath, title"),
+    ("docci", "docci_descriptions.jsonlines", '{"split": "val"}', "no usable record.*: split"),
+    ("flickr30k-test", "dataset_flickr30k.json", '[{"image": "1.jpg"}]', "a list, not a dict.*'images'"),
+    ("flickr30k-test", "dataset_flickr30k.json", ('"images"', '"x"'), "named 'images'"),
+    ("iiw", "DCI_Test/data.jsonl", ('"IIW"', '"no"'), "DCI_Test/.*line 1.*no caption.*: IIW, image"),
     ("coco-cn-all", "val2014", None, "2 of the 5 images.*'val2014/COCO_val2014_0+42.jpg'"),
     ("coco-cn-test", COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n", "coco-cn_test.txt, line 2 .*no caption"),
-    ("flickr30k-test", "dataset_flickr30k.json", ('"images"', '"x"'), "named 'images'"),
-    ("flickr30k-cna-test", "test/flickr30k_cn_test.txt", None, "flickr30k_cn_test.txt"),
     ("recos-v1", "recos_v1.json", '[{"img": "1.jpg", "text": "A."}, {"id": 1}]', "with the keys id, img, text"),
 ]
 
@@ -237,7 +226,7 @@ def test_what_is_missing_is_an_error_that_names_its_file(name, file, change, mes
 
 
 CUT = "not a line of image, tab, caption"
-# (benchmark, file, what is added to it, [(line or entry, kind of bad record)])
+# (benchmark, file, what is added to it, [(line, kind of bad record)])
 LEFT_OUT = [
     ("docci", "docci_descriptions.jsonlines", b"{broken\n[1]\n\n", [(6, "bad JSON"), (7, "not an object")]),
     ("flickr30k", "results_20130124.token", b"Man of 9.jpg\n10002456.jpg#5\t \n", [(11, CUT), (6, "empty caption")]),
@@ -245,14 +234,14 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "file", "added", "bad"), LEFT_OUT)
-def test_what_cannot_be_decoded_is_left_out_and_named(name, file, added, bad, tmp_path):
-    captions = [caption for captions in lay(name, tmp_path).values() for caption in captions]
-    with open(tmp_path / file, "ab") as lines:
-        lines.write(added)
-    read = read_retrieval_set(name, tmp_path)
-    assert [(fault.where.split(", ")[-1], fault.kind) for fault in read.bad] == [(f"line {n}", kind) for n, kind in bad]
-    assert read.captions == captions
+def test_what_cannot_be_decoded_is_left_out_and_named(tmp_path):
+    for name, file, added, bad in LEFT_OUT:
+        captions = [caption for captions in lay(name, tmp_path / name).values() for caption in captions]
+        with open(tmp_path / name / file, "ab") as lines:
+            lines.write(added)
+        read = read_retrieval_set(name, tmp_path / name)
+        assert [(one.where.split(", line ")[-1], one.kind) for one in read.bad] == [(f"{n}", kind) for n, kind in bad]
+        assert read.captions == captions
 
 
 def test_benchmarks_are_found_below_a_folder_and_misspelt_ones_named(tmp_path):
@@ -279,14 +268,10 @@ def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, coar
         return evaluate_retrieval(RetrievalConfig([clip], str(tmp_path), dataset=list(benchmarks), root=str(data)))
 
     reports = evaluated(*names)
-    assert {name: (report["images"], report["captions"]) for name, report in reports.items()} == {
-        "coco-five": (1, 5),
-        "urban1k": (3, 3),
-    }
+    assert [(reports[name]["images"], reports[name]["captions"]) for name in names] == [(1, 5), (3, 3)]
     assert [bad["kind"] for bad in reports["coco-five"]["left_out"]] == ["unreadable image"]
     for name, report in reports.items():
         assert report["digests"]["data"] == read_retrieval_set(name, data / name).digest()
-        assert json.loads((tmp_path / name / "retrieval.json").read_text()) == report
     # A search on the first image of urban1k: of it and no other is said that the model has seen it.
     (tmp_path / "clip" / SEEN).write_text(json.dumps({reports["urban1k"]["digests"]["data"]: [[0, 1]]}))
     [name] = reports["urban1k"]["encoders"]

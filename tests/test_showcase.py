@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import tiny_llava
 from helpers.html_page import Page
-from helpers.stops import Stopped, stopped_at
 from PIL import Image
 
 from debias_diffusion.app.options import ShowcaseConfig
@@ -30,10 +29,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval.judge import load_judge
 from debias_diffusion.eval.options import Judging
-from debias_diffusion.files import sha256
 from debias_diffusion.pipelines.rendering.png import read_settings
-from debias_diffusion.text.sentences import split_sentences
-from debias_diffusion.text.tokens import clip_tokenizer
 
 PROMPTS = read_showcase_prompts()
 CONFIG = ShowcaseConfig("toy/sdxl", limit=2, steps=1, device="cpu")
@@ -50,20 +46,6 @@ def drawn(tmp_path_factory):
 def images_of(output) -> dict[str, bytes]:
     ways = [way.replace(" ", "-").lower() for way in WAYS]
     return {f"{way}/{file.name}": file.read_bytes() for way in ways for file in (output / way).glob("0*.png")}
-
-
-# ---- prompts
-
-
-def test_the_prompts_are_long_and_their_facts_stand_in_all_sentences():
-    assert len(PROMPTS) == len({prompt.name for prompt in PROMPTS}) == len({prompt.text for prompt in PROMPTS}) == 100
-    kinds = {"people", "places", "interiors", "animals", "food", "drawings"}
-    assert {prompt.kind for prompt in PROMPTS} == {prompt.kind for prompt in PROMPTS[:6]} == kinds
-    lengths = [len(ids) - 2 for ids in clip_tokenizer(1000)([prompt.text for prompt in PROMPTS]).input_ids]
-    assert min(lengths) >= 90 and max(lengths) <= 300
-    for prompt in PROMPTS:
-        assert 5 <= len(prompt.sentences) <= 14 and all(prompt.sentences.values()), prompt.name
-        assert len(split_sentences(prompt.text)) == len(prompt.sentences), prompt.name
 
 
 # ---- images and pages
@@ -84,59 +66,25 @@ def test_every_way_draws_what_it_is_called_from_the_same_noise(drawn):
     assert len(set(images_of(drawn).values())) == 8
 
 
-def test_the_result_names_machine_versions_weights_and_every_image(drawn):
-    result = json.loads((drawn / "showcase.json").read_text())
-    assert result["machine"] and result["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert len(result["base"]) == 64 and list(result["images"]) == list(WAYS) and "marks" not in result
-    listed = {(file, digest) for files in result["images"].values() for file, digest in files.items()}
-    assert listed == {(name.split("/")[1], sha256(drawn / name)) for name in images_of(drawn)} and len(listed) == 8
-
-
-def test_the_page_shows_all_prompts_and_the_sheet_of_some(drawn):
+def test_the_page_shows_all_prompts_and_images(drawn):
     page = Page((drawn / "index.html").read_text())
-    sources = [image["src"] for image in page.all("img")]
-    assert sorted(sources) == sorted(["contact-sheet.png", *images_of(drawn)])
-    assert all((drawn / source).is_file() for source in sources) and all(
-        prompt.text in page.text for prompt in PROMPTS[:2]
-    )
+    assert {image["src"] for image in page.all("img")} == {"contact-sheet.png", *images_of(drawn)}
+    assert all(prompt.text in page.text for prompt in PROMPTS[:2])
 
 
 def test_the_page_of_marks_tells_no_way(drawn):
     source = (drawn / "mark.html").read_text()
     items = json.loads(source.partition('id="items">')[2].partition("</script>")[0])
-    assert [item["facts"] for item in items] == [
-        [fact for _, fact in prompt.facts] for prompt in PROMPTS[:2] for _ in WAYS
-    ]
+    facts = [[fact for _, fact in prompt.facts] for prompt in PROMPTS[:2]]
+    assert [item["facts"] for item in items] == [given for given in facts for _ in WAYS]
     names = [item["image"] for item in items]
     assert names == sorted(names[:4]) + sorted(names[4:])  # of each prompt by checksum, not by way
-    for name in images_of(drawn):
-        assert name.split("/")[1] not in source
-    shown = [drawn / "marking" / f"{item['image']}.jpg" for item in items]
-    assert {path.name for path in (drawn / "marking").iterdir()} == {path.name for path in shown} and len(
-        set(shown)
-    ) == 8
+    assert not any(name.split("/")[1] in source for name in images_of(drawn))
+    shown = [drawn / "marking" / f"{name}.jpg" for name in names]
+    assert {*(drawn / "marking").iterdir()} == {*shown} and len({*shown}) == 8
     for path in shown:
         with Image.open(path) as image:
             assert image.size == (48, 48) and not {"settings", "parameters", "exif", "comment"} & image.info.keys()
-
-
-def test_a_killed_run_continues_and_a_longer_one_keeps_its_images(drawn, tmp_path):
-    config = replace(CONFIG, output=str(tmp_path / "a"))
-    with pytest.raises(Stopped), stopped_at(40):
-        showcase(config)
-    before = images_of(tmp_path / "a")
-    assert 0 < len(before) < 8
-    times = {name: (tmp_path / "a" / name).stat().st_mtime_ns for name in before}
-    showcase(config)
-    assert images_of(tmp_path / "a") == images_of(drawn)
-    assert times == {name: (tmp_path / "a" / name).stat().st_mtime_ns for name in before}
-
-
-def test_fewer_prompts_and_another_seed_are_pages_of_their_own(drawn, tmp_path):
-    shutil.copytree(drawn, tmp_path / "a")
-    showcase(replace(CONFIG, output=str(tmp_path / "a"), limit=1, seed=1))
-    [[name]] = {tuple(files) for files in json.loads((tmp_path / "a" / "showcase.json").read_text())["images"].values()}
-    assert name.startswith("00000-1-") and len(images_of(tmp_path / "a")) == 12
 
 
 # ---- marks
@@ -156,28 +104,20 @@ def marks_for(prompts, **shares) -> dict:
 def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
     prompts = PROMPTS[:3]
     facts = [len(prompt.facts) for prompt in prompts]
-    counted = marks_for(
-        prompts, cut=[0, 0, 3], as_A1111_reads=[*facts[:2], 0], whole=facts, whole_and_sharpened=[1, 1, None]
-    )
-    result = summarize(counted, prompts)
     total = facts[0] + facts[1]  # the third prompt is not marked in all ways
+    shares = {"as_A1111_reads": [*facts[:2], 0], "whole_and_sharpened": [1, 1, None]}
+    result = summarize(marks_for(prompts, cut=[0, 0, 3], whole=facts, **shares), prompts)
     assert result["prompts"] == [prompt.name for prompt in prompts[:2]] and result["facts"] == total
     shares = {way: value["all"] for way, value in result["ways"].items()}
     assert shares[CUT] == {"facts": total, "right": 0, "value": 0.0, "low": 0.0, "high": 0.0}
     assert shares[WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": 100.0, "high": 100.0}
     assert shares[SHARPENED]["right"] == 2 and shares[SHARPENED]["value"] == pytest.approx(200 / total)
-    first, second = (100 / count for count in facts[:2])  # of two prompts, a bootstrap sample may hold one alone
-    assert (shares[SHARPENED]["low"], shares[SHARPENED]["high"]) == pytest.approx(
-        (min(first, second), max(first, second))
-    )
+    limits = sorted(100 / count for count in facts[:2])  # of two prompts, a bootstrap sample may hold one alone
+    assert [shares[SHARPENED]["low"], shares[SHARPENED]["high"]] == pytest.approx(limits)
     by_sentence = result["ways"][SHARPENED]["by_sentence"]
     assert sum(share["facts"] for share in by_sentence.values()) == total
     assert [share["right"] for share in by_sentence.values()] == [2, *[0] * (len(by_sentence) - 1)]
-    assert result["compared"][WHOLE] == pytest.approx(
-        {"difference": 100.0, "low": 100.0, "high": 100.0, "p": 0.5}, abs=0.02
-    )
     shown, compared = mark_tables(result)
-    assert shown.header[0] == f"{total} facts of 2 prompts: right, % (95%)"
     assert shown.cells()[0][3] == "100.0 (100.0 to 100.0)" and len(shown.rows) == 1 + len(by_sentence)
     assert compared.cells()[1] == ["whole - cut", "+100.0 (+100.0 to +100.0)"]
 
@@ -199,11 +139,11 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
     some = {name: [None, *given[1:]] for name, given in marks.items()}
     for content in ({"marks": []}, {}, {"marks": some}, {"marks": {"0" * 16: [True]}}):
         file.write_text(json.dumps(content))
-        with pytest.raises(UserError, match="marks all facts of none of these images. Give what this mark.html has"):
+        with pytest.raises(UserError, match="marks all facts of none"):
             read_marks(str(file), PROMPTS[:2], pairs)
 
 
-def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch, capsys):
+def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch):
     monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
     monkeypatch.setattr(judges, "CONTROLS", 2)
     tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in PROMPTS[0].facts])
@@ -226,9 +166,8 @@ def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch,
     found = json.loads((tmp_path / "a" / "showcase.json").read_text())["agreement"]
     pairs = [pair for name, given in answers.items() for pair in zip(given, marks[name], strict=True)]
     means = [np.mean([p for p, mark in pairs if mark == truth]) for truth in (False, True)]
-    assert found["facts"] == len(pairs) and found["mean_p"] == pytest.approx(means, rel=1e-6)
+    assert found["mean_p"] == pytest.approx(means, rel=1e-6)
     assert found["value"] == pytest.approx(100 * np.mean([(p > 0.5) == mark for p, mark in pairs]))
-    assert "the judge says what the person marked" in capsys.readouterr().out
 
 
 def test_the_grid_is_chosen_by_rule():
@@ -239,5 +178,3 @@ def test_the_grid_is_chosen_by_rule():
     right = [round(number / 12 * count) for number, count in enumerate(facts)]
     marked = marks_for(prompts, cut=[*right[:12], None], whole=facts, as_A1111_reads=facts, whole_and_sharpened=facts)
     assert grid(prompts, marked) == list(range(1, 1 + GRID))
-    nothing = dict.fromkeys(WAYS, [None] * 13)
-    assert grid(prompts, nothing) == list(range(6))

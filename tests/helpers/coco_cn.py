@@ -28,11 +28,8 @@ def coco_cn(root: Path, splits: tuple[str, ...]) -> dict:
         split: [f"COCO_{'val' if split == 'val' else 'train'}2014_{number:012}" for number in members]
         for split, members in numbers.items()
     }
-    captions = {
-        name: [f"{name[-2:]}号：一只猫 {n}。" for n in range(1 + (name[-2:] in ("25", "42")))]
-        for members in names.values()
-        for name in members
-    }
+    every = [name for members in names.values() for name in members]
+    captions = {name: [f"{name[-2:]}号：一只猫 {n}。" for n in range(1 + (name[-2:] in "2542"))] for name in every}
     lines = [(name, f"{name}#{n}\t{caption}\n") for name, texts in captions.items() for n, caption in enumerate(texts)]
     write(root / COCO_CN_FILE, "".join(line for _, line in sorted(lines)))
     write(root / "imageid.manually-translated-caption.txt", "".join(f"{name}#0\t翻译。\n" for name in captions))

@@ -1,12 +1,8 @@
-"""Feature networks of the real classes with random weights, and pictures for them."""
+"""Feature networks of the real classes with random weights."""
 
-import json
 from pathlib import Path
 
-import numpy as np
-import skimage
 import torch
-from PIL import Image
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from transformers import ViTConfig, ViTModel
 
@@ -39,12 +35,3 @@ def save_dino(folder):
     config = ViTConfig(**size, image_size=32, patch_size=8, initializer_range=0.2)
     ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
     return str(folder)
-
-
-def photographs_and_others(folder):
-    """Two photographs, and three random images, of several sizes."""
-    names = [entry["image"] for entry in json.loads(PHOTOGRAPHS.read_text())]
-    for i in range(3):
-        pixels = np.random.default_rng(i).integers(0, 256, (4, 5 + i, 3), dtype=np.uint8)
-        Image.fromarray(pixels).resize((50 + 10 * i, 64)).save(folder / f"{i}.png")
-    return [*(Path(skimage.data_dir) / name for name in names[:2]), *sorted(folder.iterdir())]

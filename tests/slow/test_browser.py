@@ -9,10 +9,7 @@ import os
 import re
 import shutil
 import sys
-import threading
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 
@@ -47,9 +44,7 @@ DESKTOP = {"width": 1300, "height": 1000}
 def opened():
     """(browser's context, address) of the demo. All pages share a context, and with it a cache."""
     with opened_page() as (_, url), sync_playwright() as playwright:
-        # As root, as in containers, chromium has no sandbox.
-        arguments = ["--no-sandbox", "--host-resolver-rules=MAP elsewhere.example 127.0.0.1"]
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])  # as root, it has none
         context = browser.new_context()
         context.set_default_timeout(60_000)
         yield context, url
@@ -184,37 +179,6 @@ def test_what_is_refused_says_why_and_hostile_text_stays_text(page, tmp_path):
     assert page.evaluate("window.hacked") is None and page.locator("img[src=x]").count() == 0
 
 
-UPLOAD = """url => {
-    const data = new FormData();
-    data.append("files", new Blob(["a"]), "a.png");
-    return fetch(url, {method: "POST", body: data, mode: "no-cors"});
-}"""
-
-
-def test_another_site_may_link_to_the_demo_and_nothing_else(demo, tmp_path):
-    context, url = demo
-    link = f'<img src="{url}manifest.json"><a href="{url}">demo</a>'
-    form = f'<form method="post" enctype="multipart/form-data" action="{url}gradio_api/upload">'
-    (tmp_path / "index.html").write_text(f'{link}{form}<input name="files"><button>Send</button></form>')
-    page, answers = context.new_page(), set()
-    page.on("response", lambda answer: answers.add((answer.url.removeprefix(url), answer.status)))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        site = f"http://elsewhere.example:{server.server_port}/"
-        page.goto(site)
-        page.evaluate(UPLOAD, f"{url}gradio_api/upload")
-        assert {("manifest.json", 403), ("gradio_api/upload", 403)} < answers
-        page.get_by_role("button", name="Send").click()
-        expect(page.get_by_text("Pages of other sites cannot use this demo.")).to_be_visible()
-        page.goto(site)
-        answers.clear()
-        page.get_by_role("link").click()
-        expect(page.get_by_role("button", name="Generate")).to_be_visible()
-        server.shutdown()
-    assert ("", 200) in answers and not [answer for answer in answers if answer[1] == 403]
-    page.close()
-
-
 def test_everything_fits_a_phone(demo):
     with visited(*demo, viewport=PHONE) as page:
         show(page)
@@ -235,12 +199,6 @@ def show(page: Page, steps: int = 1, example: str = "Two rings") -> None:
 
 # ---- the page of the toy world
 
-# Visible elements whose content does not fit; `.hidden` is for screen readers alone.
-CLIPPED = """[...document.querySelectorAll("main *")].filter(
-    element => element.checkVisibility() && getComputedStyle(element).display != "inline"
-        && !element.closest(".hidden, svg") && element.scrollWidth > element.clientWidth + 1
-).map(element => element.outerHTML.slice(0, 80))"""
-
 
 def test_marks_of_the_story_stand_in_their_places_and_everything_fits(demo, tmp_path):
     page_of(tell(results(tmp_path / "results")), tmp_path)
@@ -251,7 +209,6 @@ def test_marks_of_the_story_stand_in_their_places_and_everything_fits(demo, tmp_
     for width in (390, 1300):
         page.set_viewport_size({"width": width, "height": 844})
         assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert page.evaluate(CLIPPED) == []
         image = page.locator(".marked").nth(1)  # of the first example, drawn with the first encoder
         box, found = image.bounding_box(), {}
         for mark in image.locator("use[href^='#mark']").all():

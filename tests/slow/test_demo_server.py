@@ -38,11 +38,6 @@ def client(url, tmp_path) -> Client:
     return Client(url, auth=LOGIN, verbose=False, download_files=tmp_path)
 
 
-@pytest.fixture(scope="module")
-def models() -> DemoModels:
-    return DemoModels("toy/sdxl", launch.AppConfig().encoders, pick_device("cpu"))
-
-
 @pytest.fixture
 def visitor(url):
     with httpx.Client(base_url=url, timeout=60) as http:
@@ -50,7 +45,8 @@ def visitor(url):
         yield http
 
 
-def test_programs_get_the_page_s_images_and_restore_their_settings(client, models, tmp_path):
+def test_programs_get_the_page_s_images_and_restore_their_settings(client, tmp_path):
+    models = DemoModels("toy/sdxl", launch.AppConfig().encoders, pick_device("cpu"))
     _, scene, [(_, reference)] = choose(3)
     encoders, small = [CUT, "toy/debias-clip"], {"guidance_scale": 3.0, "height": 48, "width": 48}
     request = Request(LONG, encoders, steps=2, seed=7, scene=scene, **small)
@@ -64,9 +60,8 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
         with Image.open(image["image"]) as opened:
             assert opened.tobytes() == item.image.tobytes()
     # Of a scene, its marks are restored too.
-    status, shown, prompt, restored, *settings = client.predict(
-        handle_file(expected[1].save(tmp_path)), api_name="/settings"
-    )
+    png = handle_file(expected[1].save(tmp_path))
+    status, shown, prompt, restored, *settings = client.predict(png, api_name="/settings")
     assert status == "All settings are restored." and (prompt, restored) == (LONG, encoders)
     assert settings == ["", "7", 2, 3, 48, 48, 1, "Euler", "", "overlap", 1.0]
     assert shown[0]["caption"] == reference and "objects right" in shown[1]["caption"]
@@ -76,17 +71,13 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, model
     "name, values, message",
     [
         ("/generate", {"prompt": ""}, "The prompt is empty"),
-        ("/generate", {"prompt": "a", "seed": HOSTILE}, "seed must be a whole number .* got '&lt;img src=x onerror"),
-        (
-            "/generate",
-            {"prompt": "a", "encoders": ["toy/x"]},
-            "'toy/x' is no encoder. Choose at least one of: toy/clip",
-        ),
-        ("/generate", {"prompt": "a", "encoders": None}, "encoders is None, but must be values"),
-        ("/generate", {"prompt": "a", "steps": "many"}, "steps is 'many', but must be a whole number, from 1 to 100"),
-        ("/attention", {"prompt": "a", "reading": [3]}, r"reading is \[3\], but must be overlap or"),
-        ("/settings", {"path": 3}, 'a file that was not uploaded. "Use via API" at the foot'),
-        ("/generate", {"prompt": LONG, "images": 8, "steps": 100}, "one request may take 1,000 here"),
+        ("/generate", {"prompt": "a", "seed": HOSTILE}, "got '&lt;img src=x onerror"),
+        ("/generate", {"prompt": "a", "encoders": ["toy/x"]}, "'toy/x' is no encoder.*: toy/clip"),
+        ("/generate", {"prompt": "a", "encoders": None}, "encoders is None"),
+        ("/generate", {"prompt": "a", "steps": "many"}, "steps is 'many'"),
+        ("/attention", {"prompt": "a", "reading": [3]}, r"reading is \[3\]"),
+        ("/settings", {"path": 3}, "not uploaded"),
+        ("/generate", {"prompt": LONG, "images": 8, "steps": 100}, "may take 1,000 here"),
         ("/attention", {"prompt": " "}, "The prompt is empty"),
     ],
 )
