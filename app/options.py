@@ -27,6 +27,7 @@ from debias_diffusion.pipelines.rendering.options import (
     ClipSkip,
     ImageOptions,
     Scheduler,
+    SentenceSharpening,
     Sharpening,
     split_base,
 )
@@ -38,7 +39,7 @@ MOST_SCENES = 1000  # of a split of the toy world
 # The options of `generate` that may come from an image.
 TAKEN = (
     *("prompt", "negative_prompt", "reading", "emphasis", "breaks", "clip_skip", "seed", "steps", "scheduler"),
-    *("karras", "guidance_scale", "sharpen", "width", "height"),
+    *("karras", "guidance_scale", "sharpen", "sharpen_sentences", "width", "height"),
 )
 _Split = Annotated[
     str,
@@ -318,7 +319,7 @@ class GenerateConfig(ImageOptions):
         "Models": ("base", "encoder", "encoder_2", "refiner", "loras"),
         "Images": (
             *("output", "overwrite", "images_per_prompt", "seed"),
-            *("steps", "scheduler", "karras", "guidance_scale", "sharpen", "height", "width"),
+            *("steps", "scheduler", "karras", "guidance_scale", "sharpen", "sharpen_sentences", "height", "width"),
         ),
         "Speed and memory": ("batch", "low_memory", "device", "precision"),
     }
@@ -344,6 +345,7 @@ class GenerateConfig(ImageOptions):
     breaks: Breaks | None = None
     reading: Reading | None = None
     sharpen: Sharpening | None = field(default=None, kw_only=True)
+    sharpen_sentences: SentenceSharpening | None = field(default=None, kw_only=True)
     scheduler: Scheduler | None = None
     karras: bool | None = None
     clip_skip: ClipSkip | None = None
@@ -353,7 +355,8 @@ class GenerateConfig(ImageOptions):
         self.left: list[str] = []  # what was not, in sentences
         if self.like is not None:
             self._take_settings(self.like)
-        for name, usual in (("seed", 0), ("breaks", "concatenate"), ("sharpen", 1.0)):
+        usually = {"seed": 0, "breaks": "concatenate", "sharpen": 1.0, "sharpen_sentences": 1.0}
+        for name, usual in usually.items():
             setattr(self, name, usual if getattr(self, name) is None else getattr(self, name))
         super().__post_init__()
         for name in filter(None, (self.base, self.refiner)):

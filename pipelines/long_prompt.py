@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import math
 import threading
 import warnings
@@ -24,6 +25,7 @@ from debias_diffusion.text.chunks import (
     WHOLE_ROWS,
     Breaks,
     Chunk,
+    Cut,
     Emphasis,
     Reading,
     Tokens,
@@ -43,7 +45,7 @@ from debias_diffusion.text.schedules import MANY_STEPS, find_schedules, last_ste
 from debias_diffusion.text.weighting import has_weights, parse_prompt, take_out, unread_syntax
 
 from .scheduling import EMBEDDINGS, ExchangeEmbeddings, schedule_of, scheduled
-from .sharpening import SharpenedMixin, check_sharpening
+from .sharpening import SharpenedMixin, check_sharpening, note_sentences
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device
@@ -69,6 +71,8 @@ class PromptLayout(NamedTuple):
             it, and the number of its tokens.
         taken_out: comments and tags of the first prompt that are not read, as in A1111.
         schedules: of the first prompt, such as "[cat:dog:0.5]"; all else is of the text at the first step.
+        sentences: of each prompt, for the first encoder, the number of each position's sentence, from 0; -1 for BOS,
+            EOS and pads. Empty in the readings of programs.
     """
 
     tokens: int
@@ -79,6 +83,7 @@ class PromptLayout(NamedTuple):
     texts: tuple[tuple[tuple[str, int], ...], ...] = ()
     taken_out: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
+    sentences: tuple[tuple[int, ...], ...] = ()
 
     def settings(self) -> dict:
         """What an image's settings say of it."""
@@ -110,6 +115,9 @@ class LongPromptOptions:
         strict: raise a ValueError for a prompt that an encoder would read in more than one chunk.
         sharpen: the scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions,
             see `sharpened`. Above 0, at most 4; 1 changes nothing.
+        sharpen_sentences: there each sentence's share of the attention to the words is raised to this power, see
+            `choose`; within a sentence attention stays as it is. Above 0, at most 16; 1 changes nothing. Not with the
+            readings of programs, nor with averaged parts.
     """
 
     reading: Reading = "overlap"
@@ -121,13 +129,19 @@ class LongPromptOptions:
     negative_clip_skip: bool = False
     strict: bool = False
     sharpen: float = 1.0
+    sharpen_sentences: float = 1.0
 
     def __post_init__(self):
         choices = {"reading": get_args(Reading), "emphasis": (None, *get_args(Emphasis)), "breaks": get_args(Breaks)}
         for name, allowed in choices.items():
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} is {given!r}, but must be {' or '.join(map(str, allowed))}.")
-        check_sharpening(self.sharpen)
+        check_sharpening(self.sharpen, self.sharpen_sentences)
+        if self.sharpen_sentences != 1 and (self.reading in PROGRAMS or self.breaks == "average"):
+            raise ValueError(
+                f"sharpen_sentences is {self.sharpen_sentences:g}, which needs sentences that are read one after the"
+                f' other, not reading={self.reading!r} with breaks={self.breaks!r}: leave it at 1, or use "overlap".'
+            )
         step = TRAINED_POSITIONS - 2 * (self.reading == "kohya")
         if self.positions is None:
             return
@@ -175,7 +189,10 @@ class PromptReader:
     ) -> PromptLayout:
         """How the prompts of the encoders are read, which share their length with the tokens of negative ones."""
         tokens, text = self.tokenize(first, *others), first if isinstance(first, str) else first[0]
-        layout = self.layout_of(tokens, self.shared_length(self.cut(tokens), negatives))
+        read = self.cut(tokens)
+        layout = self.layout_of(tokens, self.shared_length(read, negatives))
+        if self.options.reading not in PROGRAMS:
+            layout = layout._replace(sentences=sentences(read[0], layout.positions))
         taken_out = take_out(text, self.options.reading)[1]
         schedules = find_schedules(*_by_steps(self.options, [text]))
         return layout._replace(taken_out=tuple(taken_out), schedules=tuple(schedules))
@@ -503,6 +520,9 @@ class LongPromptMixin(SharpenedMixin):
         model = self.unet if model is None else model  # a compiled model has no truth value
         dtype = embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
         embeds, pooled = _repeat(embeds.to(dtype=dtype, device=device), repeats), _repeat(pooled, repeats)
+        if self._long_prompt.sharpen_sentences != 1:
+            numbers = None if tokens is None else torch.tensor(sentences(tokens[0], length), device=device)
+            note_sentences(self, numbers, repeats)
         if guided:
             negative_embeds = _repeat(negative_embeds.to(dtype=dtype, device=device), repeats)
             negative_pooled = _repeat(negative_pooled, repeats)
@@ -725,6 +745,15 @@ def _by_schedule(call: Callable) -> Callable:
             return call(*bound.args, **bound.kwargs)
 
     return scheduled_call
+
+
+def sentences(texts: list[Tokens], positions: int) -> tuple[tuple[int, ...], ...]:
+    """See `PromptLayout`."""
+    rows = []
+    for tokens in texts:
+        numbers = [0, *itertools.accumulate(cut == Cut.SENTENCE for cut in tokens.cuts[:-1])][: len(tokens.ids)]
+        rows.append((-1, *numbers, *[-1] * (positions - 1 - len(numbers))))
+    return tuple(rows)
 
 
 def _longest(texts: list[list[Tokens]]) -> int:

@@ -13,7 +13,8 @@ from diffusers.modular_pipelines.stable_diffusion_xl.encoders import StableDiffu
 
 from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
 
-_OPTIONS = [option for option in fields(LongPromptOptions) if option.name != "sharpen"]  # `sharpened` does that here
+# `sharpened` does that here, of all attention.
+_OPTIONS = [option for option in fields(LongPromptOptions) if not option.name.startswith("sharpen")]
 
 
 def _descriptions() -> dict[str, str]:
@@ -38,7 +39,7 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
 
     Components and outputs are those of diffusers' step. Its inputs are, too, and in addition the fields of
     `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., reading="a1111")`. All but
-    `sharpen`, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
+    those that sharpen, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
     """
 
     _requirements = {"diffusers": ">=0.36", "torch": ">=2.8", "transformers": ">=4.56"}  # noqa: RUF012 - as in diffusers

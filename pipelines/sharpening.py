@@ -1,26 +1,34 @@
-"""A UNet's cross-attention made sharper for prompts longer than it was trained with."""
+"""A UNet's cross-attention made sharper for prompts longer than it was trained with: all of it, or by sentences."""
 
 import functools
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 
-from debias_diffusion.text.chunks import MOST_SHARPENING, TRAINED_POSITIONS
+from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING, TRAINED_POSITIONS
+
+# Attention without parts of its own, such as an IP-Adapter's, for which another way to choose can stand in.
+_PLAIN = ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "XFormersAttnProcessor")
 
 
-def check_sharpening(factor: float) -> None:
-    """Raises ValueError for a factor that is not above 0 and at most 4."""
-    if not 0 < factor <= MOST_SHARPENING:  # nor NaN
-        raise ValueError(
-            f"sharpen is {factor!r}, but must be above 0 and at most {MOST_SHARPENING:g}; 1 changes nothing, and 1.5"
-            " makes attention sharper."
-        )
+def check_sharpening(factor: float, between_sentences: float = 1.0) -> None:
+    """Raises ValueError for a factor that is not above 0 and at most 4, or a power that is not at most 16."""
+    given = {"sharpen": (factor, MOST_SHARPENING, 1.5)}
+    given["sharpen_sentences"] = (between_sentences, MOST_BETWEEN_SENTENCES, 4)
+    for name, (value, most, usual) in given.items():
+        if not 0 < value <= most:  # nor NaN
+            raise ValueError(
+                f"{name} is {value!r}, but must be above 0 and at most {most:g}; 1 changes nothing, and {usual:g} makes"
+                " attention sharper."
+            )
 
 
 @contextmanager
@@ -48,7 +56,7 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
     with _key_factors(unet) as factors:
         if any(key_factor.value != 1 for key_factor in factors):
             raise ValueError("the UNet is sharpened in this thread already: leave that context before the next.")
-        with _set_factors(factors, factor):
+        with _set_values(factors, factor):
             yield
 
 
@@ -63,9 +71,9 @@ class SharpenedMixin:
             own = vars(cls).get("__call__")
 
             @functools.wraps(cls.__call__)  # so that its signature is still diffusers'
-            def sharpened_call(self, *args, **kwargs):
+            def sharpened_call(self, *args, sentences: torch.Tensor | None = None, **kwargs):
                 call = super(cls, self).__call__ if own is None else functools.partial(own, self)
-                with _views(self, self._long_prompt.sharpen):
+                with _views(self, sentences):
                     return call(*args, **kwargs)
 
             cls.__call__ = sharpened_call
@@ -93,19 +101,26 @@ class SharpenedMixin:
 
 
 @contextmanager
-def _views(pipe: SharpenedMixin, factor: float) -> Iterator[None]:
-    """Within the context, in this thread, `pipe.unet` is a view whose forwards, and no others, are sharpened."""
+def _views(pipe: SharpenedMixin, sentences: torch.Tensor | None) -> Iterator[None]:
+    """Within the context, in this thread, `pipe.unet` is a view whose forwards, and no others, are sharpened.
+
+    Args:
+        sentences: of embeddings that are passed in, see `note_sentences`.
+    """
+    factor, power = pipe._long_prompt.sharpen, pipe._long_prompt.sharpen_sentences
     with ExitStack() as stack:
 
         @functools.cache
         def view_of(unet: Any) -> Any:
             """An object with the attributes and methods of the UNet, and one `__dict__`, but a call of its own."""
-            if factor == 1:  # as for most calls, and a UNet has thousands of modules
+            if factor == power == 1:  # as for most calls, and a UNet has thousands of modules
                 return unet
-            factors = stack.enter_context(_key_factors(unet))
+            factors = stack.enter_context(_key_factors(unet)) if factor != 1 else []
+            choices = stack.enter_context(_choices(unet)) if power != 1 else []
 
             def forward(_, *args, **kwargs):
-                with _set_factors(factors, factor):
+                choice = _choice(pipe, power) if choices else None
+                with _set_values(factors, factor), _set_values(choices, choice):
                     return unet(*args, **kwargs)
 
             cls = type(unet)
@@ -113,9 +128,24 @@ def _views(pipe: SharpenedMixin, factor: float) -> Iterator[None]:
             object.__setattr__(view, "__dict__", vars(unet))
             return view
 
-        stack.callback(setattr, _VIEWS, "value", _VIEWS.value)
-        _VIEWS.value = _VIEWS.value | {id(pipe): view_of}
+        for values, value in ((_VIEWS, view_of), (_SENTENCES, sentences)):
+            stack.callback(setattr, values, "value", values.value)
+            values.value = values.value | {id(pipe): value}
         yield
+
+
+def note_sentences(pipe: SharpenedMixin, sentences: torch.Tensor | None, repeats: int) -> None:
+    """Says which sentences the embeddings have that a call of `pipe` goes on with, if one is under way in this thread.
+
+    Args:
+        sentences: the number of each position's sentence, from 0, [prompts, positions]; -1 for BOS, EOS and pads. None:
+            those that were passed to the call.
+        repeats: images of each prompt.
+    """
+    if id(pipe) in _SENTENCES.value:
+        sentences = _SENTENCES.value[id(pipe)] if sentences is None else sentences
+        repeated = None if sentences is None else sentences.repeat_interleave(repeats, 0)
+        _SENTENCES.value = _SENTENCES.value | {id(pipe): repeated}
 
 
 class ThreadValue(threading.local):
@@ -125,56 +155,87 @@ class ThreadValue(threading.local):
         self.value = value
 
 
-_VIEWS = ThreadValue({})  # by the id of the pipeline
+_VIEWS, _SENTENCES = ThreadValue({}), ThreadValue({})  # by the id of the pipeline, of calls under way
 
 
 @contextmanager
-def _set_factors(factors: list[ThreadValue], value: float) -> Iterator[None]:
-    before = [factor.value for factor in factors]
+def _set_values(values: list[ThreadValue], new: Any) -> Iterator[None]:
+    before = [value.value for value in values]
     try:
-        for factor in factors:
-            factor.value = value
+        for value in values:
+            value.value = new
         yield
     finally:
-        for factor, value in zip(factors, before, strict=True):
-            factor.value = value
+        for value, old in zip(values, before, strict=True):
+            value.value = old
+
+
+def _cross_attentions(unet: torch.nn.Module) -> list[Attention]:
+    return [module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention]
 
 
 @contextmanager
 def _key_factors(unet: torch.nn.Module) -> Iterator[list[ThreadValue]]:
     """Within the context, each cross-attention's keys are multiplied by one of these, which are 1 at first."""
-    attentions = [module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention]
     with ExitStack() as stack:
-        yield [stack.enter_context(_key_factor(attention)) for attention in attentions]
+        factors = []
+        for attention in _cross_attentions(unet):
+            # q is shared with an IP-Adapter's image keys, so the text's keys are scaled.
+            fused = getattr(attention, "fused_projections", False)
+            layer = attention.to_kv if fused else attention.to_k
+            # Unlike a hook, a `forward` is noticed by a UNet that is compiled already.
+            scaling = functools.partial(_scaling, layer, 2 if fused else 1)
+            factors.append(stack.enter_context(_replaced(layer, "forward", scaling)).value)
+        yield factors
 
 
-_USERS: Counter = Counter()  # calls and contexts under way, by the function that scales for them
+@contextmanager
+def _choices(unet: torch.nn.Module) -> Iterator[list[ThreadValue]]:
+    """Within the context, each cross-attention makes the choice that one of these holds, None at first."""
+    with ExitStack() as stack:
+        choices, others = [], set()
+        for attention in _cross_attentions(unet):
+            name = type(attention.processor).__name__
+            if isinstance(attention.processor, ChoosingProcessor) or name in _PLAIN:
+                choices.append(stack.enter_context(_replaced(attention, "processor", ChoosingProcessor)).value)
+            else:
+                others.add(name)
+        if others:
+            warnings.warn(
+                f"sharpen_sentences is not used where attention is by {', '.join(sorted(others))}.", stacklevel=2
+            )
+        yield choices
+
+
+_USERS: Counter = Counter()  # calls and contexts under way, by what was set for them
 _LOCK = threading.RLock()  # of _USERS
 
 
 @contextmanager
-def _key_factor(attention: Any) -> Iterator[ThreadValue]:
-    # q is shared with an IP-Adapter's image keys, so the text's keys are scaled.
-    fused = getattr(attention, "fused_projections", False)
-    layer = attention.to_kv if fused else attention.to_k
+def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[Any]:
+    """Within the context, an attribute of the module's own is what `replace` makes of it; for all users the same.
+
+    Args:
+        name: "forward" may be set on the object here, or by accelerate's and diffusers' offloading.
+    """
     with _LOCK:
-        forward = vars(layer).get("forward")  # set on the object here, or by accelerate's and diffusers' offloading
-        if not _USERS[forward]:
-            # Unlike a hook, this is noticed by a UNet that is compiled already.
-            forward = layer.forward = _scaling(layer, forward, 2 if fused else 1)
-        _USERS[forward] += 1
+        new = vars(module).get(name)
+        if not _USERS[new]:
+            new = replace(new)
+            setattr(module, name, new)
+        _USERS[new] += 1
     try:
-        yield forward.factor
+        yield new
     finally:
         with _LOCK:
-            _USERS[forward] -= 1
-            if not _USERS[forward]:
-                del _USERS[forward]
-                if vars(layer).get("forward") is forward:  # no hook came or went meanwhile
-                    vars(layer).update(forward=forward.own) if forward.own else vars(layer).pop("forward")
+            _USERS[new] -= 1
+            if not _USERS[new]:
+                del _USERS[new]
+                if vars(module).get(name) is new:  # no hook came or went meanwhile
+                    vars(module).update({name: new.own}) if new.own else vars(module).pop(name)
 
 
-def _scaling(layer: Any, own: Callable | None, parts: int) -> Any:
+def _scaling(layer: Any, parts: int, own: Callable | None) -> Any:
     """A key projection whose output, the first of so many `parts` of it, is multiplied if the text is long."""
     # A bound method would be a new object each time, for which torch 2.8 compiles anew.
     factor, class_forward = ThreadValue(1.0), type(layer).forward
@@ -186,5 +247,73 @@ def _scaling(layer: Any, own: Callable | None, parts: int) -> Any:
         keys, *values = output.chunk(parts, dim=-1)
         return torch.cat([keys * factor.value, *values], dim=-1)
 
-    scaled_keys.factor, scaled_keys.own = factor, own
+    scaled_keys.value, scaled_keys.own = factor, own
     return scaled_keys
+
+
+class Choice(NamedTuple):
+    """How attention to the words of prompts chooses between their sentences.
+
+    Attributes:
+        member: 1 where a position is of a sentence, else 0, [prompts, positions, sentences].
+        power: of each sentence's share.
+        plain: how many rows of a batch come first that do not choose, in prompts: 1 with guidance, else 0.
+    """
+
+    member: torch.Tensor
+    power: float
+    plain: int
+
+
+def _choice(pipe: SharpenedMixin, power: float) -> Choice | None:
+    sentences = _SENTENCES.value.get(id(pipe))
+    if sentences is None:
+        warnings.warn(
+            "sharpen_sentences is not used: pass sentences=torch.tensor(pipe.prompt_layout(...).sentences) beside"
+            " `prompt_embeds`, which do not say where sentences end.",
+            stacklevel=2,
+        )
+        return None
+    member = sentences[..., None] == torch.arange(max(1, int(sentences.max()) + 1), device=sentences.device)
+    return Choice(member.float(), power, int(getattr(pipe, "do_classifier_free_guidance", True)))
+
+
+class ChoosingProcessor:
+    """Plain attention, or `own` where there is nothing to choose."""
+
+    def __init__(self, own: Any):
+        self.own, self.value = own, ThreadValue(None)
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, *args, **kwargs
+    ) -> torch.Tensor:
+        choice, text = self.value.value, encoder_hidden_states
+        if choice is None or text is None or text.shape[1] <= TRAINED_POSITIONS or attention_mask is not None:
+            return self.own(attn, hidden_states, text, attention_mask, temb, *args, **kwargs)
+        fused = getattr(attn, "fused_projections", False)
+        keys_values = attn.to_kv(text).chunk(2, -1) if fused else (attn.to_k(text), attn.to_v(text))
+        parts = attn.to_q(hidden_states), *keys_values
+        q, k, v = (states.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for states in parts)
+        copies, plain = len(text) // len(choice.member), choice.plain * len(choice.member)
+        read = [F.scaled_dot_product_attention(q[:plain], k[:plain], v[:plain], scale=attn.scale)] if plain else []
+        weights = attn.get_attention_scores(q[plain:].flatten(0, 1), k[plain:].flatten(0, 1))
+        member = choice.member.repeat(copies - choice.plain, 1, 1)
+        read.append(choose(weights.unflatten(0, (-1, attn.heads)), member, choice.power) @ v[plain:])
+        return attn.to_out[1](attn.to_out[0](torch.cat(read).transpose(1, 2).flatten(2)))
+
+
+def choose(weights: torch.Tensor, member: torch.Tensor, power: float) -> torch.Tensor:
+    """Attention weights in which each sentence's share of the words' attention is raised to a power.
+
+    The words' share of all, that of other positions, and each word's share of its sentence stay as they are.
+
+    Args:
+        weights: [prompts, heads, places, positions], sums 1.
+        member: see `Choice`.
+    """
+    member = member[:, None].to(weights)
+    shares = (weights @ member).float()
+    shares = shares.clamp(min=torch.finfo(weights.dtype).tiny)  # [prompts, heads, places, sentences]
+    powers = (shares / shares.amax(-1, keepdim=True)) ** power
+    factors = powers / powers.sum(-1, keepdim=True) * shares.sum(-1, keepdim=True) / shares
+    return weights * ((factors - 1).to(weights) @ member.mT + 1)

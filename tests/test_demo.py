@@ -119,7 +119,7 @@ def test_models_that_do_not_fit_are_refused(folders):
 @pytest.mark.parametrize(
     "encoder, changes",
     [
-        ("toy/clip", {"reading": "separate", "sharpen": 1.5, "scheduler": "UniPC"}),
+        ("toy/clip", {"reading": "separate", "sharpen": 1.5, "sharpen_sentences": 4.0, "scheduler": "UniPC"}),
         ("toy/clip", {"prompt": f'😀 "A" \\ &lt; B and\ttabs\n{PROMPT}', "seed": 2**63 - 9, "reading": "cut"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
         ("toy/clip", {"prompt": "a [star:ring:0.5] [red|blue]", "reading": "a1111", "steps": 4}),
@@ -129,7 +129,7 @@ def test_models_that_do_not_fit_are_refused(folders):
 def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     (rendered,) = images(toy, encoders=[encoder], **changes)
     request = ask(toy, encoders=[encoder], **changes)
-    names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading", "sharpen")
+    names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading", "sharpen", "sharpen_sentences")
     options = {name: getattr(request, name) for name in names} | {"negative_prompt": request.negative_prompt or None}
     options["scheduler"] = toy.schedulers[request.scheduler]
     output = str(tmp_path / "image.png")

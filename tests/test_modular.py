@@ -102,7 +102,7 @@ def test_the_options_are_arguments_of_the_call(ours):
 def test_every_option_is_described(ours):
     step = ours.blocks.sub_blocks["text_encoder"]
     described = {param.name: param.description for param in step.inputs}
-    options = {option.name for option in fields(LongPromptOptions)} - {"sharpen"}
+    options = {option.name for option in fields(LongPromptOptions)} - {"sharpen", "sharpen_sentences"}
     assert all(len(described[name]) > 20 for name in options) and described["strict"].startswith("raise a ValueError")
     assert all(described[name].count(":") < 9 and "  " not in described[name] for name in options)
 

@@ -143,6 +143,7 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
 
 def test_settings_are_all_that_affects_an_image(renderer, long):
     samplings = {"scheduler": "DDIMScheduler", "layer": "last", "height": 80, "emphasis": "ignore", "sharpen": 1.5}
+    samplings["sharpen_sentences"] = 4.0
     changes = [{"encoder_2": "stretch"}, {"dtype": torch.float16}]
     changes += [{"sampling": replace(SAMPLING, **{name: value})} for name, value in samplings.items()]
 

@@ -29,7 +29,8 @@ FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and following
 _SETTINGS = (
     *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
-    *("encoder_2", "refiner", "layer", "scheduler", "height", "width", "sharpen", "zero_empty_negative"),
+    *("encoder_2", "refiner", "layer", "scheduler", "height", "width", "sharpen", "sharpen_sentences"),
+    "zero_empty_negative",
 )
 
 

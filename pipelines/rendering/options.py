@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from debias_diffusion.encoders.spec import may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.limits import Checked, Guidance, Rule, Side, Steps, between
-from debias_diffusion.text.chunks import MOST_SHARPENING
+from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING
 from debias_diffusion.toyworld.shipped import shipped
 
 # diffusers' classes of one UNet evaluation per step
@@ -23,6 +23,10 @@ KARRAS = ("EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultist
 ClipSkip = between(int, 1, 24)  # as A1111 and ComfyUI count layers, of which CLIP bigG has 32
 Sharpening = Annotated[
     float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
+]
+
+SentenceSharpening = Annotated[
+    float, Rule(f"above 0, at most {MOST_BETWEEN_SENTENCES:g}", lambda power: 0 < power <= MOST_BETWEEN_SENTENCES)
 ]
 
 
@@ -61,6 +65,9 @@ class ImageOptions(Checked):
         width: Pixels, as height.
         sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
             changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
+        sharpen_sentences: There each sentence's share of the attention to the words is raised to this power, while
+            within a sentence attention stays as it is: 1 changes nothing; at most 16. For readings overlap and
+            separate.
     """
 
     steps: Steps | None = None
@@ -68,3 +75,4 @@ class ImageOptions(Checked):
     height: Side | None = None
     width: Side | None = None
     sharpen: Sharpening = 1.0
+    sharpen_sentences: SentenceSharpening = 1.0

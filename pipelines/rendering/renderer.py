@@ -227,7 +227,8 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
         one part, or, where a prompt changes from step to step, several
     """
     skipped = (sampling.clip_skip or 0) - (2 if hasattr(pipe, "text_encoder_2") else 1)
-    how = {"do_classifier_free_guidance": sampling.guidance_scale > 1, "clip_skip": max(skipped, 0) or None}
+    guided = {"do_classifier_free_guidance": sampling.guidance_scale > 1}
+    how = guided | {"clip_skip": max(skipped, 0) or None}
     try:
         with reading_layer(pipe, sampling.layer), scheduled(pipe, sampling.steps or 0) as schedule:
             embeddings = pipe.encode_prompt(**_texts(prompts), device=None, num_images_per_prompt=1, **how)
@@ -239,6 +240,8 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
         key: {name: embedding.cpu() for name, embedding in part.items() if embedding is not None}
         for key, part in embeddings_by_id.items()
     }
+    if sampling.sharpen_sentences != 1:  # then there is one part
+        moved[id(parts[0][1])]["sentences"] = torch.tensor(pipe.prompt_layout(**_texts(prompts), **guided).sentences)
     return [(last, moved[id(part)]) for last, part in parts]
 
 
@@ -393,9 +396,10 @@ class Renderer:
 
     def options(self, encoder: EncoderSpec) -> LongPromptOptions:
         """How prompts are read."""
-        names = ("emphasis", "breaks", "zero_empty_negative", "sharpen")
+        names = ("emphasis", "breaks", "zero_empty_negative", "sharpen", "sharpen_sentences")
         given = {name: getattr(self.sampling, name) for name in names}
-        return LongPromptOptions(reading=encoder.reading, negative_clip_skip=bool(self.sampling.clip_skip), **given)
+        with explain_failure("Prompts cannot be read so"):
+            return LongPromptOptions(reading=encoder.reading, negative_clip_skip=bool(self.sampling.clip_skip), **given)
 
     def cleaned(self, encoder: EncoderSpec, prompt: ImagePrompt) -> ImagePrompt:
         """A prompt as pipelines read it, with the LoRAs that its tags name. Raises UserError for a tag of no file."""

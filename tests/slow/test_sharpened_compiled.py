@@ -1,4 +1,4 @@
-"""`sharpen` and compiled UNets."""
+"""`sharpen`, `sharpen_sentences` and compiled UNets."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +10,7 @@ from helpers import tiny_sdxl
 from helpers.draw import LONG, draw
 from helpers.tiny_sdxl import assemble, assemble_copy
 
-from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline, sharpened
+from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 
 pytestmark = [
     pytest.mark.usefixtures("no_grad"),
@@ -36,15 +36,14 @@ def counting(graphs):
     return {"backend": lambda graph, _: graphs.append(graph) or graph.forward, "dynamic": False, "fullgraph": True}
 
 
-def test_a_compiled_unet_notices(compile_unet, pipe):
+@pytest.mark.parametrize("option", ["sharpen", "sharpen_sentences"])
+def test_a_compiled_unet_notices(compile_unet, pipe, option):
     """In whatever order it is compiled, drawn with and sharpened, and without compiling anew for every image."""
-    images, graphs = {1.0: draw(pipe, LONG)}, []
-    with sharpened(pipe.unet, 2.0):
-        images[2.0] = draw(pipe, LONG)
+    images, graphs = {value: draw(pipe.set_long_prompt(**{option: value}), LONG) for value in (1.0, 2.0)}, []
     pipe.unet = compile_unet(pipe.unet, **counting(graphs))
     counts = []
-    for factor in (1.0, 2.0, 1.0, 2.0):
-        assert np.allclose(draw(pipe.set_long_prompt(sharpen=factor), LONG), images[factor], atol=1e-5)
+    for value in (1.0, 2.0, 1.0, 2.0):
+        assert np.allclose(draw(pipe.set_long_prompt(**{option: value}), LONG), images[value], atol=1e-5)
         counts.append(len(graphs))
     assert counts[1] == counts[-1] > counts[0]
 
