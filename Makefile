@@ -4,7 +4,7 @@ BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 COMFY := .venv-comfyui/bin
 
-.PHONY: quickstart real showcase test slow golden mutants lowest comfyui fuzz docs lint format clean
+.PHONY: quickstart real showcase test slow manual golden mutants lowest comfyui fuzz docs lint format clean
 
 quickstart: .venv/installed  ## the whole chain in a small world; what has been done is not done again
 	$(BIN)/debias-diffusion quickstart
@@ -23,6 +23,9 @@ test: .venv/installed  ## the fast tests
 
 slow: .venv/installed  ## real processes, servers, a browser, a wheel, true sizes, and a few seconds of each search for faults
 	$(PYTEST) --dist loadfile tests/slow tests/fuzz
+
+manual: .venv/installed  ## lists the tests that need what few machines have: a GPU, a checkout of ComfyUI, compel, wandb
+	$(BIN)/python -m pytest --collect-only --quiet -m needs tests tests/slow
 
 golden: .venv/installed  ## are results still those of an earlier commit, to the last bit? NAMES picks cases
 	$(BIN)/python tests/golden/compare.py $(NAMES)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 # Nothing in the tests may reach a hub. One thread from the first operation on: a second one only waits where models are
@@ -42,7 +43,28 @@ def pytest_report_header():
     return f"debias_diffusion: {debias_diffusion.__file__}"
 
 
+# What few machines have, by the argument of the mark `needs`. `make manual` lists the tests that are skipped without.
+NEEDS = {
+    "gpu": ("an NVIDIA GPU", torch.cuda.is_available),
+    "accelerator": ("a GPU or another accelerator", torch.accelerator.is_available),
+    "comfyui": ("a checkout of ComfyUI, named by COMFYUI: its own code was NOT run", lambda: os.environ.get("COMFYUI")),
+    "compel": ("pip install --no-deps compel==2.5.1 pyparsing", lambda: find_spec("compel")),
+    "wandb": ("pip install wandb", lambda: find_spec("wandb")),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("needs"):
+        needed, is_there = NEEDS[mark.args[0]]
+        if not is_there():
+            pytest.skip(f"needs {needed}")
+
+
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if {"comfyui", "true_size"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.needs("comfyui"))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 

@@ -178,7 +178,7 @@ def comfyui():
         yield
 
 
-@pytest.fixture(scope="module", params=["stand-in", "ComfyUI"])
+@pytest.fixture(scope="module", params=["stand-in", pytest.param("ComfyUI", marks=pytest.mark.needs("comfyui"))])
 def load(request):
     """(a function from models to a CLIP, widths of the models)"""
     if COMFYUI or request.param == "ComfyUI":

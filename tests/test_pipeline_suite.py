@@ -41,7 +41,7 @@ from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 Stock, Ours = StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline
 
 ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-needs_accelerator = pytest.mark.skipif(ACCELERATOR is None, reason="there is no accelerator on this machine")
+needs_accelerator = pytest.mark.needs("accelerator")
 DEVICES = ["cpu", pytest.param(str(ACCELERATOR), marks=needs_accelerator)]
 
 pytestmark = pytest.mark.usefixtures("no_grad")

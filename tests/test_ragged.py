@@ -57,10 +57,7 @@ def test_one_call_gives_the_values_and_gradients_of_groups(captions, beginning, 
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
 
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU on this machine")
-
-
-@GPU
+@pytest.mark.needs("gpu")
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_in_half_precision_on_a_gpu_it_is_near_double_precision(beginning, monkeypatch):
     tokens = batch_of(MANY, beginning, 0)

@@ -336,14 +336,17 @@ class Run(ABC):
         self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.{few}")
 
     def few_steps(self) -> str:
-        """That a run of few steps changes little, and what makes more; empty for any other."""
+        """That a run of few steps, or of warm-up alone, changes little, and what changes more; empty for any other."""
         total, config = self.batches.total_steps, self.config
-        if total >= FEW_STEPS:
-            return ""
-        epochs = max(config.epochs, math.ceil(ENOUGH_STEPS * config.batch / self.batches.records))
-        cap = f" --max-steps {ENOUGH_STEPS}" if config.max_steps else ""
-        steps = f"{total} step{'s' * (total > 1)}"
-        return f"Little will have changed after {steps}; --epochs {epochs}{cap} makes {ENOUGH_STEPS}."
+        lines = []
+        if total < FEW_STEPS:
+            epochs = max(config.epochs, math.ceil(ENOUGH_STEPS * config.batch / self.batches.records))
+            cap = f" --max-steps {ENOUGH_STEPS}" if config.max_steps else ""
+            steps = f"{total} step{'s' * (total > 1)}"
+            lines = [f"Little will have changed after {steps}; --epochs {epochs}{cap} makes {ENOUGH_STEPS}."]
+        if config.warmup >= total:
+            lines.append(f"Every step is warm-up: the learning rate only rises. --warmup {total // 10} is enough.")
+        return " ".join(lines)
 
     def log(self, line: dict) -> None:
         """A line in log.jsonl, and its numbers in the trackers."""

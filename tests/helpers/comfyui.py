@@ -19,8 +19,6 @@ LONG = "  " + SENTENCE * 7 + "It dreams of fish (and birds)?\nThe moon is up; 3.
 @contextlib.contextmanager
 def importable_comfyui() -> Iterator[None]:
     """Makes ComfyUI importable, on the CPU."""
-    if not COMFYUI:
-        pytest.skip("COMFYUI names no checkout of ComfyUI: its own text encoders were NOT run")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(COMFYUI)
         from comfy.cli_args import args

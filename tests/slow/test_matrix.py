@@ -43,8 +43,8 @@ class ReadByCompel(Pipelines):
         return super().draw(self.stock, None, **given, **call)
 
 
+@pytest.mark.needs("compel")
 def test_cells_of_compel():
-    pytest.importorskip("compel", reason="pip install --no-deps compel==2.5.1 pyparsing, to compare with it")
     holds, asked = Counter(), [cell for cell in CELLS if cell[1] not in ("`positions`", "embeddings given")]
     for name, feature in asked:
         with suppress(Exception):

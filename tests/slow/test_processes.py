@@ -259,7 +259,7 @@ def start_training(settings: TrainConfig, on_cpu: str = "false") -> subprocess.P
     return start([*PROGRAM, *train_options(settings)], ACCELERATE_USE_CPU=on_cpu)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU on this machine")
+@pytest.mark.needs("gpu")
 def test_a_gpu_trains_as_a_cpu_in_every_precision_and_continues(world, tmp_path):
     printed(start_training(config(world, tmp_path / "cpu"), on_cpu="true"))
     expected = losses(tmp_path / "cpu")
