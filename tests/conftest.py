@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("default")
 LONGEST = """
 test_shipped_weights test_command_line test_true_size test_commands test_processes test_towers
 test_generate test_pipeline_family test_training test_quickstart test_demo
-test_align test_families test_fix_clip test_pipeline_suite
+test_align test_families test_fix_clip
 test_export test_generation test_interchange test_synthesize test_evaluations
 test_step test_robustness test_reproduce test_ablation_export
 """.split()

@@ -30,7 +30,7 @@ READ = {
 GRAPH = json.loads((ROOT / "examples" / "comfyui" / "long_prompt.json").read_text())
 
 
-def png(path, content="", **texts):
+def png(path, **texts):
     info = PngInfo()
     for name, text in texts.items():
         info.add_text(name, text)
@@ -64,26 +64,21 @@ def test_an_infotext_in_each_kind_of_file(tmp_path, place):
 
 
 SHORT = "Steps: 9, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 512x512"
+HIRES = ', Hires upscale: 2, ADetailer prompt: "x, Seed: 5"'
+INFOTEXTS = [
+    (f"a\n\nb\n{SHORT}", {"prompt": "a\n\nb", "negative_prompt": None, "emphasis": "original"}, ""),
+    (SHORT, {"prompt": "", "scheduler": "Euler a", "width": 512}, ""),
+    (f"a\nNegative prompt: n\n{SHORT}", {"prompt": "a", "negative_prompt": "n"}, ""),
+    (f"a\n{SHORT.replace('Euler a', 'DPM++ 2M SDE Karras')}", {"scheduler": "DPM++ 2M SDE", "karras": True}, ""),
+    (f"a\n{SHORT}, Schedule type: Exponential", {"scheduler": "Euler a"}, "'Exponential'"),
+    (f"a\n{SHORT}{HIRES}", {"seed": 1}, "Hires upscale, ADetailer prompt"),
+    (f"a\n{SHORT}, Clip skip: 3", {"clip_skip": 3}, "Forge follows Clip skip"),
+    (f'a <lora:x:1>\n{SHORT}, Lora hashes: "x: 12, y: 3"', {"prompt": "a"}, "<lora:x:1>: give the folder"),
+    (f"a\n{SHORT}, Version: f2.0.1v1.10.1-previous-1", {"reading": "a1111"}, ""),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "settings", "left"),
-    [
-        (f"a\n\nb\n{SHORT}", {"prompt": "a\n\nb", "negative_prompt": None, "emphasis": "original"}, ""),
-        (SHORT, {"prompt": "", "scheduler": "Euler a", "width": 512}, ""),
-        (f"a\nNegative prompt: n\n{SHORT}", {"prompt": "a", "negative_prompt": "n"}, ""),
-        (f"a\n{SHORT.replace('Euler a', 'DPM++ 2M SDE Karras')}", {"scheduler": "DPM++ 2M SDE", "karras": True}, ""),
-        (f"a\n{SHORT}, Schedule type: Exponential", {"scheduler": "Euler a"}, "'Exponential': noise levels are the"),
-        (
-            f'a\n{SHORT}, Hires upscale: 2, ADetailer prompt: "x, Seed: 5"',
-            {"seed": 1},
-            "Hires upscale, ADetailer prompt",
-        ),
-        (f"a\n{SHORT}, Clip skip: 3", {"clip_skip": 3}, "For SDXL, Forge follows Clip skip, and A1111 does not"),
-        (f'a <lora:x:1>\n{SHORT}, Lora hashes: "x: 12, y: 3"', {"prompt": "a"}, "<lora:x:1>: give the folder"),
-        (f"a\n{SHORT}, Version: f2.0.1v1.10.1-previous-1", {"reading": "a1111"}, ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "settings", "left"), INFOTEXTS)
 def test_infotexts(tmp_path, text, settings, left):
     image = read_image(png(tmp_path / "a.png", parameters=text))
     assert image.settings | settings == image.settings and ("karras" in settings) == ("karras" in image.settings)
@@ -137,20 +132,23 @@ def test_a_graph_of_comfyui(tmp_path):
 
 
 def chunk(kind, content, length=None):
-    return struct.pack(">I", len(content) if length is None else length) + kind + content + struct.pack(
-        ">I", zlib.crc32(kind + content)
-    )  # fmt: skip
+    length, checksum = len(content) if length is None else length, zlib.crc32(kind + content)
+    return struct.pack(">I", length) + kind + content + struct.pack(">I", checksum)
 
 
 def raw_png(*chunks, side=8):
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + head
-        + b"".join(chunks)
-        + chunk(b"IDAT", zlib.compress(bytes(25 * 8)))
-        + chunk(b"IEND", b"")
-    )
+    pixels = chunk(b"IDAT", zlib.compress(bytes(25 * 8)))
+    return b"".join([b"\x89PNG\r\n\x1a\n", head, *chunks, pixels, chunk(b"IEND", b"")])
+
+
+def infotext(text, to=""):
+    """With one of the fields of `SHORT` replaced, or more after them."""
+    return {"parameters": f"a\n{SHORT.replace(text, to) if to else SHORT + text}"}
+
+
+def changed(**nodes):
+    return {"prompt": json.dumps(graph(**nodes))}
 
 
 BOMB = chunk(b"zTXt", b"parameters\0\0" + zlib.compress(b"a" * 2**22))
@@ -163,25 +161,23 @@ HOSTILE = {
     "another program's": {"parameters": '{"sui_image_params": {"prompt": "a"}}'},
     "too long": {"parameters": "a" * 4_000_001 + f"\n{SHORT}"},
     "deep": {"settings": "[" * 100_000},
-    "deep graph": {"prompt": '{"a":' * 100_000},
     "list": {"prompt": "[]"},
-    "deep field": {"parameters": f"a\n{SHORT}, Seed: {'[' * 100_000}"},
+    "deep field": infotext(f", Seed: {'[' * 100_000}"),
     "half a comment": unicode("a") + b"\xd8",
     "no encoding": b"ASCII\0\0\0\xff\xfe",
-    "circle": {"prompt": json.dumps(graph(_3={"model": ["3", 0]}))},
-    "no such node": {"prompt": json.dumps(graph(_9={"positive": ["99", 0]}))},
-    "unhashable": {"prompt": json.dumps(graph(_9={"positive": [["5"], 0]}))},
+    "circle": changed(_3={"model": ["3", 0]}),
+    "no such node": changed(_9={"positive": ["99", 0]}),
+    "unhashable": changed(_9={"positive": [["5"], 0]}),
     "no sampler": {"prompt": json.dumps({"1": node("SaveImage")})},
     "no nodes": {"prompt": '{"1": 3}'},
-    "steps": {"parameters": f"a\n{SHORT.replace('9', 'many')}"},
-    "seed": {"parameters": f"a\n{SHORT.replace('Seed: 1', 'Seed: 1e999')}"},
-    "size": {"parameters": f"a\n{SHORT.replace('512x512', '1x2x3')}"},
-    "side": {"parameters": f"a\n{SHORT.replace('512x512', '513x512')}"},
-    "emphasis": {"parameters": f"a\n{SHORT}, Emphasis: odd"},
-    "cfg": {"prompt": json.dumps(graph(_9={"cfg": ["1", 0], "noise_seed": 1}))},
-    "layer": {"prompt": json.dumps(graph(_4={"stop_at_clip_layer": "x"}))},
+    "steps": infotext("9", "many"),
+    "seed": infotext("Seed: 1", "Seed: 1e999"),
+    "size": infotext("512x512", "1x2x3"),
+    "emphasis": infotext(", Emphasis: odd"),
+    "cfg": changed(_9={"cfg": ["1", 0], "noise_seed": 1}),
+    "layer": changed(_4={"stop_at_clip_layer": "x"}),
     "prompt": {"settings": '{"prompt": 7}'},
-    "no prompt": {"prompt": json.dumps(graph(_5={"text": ["1", 0]}))},
+    "no prompt": changed(_5={"text": ["1", 0]}),
 }
 
 

@@ -150,13 +150,11 @@ def test_a_clip_model_gives_open_clips_features_of_images_and_texts(tmp_path, qu
     assert inputs.pixel_values.shape == pixels.shape and difference.max() <= step and difference.mean() < step / 50
     with torch.inference_mode():
         output = model(**inputs | {"pixel_values": pixels})
-        image_features, text_features = backbone.encode_image(pixels), backbone.encode_text(backbone.tokenize(CAPTIONS))
-        theirs = model.get_image_features(pixels)
-        theirs = getattr(theirs, "pooler_output", theirs)  # transformers 4 gives the tensor
-    torch.testing.assert_close(theirs, image_features, rtol=0, atol=1e-5)
-    unit_image, unit_text = (nn.functional.normalize(x, dim=-1) for x in (image_features, text_features))
+        unit_image = nn.functional.normalize(backbone.encode_image(pixels), dim=-1)
+        unit_text = nn.functional.normalize(backbone.encode_text(backbone.tokenize(CAPTIONS)), dim=-1)
+        similarity = backbone.logit_scale.exp() * unit_image @ unit_text.T
+    torch.testing.assert_close(output.image_embeds, unit_image, rtol=0, atol=1e-5)
     torch.testing.assert_close(output.text_embeds, unit_text, rtol=0, atol=1e-5)
-    similarity = backbone.logit_scale.exp() * unit_image @ unit_text.T
     torch.testing.assert_close(output.logits_per_image, similarity, rtol=0, atol=1e-3)
     Expected(backbone).check(*load_text_encoder(tmp_path))  # its text half is a text encoder like any other
 
@@ -171,15 +169,14 @@ def test_a_siglip_is_refused(export, tmp_path):
 def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
     averaged = tiny_clip()
     averaged.pooling = "average"
-    with pytest.raises(UserError, match="trained with average pooling, and a CLIPModel pools at EOT"):
+    with pytest.raises(UserError, match="average pooling"):
         export_clip_model(averaged, tmp_path)
     for change, message in (
         ({"no_ln_pre": True}, "no norm before the blocks"),
-        ({"attentional_pool": True, "attn_pooler_heads": 4}, "'attn_pool.query' .* has no place"),
+        ({"attentional_pool": True, "attn_pooler_heads": 4}, "'attn_pool.query'"),
         ({"layers": [1, 1, 1, 1], "width": 32, "head_width": 16}, "is a ModifiedResNet"),
     ):
-        config = deepcopy(CONFIG)
-        config["vision_cfg"] |= change
+        config = CONFIG | {"vision_cfg": CONFIG["vision_cfg"] | change}
         model = open_clip.CLIP(**deepcopy(config))
         odd = Backbone(model, averaged.tokenizer, {"model_cfg": config, "preprocess_cfg": {}}, True)
         with pytest.raises(UserError, match=message):
@@ -189,13 +186,13 @@ def test_a_two_tower_that_no_clip_model_can_be_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def two_blocks():
-    sizes = {"width": 64, "heads": 1, "layers": 2}
-    encoder, _ = to_transformers(text_backbone(sizes, 64, quick_gelu=True, vocabulary=clip_tokenizer))
+    backbone = text_backbone(SMALL | {"layers": 2}, 64, quick_gelu=True, vocabulary=clip_tokenizer)
+    encoder, _ = to_transformers(backbone)
     return comfyui_state(encoder, "")
 
 
-def written(save_to, content) -> bytes:
-    save_to(content, file := io.BytesIO())
+def pickled(content) -> bytes:
+    torch.save(content, file := io.BytesIO())
     return file.getvalue()
 
 
@@ -208,16 +205,13 @@ def lacking(part: str):
 
 
 CODE = r"more in it than tensors \(getattr\), which can be code. It is refused"
-# A file that is no text encoder, .safetensors unless its name says another -> (its bytes or tensors, or what makes them
-# of an encoder's weights and of a path that is touched if code in the file is run; how the file is named).
+# By name: the bytes or tensors of a file that is no text encoder, or what makes them of an encoder's weights and of a
+# path that is touched if code in the file is run; and what is said of it. .safetensors unless the name says another.
 WRONG_FILES = {
-    "empty": (b"", "could not be loaded"),
-    "html": (b"\n<!DOCTYPE html><html>Not found</html>", "could not be loaded"),
     "header": ((1 << 62).to_bytes(8, "little") + b"{" + b"\0" * 99, "could not be loaded"),
-    "truncated.pt": (lambda state, _: written(torch.save, state)[:-999], "could not be loaded"),
-    "code.ckpt": (lambda state, ran: written(torch.save, {"state_dict": state, "parameters": Runs(ran)}), CODE),
+    "truncated.pt": (lambda state, _: pickled(state)[:-999], "could not be loaded"),
+    "code.ckpt": (lambda state, ran: pickled({"state_dict": state, "parameters": Runs(ran)}), CODE),
     "old code.bin": (lambda _, ran: pickle.dumps(Runs(ran), protocol=2), CODE),
-    "torchscript.pt": (written(torch.jit.save, torch.jit.script(nn.Linear(2, 2))), "It is refused"),
     "unet": ({"model.diffusion_model.input_blocks.1.1.proj_in.weight": torch.zeros(4, 4)}, "no CLIP .*input_blocks"),
     "vocabulary": (having("embeddings.token_embedding.weight", torch.zeros(32000, 64)), "a vocabulary of 32000"),
     "scaled fp8": (having("encoder.layers.0.mlp.fc1.scale_weight", torch.ones(1)), "is quantised"),
@@ -235,35 +229,30 @@ def test_a_file_that_is_no_text_encoder_is_named_for_what_it_is(tmp_path, two_bl
         load_text_encoder(file)
     assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 700
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_trap_of_the_hostile_files_works(tmp_path):
-    pickle.loads(WRONG_FILES["old code.bin"][0]({}, tmp_path / "ran"))
-    assert (tmp_path / "ran").exists()
+    if kind == "old code.bin":  # which would have
+        pickle.loads(file.read_bytes())
+        assert (tmp_path / "ran").exists()
 
 
 def test_a_hub_id_is_read_with_and_without_a_folder_for_the_encoder(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "TRANSFORMERS_CACHE", str(tmp_path), raising=False)  # transformers 4
     backbone = long_clip()
-    export_text_encoder(backbone, hub_repository(tmp_path, "some/pipeline"))
-    export_clip_model(backbone, hub_repository(tmp_path, "some/clip"))
-    expected = Expected(backbone)
-    for name in ("some/pipeline", "some/clip"):
-        expected.check(*load_text_encoder(name))
-    message = "'some/thing' could not be loaded: nothing of it is in the hub's cache, and the hub cannot be reached"
-    with pytest.raises(UserError, match=message):
+    for export, name in ((export_text_encoder, "some/pipeline"), (export_clip_model, "some/clip")):
+        export(backbone, hub_repository(tmp_path, name))
+        Expected(backbone).check(*load_text_encoder(name))
+    with pytest.raises(UserError, match="nothing of it is in the hub's cache"):
         load_text_encoder("some/thing")
 
 
 def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
     export_text_encoder(tiny_clip(), tmp_path)
-    config_file, weights = (tmp_path / "text_encoder" / name for name in ("config.json", "model.safetensors"))
-    config, state = json.loads(config_file.read_text()), load_file(weights)
-    config_file.write_text(json.dumps(config | {"model_type": "t5"}))
+    config, weights = (tmp_path / "text_encoder" / name for name in ("config.json", "model.safetensors"))
+    sound, state = config.read_text(), load_file(weights)
+    config.write_text(sound.replace("clip_text_model", "t5"))
     with pytest.raises(UserError, match="a model of type 't5'"):
         load_text_encoder(tmp_path)
-    config_file.write_text(json.dumps(config))
+    config.write_text(sound)
     # A Long-CLIP with the tokenizer it began with.
     tiny_tokenizer(33).save_pretrained(tmp_path / "tokenizer")
     assert load_text_encoder(tmp_path)[1].model_max_length == 77
@@ -271,7 +260,6 @@ def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
     save_file({name: tensor for name, tensor in state.items() if "layers.1.mlp.fc1" not in name}, weights)
     with pytest.raises(UserError, match="lack 2 tensors of the model, such as .*layers.1.mlp.fc1.bias"):
         load_text_encoder(tmp_path)
-    weights.unlink()
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no model: neither config.json"):
         load_text_encoder(tmp_path / "empty")
@@ -280,10 +268,7 @@ def test_folders_of_other_models_or_without_all_weights_are_refused(tmp_path):
 def test_a_single_file_is_whole_for_comfyui(tmp_path):
     write_file(to_transformers(tiny_clip())[0], tmp_path / "clip_l.safetensors")
     keys = load_file(tmp_path / "clip_l.safetensors")
-    assert all(name.startswith("text_model.") for name in keys)
-    # What ComfyUI's loaders look for: the kind of encoder, and its length.
-    assert keys["text_model.embeddings.position_embedding.weight"].shape == (77, 32)
-    assert "text_model.encoder.layers.1.mlp.fc1.weight" in keys
+    assert "text_model.embeddings.position_embedding.weight" in keys and all(key[:11] == "text_model." for key in keys)
 
 
 def test_weights_are_written_with_the_permissions_of_any_file_and_the_processes_mask_stays(tmp_path, monkeypatch):
@@ -297,12 +282,10 @@ def test_weights_are_written_with_the_permissions_of_any_file_and_the_processes_
         os.umask(before)
 
 
-@pytest.mark.parametrize("quick_gelu", [False, True])
-def test_there_and_back_is_bit_identical(tmp_path, quick_gelu):
-    backbone = long_clip(quick_gelu=quick_gelu)
+def test_there_and_back_is_bit_identical(tmp_path):
+    backbone, other = long_clip(), long_clip(seed=1)
     export_text_encoder(backbone, tmp_path, projection=True)
     encoder, _ = load_text_encoder(tmp_path)
-    other = long_clip(seed=1, quick_gelu=quick_gelu)
     import_text_encoder(other, encoder)
     tokens = backbone.tokenize(CAPTIONS)
     features = backbone.encode_text(tokens)
@@ -314,14 +297,13 @@ def test_there_and_back_is_bit_identical(tmp_path, quick_gelu):
     assert torch.equal(other.encode_text(tokens), features)
     assert all(parameter.any() for parameter in exported.parameters())
     with pytest.raises(UserError, match="max_position_embeddings is 248, the backbone's is 77"):
-        import_text_encoder(tiny_clip(quick_gelu=quick_gelu), encoder)
+        import_text_encoder(tiny_clip(), encoder)
 
 
 def test_the_folder_loads_without_anything_of_ours(tmp_path):
     backbone = long_clip()
     export_text_encoder(backbone, tmp_path)
-    keys = load_file(tmp_path / "text_encoder" / "model.safetensors").keys()
-    assert all(key.startswith("text_model.") for key in keys)
+    assert all(key.startswith("text_model.") for key in load_file(tmp_path / "text_encoder" / "model.safetensors"))
     config = json.loads((tmp_path / "text_encoder" / "config.json").read_text())
     assert config["dtype"] == "float32" and config["architectures"] == ["CLIPTextModel"]
     assert (config["bos_token_id"], config["eos_token_id"]) == (BOS, EOS)

@@ -1,292 +1,195 @@
-"""What diffusers checks on all its pipelines, on ours: how they encode, batch, save, and work in parts.
+"""Our own classes as diffusers checks its pipelines: signatures, encoding alone, other calls, number formats.
 
-As in tests/test_pipeline_suite.py, which has what all classes share, values are compared bit for bit with diffusers'
-class; for a long prompt that class is given our embeddings. Not every class makes every call: `CALLS` are dealt out.
+What all classes do with short and long prompts is in tests/helpers/matrix.py.
 """
 
-import functools
+import copy
 import json
-from typing import NamedTuple
 
-import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers import EulerAncestralDiscreteScheduler, LCMScheduler, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
 from helpers.draw import (
-    EMBEDDINGS,
     LONG,
     OTHER,
-    POSITIONS,
+    PROMPTS,
     SHORT,
     TEXT_PARTS,
     arguments,
     draw,
-    draw_as_diffusers,
     embed,
-    generators,
     models,
     only_in_forward,
     parameters,
-    save_both,
     watched,
 )
+from helpers.matrix import CASES, Pipelines
 from helpers.tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion import pipelines
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 
+Stock, Ours = StableDiffusionXLPipeline, StableDiffusionXLLongPromptPipeline
+CLASSES = [getattr(pipelines, name) for name in pipelines.__all__ if name.endswith("Pipeline")]
+
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
 pytestmark = pytest.mark.usefixtures("no_grad")
+each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__qualname__)
 
 
-class Kind(NamedTuple):
-    """A class of ours, what it stands for, the function that makes its parts, and what it draws from besides a prompt.
-
-    `images` by the name of the argument, and further arguments.
-    """
-
-    ours: type
-    stock: type
-    parts: object
-    images: dict
-    others: dict
-
-    @property
-    def inputs(self):
-        return {**self.images, **self.others}
-
-    @property
-    def settings(self):
-        """Without a safety checker the older pipelines warn, unless told that it is meant so."""
-        return {"requires_safety_checker": False} if "safety_checker" in parameters(self.stock.__init__) else {}
-
-
-# made once, and shared by pipelines
-sdxl, sd15 = functools.cache(tiny_sdxl.sdxl_parts), functools.cache(tiny_sdxl.sd15_parts)
-
-
-@functools.cache
-def with_controlnet():
-    return {**sdxl(), "controlnet": tiny_sdxl.controlnet(sdxl()["unet"])}
-
-
-@functools.cache
-def with_nine_channels():
-    """The UNet of inpainting models reads latents, mask and masked latents."""
-    return {**sdxl(), "unet": tiny_sdxl.unet(in_channels=9)}
-
-
-PICTURE, CONTROL = tiny_sdxl.picture(0), tiny_sdxl.picture(1)
-IMAGE, MASKED = {"image": PICTURE}, {"image": PICTURE, "mask_image": tiny_sdxl.mask()}
-STRENGTH = {"strength": 0.7, "num_inference_steps": 3}  # of which two are done
-
-
-def kind_of(family, task, parts, images=None, others=None):
-    """diffusers' class has the name of ours without the words in its middle."""
-    ours = getattr(pipelines, f"StableDiffusion{family}LongPrompt{task}Pipeline")
-    stock = getattr(diffusers, ours.__name__.replace("LongPrompt", ""))
-    return Kind(ours, stock, parts, images or {}, others or {})
-
-
-KINDS = {
-    "xl": kind_of("XL", "", sdxl),
-    "xl-img2img": kind_of("XL", "Img2Img", sdxl, IMAGE, STRENGTH),
-    "xl-inpaint": kind_of("XL", "Inpaint", sdxl, MASKED, STRENGTH),
-    "xl-inpaint-9": kind_of("XL", "Inpaint", with_nine_channels, MASKED, STRENGTH),
-    "xl-control": kind_of("XL", "ControlNet", with_controlnet, {"image": CONTROL}),
-    "xl-control-img2img": kind_of(
-        "XL", "ControlNetImg2Img", with_controlnet, {"image": PICTURE, "control_image": CONTROL}, STRENGTH
-    ),
-    "sd15": kind_of("", "", sd15),
-    "sd15-img2img": kind_of("", "Img2Img", sd15, IMAGE, STRENGTH),
-}
-XL, CONTROLLED = [name for name in KINDS if name[:2] == "xl"], ["xl-control", "xl-control-img2img"]
-
-
-@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
-def kind(request):
-    return request.param
+def pair(cls):
+    """diffusers' pipeline and ours of the same models, arguments of the call, and settings for making another."""
+    both = Pipelines(cls.__name__)
+    older = "safety_checker" in parameters(cls.__init__)  # these warn without one, unless told that it is meant so
+    settings = {"requires_safety_checker": False} if older else {}
+    return both.stock, assemble(cls, both.stock.components, **settings), both.call, settings
 
 
 @pytest.fixture(scope="module")
-def parts(kind):
-    return kind.parts()
+def parts():
+    return tiny_sdxl.sdxl_parts()
 
 
 @pytest.fixture(scope="module")
-def stock(kind, parts):
-    """Not to be changed by a test, like `ours`."""
-    return assemble(kind.stock, parts, **kind.settings)
+def ours(parts):
+    """Not to be changed by a test."""
+    return assemble(Ours, parts)
 
 
-@pytest.fixture(scope="module")
-def ours(kind, parts):
-    return assemble(kind.ours, parts, **kind.settings)
+@pytest.fixture
+def own_stock(parts):
+    """With copies of the models, to be changed."""
+    return assemble_copy(Stock, parts)
 
 
-def is_sdxl(kind):
-    return "prompt_2" in parameters(kind.stock.__call__)
+@pytest.fixture
+def own(parts):
+    return assemble_copy(Ours, parts)
 
 
-def only(kinds):
-    return pytest.mark.parametrize("kind", [KINDS[name] for name in kinds], ids=kinds, indirect=True, scope="module")
+def quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
-def test_signatures_and_components_are_those_of_diffusers(kind, stock, ours):
+@each_class
+def test_signatures_and_components_are_those_of_diffusers(cls):
+    stock, ours, _, settings = pair(cls)
     for name in ("__call__", "encode_prompt", "__init__"):
-        assert arguments(getattr(kind.ours, name)) == arguments(getattr(kind.stock, name))
-    needed = {"prompt", "negative_prompt", "guidance_scale", "prompt_embeds", "ip_adapter_image", *kind.inputs}
-    assert needed <= set(parameters(kind.ours.__call__)) and kind.ours.__mro__.index(kind.stock) > 1
-    assert kind.ours._callback_tensor_inputs == kind.stock._callback_tensor_inputs
+        assert arguments(getattr(cls, name)) == arguments(getattr(type(stock), name))
+    assert cls.__mro__.index(type(stock)) > 1 and cls.__name__ == type(stock).__name__ in CASES
     types = [{name: type(part) for name, part in pipe.components.items()} for pipe in (ours, stock)]
     assert types[0] == types[1]
-    assert ours.model_cpu_offload_seq == stock.model_cpu_offload_seq
-    assert ours._optional_components == stock._optional_components
-    again = kind.ours(**ours.components, **kind.settings)
+    again = cls(**ours.components, **settings)
     assert all(again.components[name] is part for name, part in ours.components.items())
-    assert json.loads(ours.to_json_string())["_class_name"] == kind.stock.__name__
+    assert json.loads(ours.to_json_string())["_class_name"] == cls.__name__
 
 
-# ---- what it draws
-
-SIZES = {"original_size": (512, 300), "target_size": (900, 1024), "crops_coords_top_left": (4, 200)}
-RANGE = {"num_inference_steps": 4, "denoising_start": 0.3, "denoising_end": 0.8}
-UNGUIDED = {"guidance_scale": 1.0, "negative_prompt": LONG + LONG}  # which is not read
-# by name: the classes that make the call, the prompt, the call
-CALLS = {
-    "short": (list(KINDS), SHORT, {}),
-    "long": (list(KINDS), LONG, {}),
-    "no guidance": (["xl", *CONTROLLED, "sd15-img2img"], LONG, UNGUIDED),
-    "prompt_2": (XL, LONG, {"prompt_2": OTHER, "negative_prompt": "blurry", "negative_prompt_2": "d", "clip_skip": 1}),
-    "sizes": (XL[1:], LONG, SIZES | {"negative_original_size": (512, 512), "negative_target_size": (1024, 1024)}),
-    "range of steps": (["xl-img2img", "xl-inpaint"], LONG, RANGE),
-    "guess mode": (CONTROLLED, LONG, {"guess_mode": True}),
-    "control of a part of the steps": (CONTROLLED, LONG, {"control_guidance_end": 0.5}),
-}
-CASES = [(KINDS[name], call) for call, (names, *_) in CALLS.items() for name in names]
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), CASES, ids=[f"{name}: {call}" for call in CALLS for name in CALLS[call][0]], indirect=["kind"]
-)
-def test_calls(kind, stock, ours, name):
-    _, prompt, call = CALLS[name]
-    call = {"prompt": prompt, **kind.inputs, **call}
-    with watched(ours) as seen:
-        images = draw(ours, **call)
-    assert images.shape == (1, 64, 64, 3) and images.std() > 0.01 and seen[0][1] == POSITIONS[prompt]
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, **call))
-    assert name in ("short", "long") or not np.array_equal(images, draw(ours, prompt, **kind.inputs))
-
-
-def test_batches_of_unequal_prompts(kind, stock, ours):
-    prompts = [SHORT, SHORT[:25], 100 * "red cat "]
-    inputs = [{**kind.inputs, **{name: [image] * n for name, image in kind.images.items()}} for n in (2, 3)]
-    with watched(ours) as seen:
-        images = draw(ours, prompts, generator=generators(3), negative_prompt=["grey", "", OTHER], **inputs[1])
-    assert seen == [(6, 227), (6, 227)]
-    assert images.shape == (3, 64, 64, 3) and len({image.tobytes() for image in images}) == 3
-    prompts = [LONG, LONG.replace("red", "green")]
-    images = draw(ours, prompts, generator=generators(2), **inputs[0])
-    assert np.array_equal(images, draw_as_diffusers(stock, ours, prompts, generator=generators(2), **inputs[0]))
-    for seed, text in enumerate(prompts):
-        assert np.abs(images[seed] - draw(ours, text, seed=seed, **kind.inputs)[0]).max() < 1e-4
-    assert np.abs(images[0] - images[1]).max() > 1e-4
-
-
-@only(["xl-img2img", "xl-inpaint"])
-def test_a_refiner(kind, parts):
-    """It has the second encoder alone, and scores in place of a target size."""
-    width = {"cross_attention_dim": tiny_sdxl.WIDTH_2}
-    unet = tiny_sdxl.unet(projection_class_embeddings_input_dim=5 * 8 + tiny_sdxl.POOLED_WIDTH, **width)
-    changes = {"unet": unet, "text_encoder": None, "tokenizer": None, "requires_aesthetics_score": True}
-    pipes = [assemble(cls, parts, **changes) for cls in (kind.stock, kind.ours)]
-    call = {**kind.inputs, "aesthetic_score": 7.0, "negative_prompt": "blurry"}
-    images = draw(pipes[1], LONG, **call)
-    assert np.array_equal(images, draw_as_diffusers(*pipes, LONG, **call))
-    assert not np.array_equal(images, draw(pipes[1], LONG, **call | {"aesthetic_score": 2.0}))
-
-
-# ---- callbacks, parts, adapters
-
-
-def test_callbacks_read_and_change_the_embeddings(kind, stock, ours):
-    names = kind.ours._callback_tensor_inputs
-
-    def keep(pipe, step, timestep, tensors):
-        assert pipe is ours and set(tensors) == set(names)
-        assert tensors["prompt_embeds"].shape[:2] == (2, POSITIONS[LONG])
-        return tensors
-
-    def swap(pipe, step, timestep, tensors):
-        return {**tensors, "prompt_embeds": tensors["prompt_embeds"].flip(0)}
-
-    call = {"callback_on_step_end_tensor_inputs": names, "negative_prompt": "grey", **kind.inputs}
-    images = draw(ours, LONG, callback_on_step_end=keep, **call)
-    swapped = draw(ours, LONG, callback_on_step_end=swap, **call)
-    assert np.array_equal(swapped, draw_as_diffusers(stock, ours, LONG, callback_on_step_end=swap, **call))
-    assert not np.array_equal(swapped, images)
-
-
-def test_encoders_alone_and_the_rest_alone(kind, parts, ours):
+@each_class
+def test_encoders_alone_and_the_rest_alone(cls):
     """And encoders are used through `forward`, which is where all ways of offloading bring the weights back."""
-    texts = assemble_copy(kind.ours, {k: parts[k] if k in TEXT_PARTS else None for k in parts}, **kind.settings)
-    rest = assemble(kind.ours, {k: None if k in TEXT_PARTS else parts[k] for k in parts}, **kind.settings)
+    _, ours, inputs, settings = pair(cls)
+    parts = ours.components
+    texts = assemble_copy(cls, {k: parts[k] if k in TEXT_PARTS else None for k in parts}, **settings)
+    rest = assemble(cls, {k: None if k in TEXT_PARTS else parts[k] for k in parts}, **settings)
     for name, part in models(texts).items():
         only_in_forward(part)
         assert texts.components[name].get_input_embeddings().weight.isnan().all()
-    calls = [(LONG, {"clip_skip": 1}), (SHORT, {"negative_prompt": OTHER})]
-    calls += [(LONG, {"prompt_2": OTHER, "clip_skip": 1})] if is_sdxl(kind) else []
-    for prompt, call in calls:
+    for prompt, call in ((LONG, {"clip_skip": 1}), (SHORT, {"negative_prompt": OTHER})):
         embeds = embed(texts, prompt, **call)
-        assert set(embeds) == set(EMBEDDINGS if is_sdxl(kind) else EMBEDDINGS[:2])
-        assert np.array_equal(draw(rest, **embeds, **kind.inputs), draw(ours, prompt, **call, **kind.inputs))
+        assert np.array_equal(draw(rest, **embeds, **inputs), draw(ours, prompt, **call, **inputs))
     with pytest.raises(ValueError, match="is None, so no prompt can be encoded"):
-        draw(rest, LONG, **kind.inputs)
+        draw(rest, LONG, **inputs)
 
 
-def test_ip_adapter_and_bfloat16(kind, parts, ours):
-    pipes = [assemble_copy(cls, parts, **kind.settings) for cls in (kind.stock, kind.ours)]
-    for pipe in pipes:
-        adapter = tiny_sdxl.ip_adapter(pipe.unet)
-        pipe.load_ip_adapter(adapter, subfolder=None, weight_name=None, image_encoder_folder=None)
-    embeds = torch.randn((2, 1, 24), generator=torch.Generator().manual_seed(0))
-    call = {"ip_adapter_image_embeds": [embeds], **kind.inputs}
-    images = draw(pipes[1], LONG, **call)
-    assert np.array_equal(images, draw_as_diffusers(*pipes, LONG, **call))
-    plain = draw(ours, LONG, **kind.inputs)
-    assert np.abs(images - plain).max() > 1e-3
-    pipes[1].set_ip_adapter_scale(0.0)
-    assert np.abs(draw(pipes[1], LONG, **call) - plain).max() < 1e-4
-    for pipe in pipes:
-        pipe.unload_ip_adapter()
-        pipe.to(dtype=torch.bfloat16)
-    assert {value.dtype for value in embed(pipes[1], LONG).values()} == {torch.bfloat16}
-    images = draw(pipes[1], LONG, **kind.inputs)
-    assert np.isfinite(images).all() and np.array_equal(images, draw_as_diffusers(*pipes, LONG, **kind.inputs))
-
-
-# ---- saving, from one class to another
-
-
-@only(["xl-inpaint", "xl-control-img2img", "sd15-img2img"])
-def test_saved_and_loaded(kind, stock, ours, tmp_path):
-    folder = save_both(stock, ours, tmp_path)
-    again = kind.ours.from_pretrained(folder, **kind.settings)
-    again.set_progress_bar_config(disable=True)
-    assert np.array_equal(draw(again, LONG, **kind.inputs), draw(ours, LONG, **kind.inputs))
-
-
-def test_from_pipe(kind, parts, stock, ours):
-    """From diffusers' class and back, and from ours that draws from text, sharing all models."""
-    there = kind.ours.from_pipe(stock, **kind.settings)
-    back = kind.stock.from_pipe(there, **kind.settings)
-    pipes = [(there, LONG, ours), (back, SHORT, stock)]
-    if is_sdxl(kind):
-        base = assemble(StableDiffusionXLLongPromptPipeline, {k: v for k, v in parts.items() if k != "controlnet"})
+@each_class
+def test_from_pipe_to_diffusers_and_back(cls):
+    """All models are shared; what else a class needs goes in by name."""
+    stock, ours, inputs, settings = pair(cls)
+    there = quiet(cls.from_pipe(stock, **settings))
+    back = quiet(type(stock).from_pipe(there, **settings))
+    assert all(pipe.components[name] is part for pipe in (there, back) for name, part in models(stock).items())
+    assert np.array_equal(draw(there, LONG, **inputs), draw(ours, LONG, **inputs))
+    assert np.array_equal(draw(back, SHORT, **inputs), draw(stock, SHORT, **inputs))
+    if "XL" in cls.__name__:
+        base = assemble(Ours, {name: part for name, part in ours.components.items() if name != "controlnet"})
         extra = {name: ours.components[name] for name in set(ours.components) - set(base.components)}
-        pipes.append((kind.ours.from_pipe(base, **extra), LONG, ours))  # what else a class needs goes in by name
-    for pipe, prompt, expected in pipes:
-        assert all(pipe.components[name] is part for name, part in models(stock).items())
-        pipe.set_progress_bar_config(disable=True)
-        assert np.array_equal(draw(pipe, prompt, **kind.inputs), draw(expected, prompt, **kind.inputs))
+        assert np.array_equal(draw(quiet(cls.from_pipe(base, **extra)), LONG, **inputs), draw(ours, LONG, **inputs))
+
+
+# ---- calls in which something else is encoded
+
+
+def scheduler(cls, **settings):
+    return {"scheduler": cls.from_config(tiny_sdxl.sdxl_parts()["scheduler"].config, **settings)}
+
+
+UNUSED = {"negative_prompt": LONG + LONG}  # where nothing is guided: it does not count for the length
+TURBO = {"num_inference_steps": 1, "guidance_scale": 0.0}
+# other parts; the call; what of it is not read
+CALLS = {
+    "no guidance": (dict, {"guidance_scale": 1.0}, UNUSED),
+    "negative": (dict, {"negative_prompt": OTHER}, {}),
+    "prompt_2": (dict, {"prompt_2": OTHER, "negative_prompt": "blurry", "negative_prompt_2": "d"}, {}),
+    "clip_skip": (dict, {"clip_skip": 1}, {}),
+    "turbo": (lambda: scheduler(EulerAncestralDiscreteScheduler, timestep_spacing="trailing"), TURBO, UNUSED),
+    # its UNet reads the guidance scale instead of a negative prompt
+    "LCM": (lambda: scheduler(LCMScheduler) | {"unet": tiny_sdxl.unet(time_cond_proj_dim=256)}, {}, UNUSED),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_draws_what_diffusers_draws(parts, ours, name):
+    changed, call, unused = CALLS[name]
+    stock, pipe = (assemble(cls, parts, **changed()) for cls in (Stock, Ours))
+    with watched(pipe) as seen:
+        images = draw(pipe, SHORT, **call, **unused)
+    assert np.array_equal(images, draw(stock, SHORT, **call)) and seen[0][1] == 77
+    assert not np.array_equal(images, draw(ours, SHORT))
+    assert not np.array_equal(draw(pipe, LONG, **call), draw(pipe, LONG.replace("bicycle", "dragon"), **call))
+
+
+# ---- number formats, and models that are not where they run
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_half_precision(own_stock, own, dtype):
+    unet = own.unet.config
+    # In half precision some versions of PyTorch draw other numbers from the same seed.
+    noise = torch.randn((1, unet.in_channels, 8, 8), generator=torch.Generator().manual_seed(0))
+    plain = [draw(own, prompt, latents=noise) for prompt in PROMPTS.values()]
+    for pipe in (own_stock, own):
+        pipe.to(dtype=dtype)
+    assert all(value.dtype == dtype for value in embed(own, LONG).values())
+    short, long = (draw(own, prompt, latents=noise.to(dtype)) for prompt in PROMPTS.values())
+    assert np.abs(short - plain[0]).max() < 0.1 and np.abs(long - plain[1]).max() < 0.1
+    assert np.array_equal(short, draw(own_stock, SHORT, latents=noise.to(dtype)))
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "text_encoder_2"])
+def test_each_encoder_can_have_its_own_dtype(own_stock, own, name):
+    """The embeddings have the second one's."""
+    for pipe in (own_stock, own):
+        pipe.components[name].to(torch.bfloat16)
+    for prompt in PROMPTS.values():
+        embeds = own.encode_prompt(prompt, negative_prompt="grey")
+        assert {value.dtype for value in embeds} == {own.text_encoder_2.dtype}
+    embeds = own.encode_prompt(SHORT, negative_prompt="grey")
+    assert all(map(torch.equal, embeds, own_stock.encode_prompt(SHORT, negative_prompt="grey")))
+
+
+@pytest.mark.skipif(ACCELERATOR is None, reason="there is no accelerator on this machine")
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_on_an_accelerator_and_offloaded_to_the_cpu(own_stock, own, prompt):
+    on_cpu, sequential = draw(own, prompt), copy.deepcopy(own)
+    own_stock.to(ACCELERATOR), own.to(ACCELERATOR)
+    images = draw(own, prompt)
+    assert np.abs(images - on_cpu).max() < 1e-2
+    assert prompt == LONG or np.array_equal(images, draw(own_stock, prompt))
+    for pipe, kind, place in ((own, "model", "cpu"), (quiet(sequential), "sequential", "meta")):
+        getattr(pipe, f"enable_{kind}_cpu_offload")(device=ACCELERATOR)
+        assert np.abs(draw(pipe, prompt) - images).max() < 1e-3
+        assert {part.device.type for part in models(pipe).values()} == {place}

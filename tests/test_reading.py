@@ -61,16 +61,6 @@ def test_chunks_are_those_that_an_encoder_reads(seed, style):
     assert read == list(range(len(ids))) or sum(len(ids[number]) for number in [*read, len(read)]) > SLOTS
 
 
-def test_a_sentence_that_is_cut_stands_whole_in_no_chunk():
-    caption = Caption(tuple(Sentence(" ".join(["word"] * n)) for n in (10, 100, 40, 35)))
-    chunks = sentences_by_chunk(caption, words)
-    assert sorted(number for chunk in chunks for number in chunk) == [0, 2, 3]
-    assert sentences_by_chunk(caption, words, "cut")[0] == [0]
-    exactly = Caption(tuple(Sentence(" ".join(["word"] * n)) for n in (40, 35, 1)))
-    assert sentences_by_chunk(exactly, words) == [[0, 1], [2]]
-    assert sentences_by_chunk(exactly, words, "cut")[0] == [0, 1]
-
-
 # ---- what is told, and what can be known of it
 
 STAR = Claim(Reference("top"), (("kind", "star"),))
@@ -101,6 +91,7 @@ def test_mentions_and_ceilings_in_closed_form():
     # Cut between the star and "it", nothing is known of its colour; read together, all is.
     assert mention_kinds(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"top": ACROSS, "left": WITHIN, "right": ALONE}
     assert knowable(TOLD, [[0, 1], [2, 3, 4, 5, 6]]) == {"left", "right"}
+    assert refers_back(TOLD) and not refers_back(referring(3, "plain"))
     assert knowable(TOLD, [range(7)]) == {"top", "left", "right"} and knowable(TOLD, [[]]) == set()
     alone = {"top": Mention(ALONE, list(READERS))}
     assert ceilings([reading, alone]) == [
@@ -110,16 +101,3 @@ def test_mentions_and_ceilings_in_closed_form():
         {"told": ACROSS, "objects": 1, "truncated": 0, "in_chunks": 0, "in_overlapping_chunks": 0, "whole": 100},
     ]
     assert [line["told"] for line in ceilings([alone])] == [ALL, ALONE] and ceilings([]) == []
-
-
-@given(seed=st.integers(0, 2**40))
-def test_only_what_is_told_across_a_cut_is_lost_in_chunks(seed):
-    for kind, readers in read_caption(referring(seed), words).values():
-        assert "whole" in readers and ("in_chunks" in readers) == (kind != ACROSS)
-        assert "truncated" not in readers or "in_chunks" in readers
-
-
-def test_plain_captions_refer_to_nothing():
-    plain = referring(3, "plain")
-    assert refers_back(TOLD) and not refers_back(plain)
-    assert {kind for kind, _ in read_caption(plain, words).values()} == {ALONE}

@@ -16,19 +16,14 @@ from diffusers import HeunDiscreteScheduler
 from diffusers.callbacks import SDXLCFGCutoffCallback
 from helpers import tiny_sdxl
 from helpers.draw import draw, generators
+from helpers.matrix import Pipelines
 from helpers.tiny_sdxl import assemble
 
-from debias_diffusion.pipelines import (
-    StableDiffusionLongPromptPipeline,
-    StableDiffusionXLLongPromptPipeline,
-    with_long_prompts,
-)
+from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.text.schedules import find_schedules, last_steps, text_at
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 DATA = json.loads((Path(__file__).parent / "data" / "schedules.json").read_text(encoding="utf-8"))
-sdxl, sd15 = functools.cache(tiny_sdxl.sdxl_parts), functools.cache(tiny_sdxl.sd15_parts)
-PICTURE, MASK = tiny_sdxl.picture(), tiny_sdxl.mask()
 LONG = ", ".join(["red cat", "blue sofa", "old house"] * 12)  # two chunks
 
 
@@ -51,146 +46,109 @@ def test_schedules_are_named_as_they_are_written():
 
 
 @functools.cache
-def pipe_of(name):
-    parts, settings = (
-        dict(sdxl() if "XL" in name else sd15()),
-        {} if "XL" in name else {"requires_safety_checker": False},
-    )
-    if "ControlNet" in name:
-        parts["controlnet"] = tiny_sdxl.controlnet(parts["unet"])
-    pipe = with_long_prompts(assemble(getattr(diffusers, f"{name}Pipeline"), parts, **settings))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.set_long_prompt(reading="a1111")
+def of_class(name):
+    """A pipeline that reads as A1111, and the arguments of its call."""
+    both = Pipelines(f"{name}Pipeline")
+    half = {"strength": 0.5, "num_inference_steps": 8} if "strength" in both.call else {}  # four calls; shares are of 8
+    return both.ours.set_long_prompt(reading="a1111"), both.call | half
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return of_class("StableDiffusionXL")[0]
 
 
 def given(pipe, prompt, **call):
-    """At each call, what the UNet and the ControlNet are given of the text, and the latents after it."""
-    seen, after, callback = [], [], call.pop("callback_on_step_end", lambda *_: {})
+    """At each call, what the UNet and the ControlNet are given of the text."""
+    seen = []
 
     def see(_, args, kwargs):
         pooled = (kwargs.get("added_cond_kwargs") or {}).get("text_embeds", torch.zeros(1))
         seen.append((kwargs["encoder_hidden_states"].clone(), pooled.clone()))
 
-    def keep(pipe, index, timestep, tensors):
-        after.append(tensors["latents"].clone())
-        return callback(pipe, index, timestep, tensors)
-
     models = [pipe.components[name] for name in ("unet", "controlnet") if name in pipe.components]
     hooks = [model.register_forward_pre_hook(see, with_kwargs=True) for model in models]
     try:
-        draw(pipe, prompt, callback_on_step_end=keep, **{"num_inference_steps": 4, "output_type": "latent", **call})
+        draw(pipe, prompt, **{"num_inference_steps": 4, "output_type": "latent", **call})
     finally:
         for hook in hooks:
             hook.remove()
     count = len(models)
-    return [seen[at : at + count] for at in range(0, len(seen), count)], after
+    return [seen[at : at + count] for at in range(0, len(seen), count)]
 
 
 def same(first, second):
-    return all(
-        torch.equal(a, b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)
-    )
+    return all(all(map(torch.equal, one, other)) for one, other in zip(first, second, strict=True))
 
 
 def check_each_call(pipe, prompt, texts, **call):
     """At call i the UNet is given what it is given in a plain call with texts[i]."""
-    expected = {str(text): given(pipe, text, **call)[0] for text in texts}
-    seen, _ = given(pipe, prompt, **call)
-    assert len(seen) == len(texts)
-    for index, (at_call, text) in enumerate(zip(seen, texts, strict=True)):
+    expected = {str(text): given(pipe, text, **call) for text in texts}
+    for index, (at_call, text) in enumerate(zip(given(pipe, prompt, **call), texts, strict=True)):
         assert same(at_call, expected[str(text)][index]), (index, text)
         assert not any(same(at_call, other[index]) for name, other in expected.items() if name != str(text))
 
 
-IMAGES = {"image": PICTURE, "strength": 0.5, "num_inference_steps": 8}  # four calls; shares are of eight
-CALLS = {
-    "StableDiffusionXL": {"negative_prompt": "grey"},
-    "StableDiffusionXLImg2Img": IMAGES,
-    "StableDiffusionXLInpaint": {**IMAGES, "mask_image": MASK},
-    "StableDiffusionXLControlNet": {"image": PICTURE},
-    "StableDiffusionXLControlNetImg2Img": {**IMAGES, "control_image": PICTURE},
-    "StableDiffusionXLControlNetInpaint": {**IMAGES, "mask_image": MASK, "control_image": PICTURE},
-    "StableDiffusionXLPAG": {},
-    "StableDiffusion": {"negative_prompt": "grey"},
-    "StableDiffusionImg2Img": IMAGES,
-    "StableDiffusionControlNet": {"image": PICTURE},
-}
+CLASSES = [f"StableDiffusionXL{task}" for task in ("", "Img2Img", "Inpaint", "ControlNet", "PAG")]
+CLASSES += ["StableDiffusion", "StableDiffusionControlNet"]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", CLASSES)
 def test_each_class_is_given_the_text_of_each_call(name):
     # A1111 counts calls from 0, and a text ends with the call of its number.
-    check_each_call(pipe_of(name), "a [red cat:blue sofa:2]", ["a red cat"] * 3 + ["a blue sofa"], **CALLS[name])
+    pipe, call = of_class(name)
+    check_each_call(pipe, "a [red cat:blue sofa:2]", ["a red cat"] * 3 + ["a blue sofa"], **call)
 
 
 TWO = ["a [red|blue] cat", "a [house::2] tree"]
-HEUN = ["a cat"] * 4 + ["a dog"]  # of three steps, two calls each, but for the last
+TEXTS_OF_TWO = [["a red cat", "a house tree"]] * 2 + [["a blue cat", "a house tree"], ["a red cat", "a  tree"]]
+HEUN = HeunDiscreteScheduler(**tiny_sdxl.BETAS)
 CASES = {
     "alternating": ("a [red|blue|old] cat", [f"a {word} cat" for word in ("red", "red", "blue", "old")], {}),
-    "no guidance": ("a [cat:dog:1]", ["a cat"] * 2 + ["a dog"] * 2, {"guidance_scale": 1.0}),
-    "alternating, no guidance": ("[red|blue]", ["red", "red", "blue", "red"], {"guidance_scale": 1.0}),
+    "no guidance": ("[red|blue]", ["red", "red", "blue", "red"], {"guidance_scale": 1.0}),
     "images": ("a [cat:dog:1]", ["a cat"] * 2 + ["a dog"] * 2, {"num_images_per_prompt": 3}),
     "weights": ("a [(red:1.4):blue:0.5] cat", ["a (red:1.4) cat"] * 3 + ["a blue cat"], {}),
     "two lengths": (f"a cat [{LONG}::1]", [f"a cat {LONG}"] * 2 + ["a cat "] * 2, {"negative_prompt": LONG}),
-    "batch": (
-        TWO,
-        [["a red cat", "a house tree"]] * 2 + [["a blue cat", "a house tree"], ["a red cat", "a  tree"]],
-        {"negative_prompt": ["grey", "old"], "num_images_per_prompt": 2, "generator": generators(4)},
-    ),
+    "batch": (TWO, TEXTS_OF_TWO, {"negative_prompt": ["grey", "old"], "generator": generators(2)}),
     "steps listed": ("a [cat:dog:0.5]", ["a cat"] * 2 + ["a dog"], {"timesteps": [900, 500, 1]}),
-    "heun": (
-        "a [cat:dog:0.5]",
-        HEUN,
-        {"num_inference_steps": 3, "scheduler": HeunDiscreteScheduler(**tiny_sdxl.BETAS)},
-    ),
+    # of three steps, two calls each, but for the last
+    "heun": ("a [cat:dog:0.5]", ["a cat"] * 4 + ["a dog"], {"num_inference_steps": 3, "scheduler": HEUN}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_call_is_given_the_text_of_its_step(case):
+def test_each_call_is_given_the_text_of_its_step(pipe, case):
     prompt, texts, call = CASES[case]
-    pipe, call = pipe_of("StableDiffusionXL"), dict(call)
+    call = dict(call)
     pipe = assemble(type(pipe), pipe.components, scheduler=call.pop("scheduler", pipe.scheduler))
     check_each_call(pipe.set_long_prompt(reading="a1111"), prompt, texts, **call)
 
 
 def test_half_of_the_strength_counts_all_steps_and_two_calls_for_heun():
-    pipe = pipe_of("StableDiffusionXLImg2Img")
-    pipe = assemble(type(pipe), pipe.components, scheduler=HeunDiscreteScheduler(**tiny_sdxl.BETAS))
-    call = {"image": PICTURE, "strength": 0.5, "num_inference_steps": 4}  # two of four steps: three calls of eight
+    pipe, call = of_class("StableDiffusionXLImg2Img")
+    pipe = assemble(type(pipe), pipe.components, scheduler=HEUN)
+    call = call | {"num_inference_steps": 4}  # two of four steps: three calls of eight
     pipe.set_long_prompt(reading="a1111")
     check_each_call(pipe, "a [cat:dog:0.125]", ["a cat", "a cat", "a dog"], **call)
     check_each_call(pipe, "a [cat:dog:0.5]", ["a cat"] * 3, **call)
 
 
-def test_a_scheduled_negative_prompt():
-    pipe = pipe_of("StableDiffusionXL")
-    plain, ugly = (given(pipe, "cat", negative_prompt=text)[0] for text in ("grey", "old"))
-    seen, _ = given(pipe, "cat", negative_prompt="[grey:old:1]")
+def test_a_scheduled_negative_prompt(pipe):
+    plain, ugly = (given(pipe, "cat", negative_prompt=text) for text in ("grey", "old"))
+    seen = given(pipe, "cat", negative_prompt="[grey:old:1]")
     assert same(seen[1], plain[1]) and same(seen[2], ugly[2]) and not same(seen[1], seen[2])
     # As in A1111, one that is empty at first is encoded, not zeros.
-    first, last = (given(pipe, "cat", negative_prompt="[:old:2]")[0][at][0][0] for at in (0, 3))
+    first, last = (given(pipe, "cat", negative_prompt="[:old:2]")[at][0][0] for at in (0, 3))
     assert first[0].abs().sum() > 0 and torch.equal(last, ugly[3][0][0])
-    seen, _ = given(pipe, "cat", negative_prompt="[grey:old:1]", guidance_scale=1.0)
+    seen = given(pipe, "cat", negative_prompt="[grey:old:1]", guidance_scale=1.0)
     assert same(seen[0], seen[3])
-
-
-@pytest.mark.parametrize("name", ["StableDiffusionXL", "StableDiffusion"])
-def test_one_step_from_the_same_latents_is_that_of_a_plain_call(name):
-    pipe, texts = pipe_of(name), ["a cat"] * 3 + ["a dog"]
-    _, latents = given(pipe, "a [cat:dog:0.5]")
-    for text in set(texts):
-        _, after = given(pipe, text, callback_on_step_end=lambda _, index, *__: {"latents": latents[index].clone()})
-        for step, (ours, plain) in enumerate(zip(latents, after, strict=True)):
-            assert torch.equal(ours, plain) == (texts[step] == text)
 
 
 # ---- with the user's callback
 
 
-def test_the_users_callback_reads_what_comes_next_and_may_overwrite_it():
-    pipe = pipe_of("StableDiffusionXL")
-    cat, dog = (given(pipe, text)[0] for text in ("a cat", "a dog"))
+def test_the_users_callback_reads_what_comes_next_and_may_overwrite_it(pipe):
+    cat, dog = (given(pipe, text) for text in ("a cat", "a dog"))
     read = {}
 
     def overwrite(_, index, __, tensors):
@@ -198,14 +156,14 @@ def test_the_users_callback_reads_what_comes_next_and_may_overwrite_it():
         return {"prompt_embeds": torch.zeros_like(tensors["prompt_embeds"])} if index == 2 else {}
 
     names = ["latents", "prompt_embeds"]
-    seen, _ = given(pipe, "a [cat:dog:1]", callback_on_step_end=overwrite, callback_on_step_end_tensor_inputs=names)
+    seen = given(pipe, "a [cat:dog:1]", callback_on_step_end=overwrite, callback_on_step_end_tensor_inputs=names)
     assert all(tensors.keys() == {*names} for tensors in read.values())
     assert torch.equal(read[0]["prompt_embeds"], cat[1][0][0]) and torch.equal(read[1]["prompt_embeds"], dog[2][0][0])
     assert (seen[3][0][0] == 0).all() and torch.equal(seen[3][0][1], dog[3][0][1])
 
 
-def test_a_callback_of_diffusers_that_drops_the_unconditional_half():
-    pipe, seen = pipe_of("StableDiffusionXL"), {}
+def test_a_callback_of_diffusers_that_drops_the_unconditional_half(pipe):
+    seen = {}
     hook = pipe.unet.register_forward_pre_hook(
         lambda _, args, kwargs: seen.setdefault(prompt, []).append(kwargs["encoder_hidden_states"]), with_kwargs=True
     )
@@ -221,43 +179,40 @@ def test_a_callback_of_diffusers_that_drops_the_unconditional_half():
 # ---- what has no steps
 
 
-@pytest.mark.parametrize("name", ["XLAdapter", "XLControlNetPAG", "InstructPix2Pix", "AnimateDiff"])
+NO_STEPS = (
+    "StableDiffusionXLAdapter",
+    "StableDiffusionInstructPix2Pix",
+    "AnimateDiff",
+    "StableDiffusionXLControlNetPAG",
+)
+
+
+@pytest.mark.parametrize("name", NO_STEPS)
 def test_classes_that_cannot_change_embeddings_say_what_is_scheduled(name):
-    call, small = {"image": PICTURE}, {"motion_layers_per_block": 1, "motion_norm_num_groups": 8}
-    parts = dict(sdxl() if "XL" in name else sd15())
-    if name == "XLAdapter":
-        parts["adapter"] = diffusers.T2IAdapter(channels=(16, 32), num_res_blocks=1, adapter_type="full_adapter_xl")
-    elif name == "XLControlNetPAG":
-        parts["controlnet"] = tiny_sdxl.controlnet(parts["unet"])
-    elif name == "AnimateDiff":
-        adapter = diffusers.MotionAdapter((16, 32), motion_num_attention_heads=2, **small)
-        parts, call = {**parts, "motion_adapter": adapter}, {"num_frames": 2}
-        del parts["safety_checker"]
+    if name.endswith("ControlNetPAG"):
+        parts, call = of_class("StableDiffusionXLControlNet")[0].components, {"image": tiny_sdxl.picture()}
+        stock = assemble(diffusers.StableDiffusionXLControlNetPAGPipeline, parts)
+        pipe = with_long_prompts(stock).set_long_prompt(reading="a1111")
     else:
-        plain = {"addition_embed_type": None, "projection_class_embeddings_input_dim": None}
-        parts["unet"] = tiny_sdxl.unet(in_channels=8, cross_attention_dim=32, **plain)
-    cls = getattr(diffusers, f"{'' if name == 'AnimateDiff' else 'StableDiffusion'}{name}Pipeline")
-    pipe = with_long_prompts(assemble(cls, parts)).set_long_prompt(reading="a1111")
-    pipe.set_progress_bar_config(disable=True)
+        pipe, call = of_class(name)
     with pytest.raises(ValueError, match=r"\[cat:dog:1\] changes from step to step"):
-        pipe("a [cat:dog:1]", num_inference_steps=3, **call)
+        draw(pipe, "a [cat:dog:1]", **call)
 
 
-def test_encoding_alone_and_other_readings():
-    pipe = assemble(StableDiffusionXLLongPromptPipeline, sdxl()).set_long_prompt(reading="a1111")
+def test_encoding_alone_and_other_readings(pipe):
     with pytest.raises(ValueError, match=r"\[cat\|dog\] changes from step to step"):
         pipe.encode_prompt("a [cat|dog]")
     layout = pipe.prompt_layout(f"a [cat:{LONG}:0.5]")
     assert layout.schedules == (f"[cat:{LONG}:0.5]",) and layout[:2] == (2, 77)
     with pytest.warns(UserWarning, match=r"'\[cat\|dog\]' is read as text"):
-        pipe.set_long_prompt().encode_prompt("a [cat|dog]")
+        type(pipe)(**pipe.components).encode_prompt("a [cat|dog]")
 
 
 # ---- options of one call
 
 
 def test_options_of_one_call():
-    pipe = assemble(StableDiffusionLongPromptPipeline, sd15(), requires_safety_checker=False)
+    pipe = Pipelines("StableDiffusionPipeline").ours
     prompt, options = "a (red:1.4) [cat:dog:1]", {"reading": "a1111", "zero_empty_negative": True}
     expected = draw(pipe.set_long_prompt(**options), prompt)
     before = pipe.set_long_prompt(zero_empty_negative=True)._long_prompt

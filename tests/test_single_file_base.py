@@ -72,22 +72,21 @@ def test_generate_the_evaluations_and_the_demo_read_it(bases, tmp_path):
 def test_its_digest_is_of_file_and_configurations(bases, tmp_path):
     configs = shutil.copytree(bases / "sdxl-configs", tmp_path / "configs")
     file = shutil.copy(bases / "sdxl.safetensors", tmp_path / "sdxl.safetensors")
-    digests = [Checkpoint.parse(single(bases)).digest, Checkpoint.parse(f"{configs}:{file}").digest]
+    digests = {Checkpoint.parse(base).digest for base in (single(bases), f"{configs}:{file}")}
+    assert len(digests) == 1
     for changed in (configs / "model_index.json", file):
         changed.write_bytes(b"{}")
-        digests.append(Checkpoint.parse(f"{configs}:{file}").digest)
-    assert digests[0] == digests[1] and len(set(digests)) == 3
+        digests.add(Checkpoint.parse(f"{configs}:{file}").digest)
+    assert len(digests) == 3
 
 
 def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bases, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     hub_id, file = "stabilityai/stable-diffusion-xl-base-1.0", tmp_path / "xl.safetensors"
     save_file(load_file(bases / "sdxl.safetensors") | {XL_KEY: torch.zeros(1)}, file)
-    unreachable = "nothing of it is in the hub's cache, and the hub cannot be reached"
-    with pytest.raises(UserError, match=f"'{hub_id}' has no readable .*: {unreachable}.*'FOLDER:{file}'"):
-        Checkpoint.parse(file).check_kind()
-    with pytest.raises(UserError, match=f"'{hub_id}' has no readable model_index.json: {unreachable}"):
-        Checkpoint.parse(hub_id).check_kind()
+    for base, more in ((file, f".*'FOLDER:{file}'"), (hub_id, "")):
+        with pytest.raises(UserError, match=f"'{hub_id}' has no readable .* hub cannot be reached{more}"):
+            Checkpoint.parse(base).check_kind()
     shutil.copytree(bases / "sdxl-configs", hub_repository(tmp_path, hub_id), dirs_exist_ok=True)
     checkpoint = Checkpoint.parse(file)
     assert checkpoint.check_kind() == "StableDiffusionXLPipeline" and checkpoint.size == (64, 64)
@@ -102,16 +101,15 @@ def test_other_files_and_incomplete_ones_are_refused(bases, tmp_path):
     save_file({"lora_unet.down.weight": torch.zeros(1)}, tmp_path / "lora.safetensors")
     (tmp_path / "half.safetensors").write_bytes((bases / "sdxl.safetensors").read_bytes()[:99])
     (tmp_path / "sdxl.ckpt").touch()
-    configs = bases / "sdxl-configs"
     for base, message in {
-        f"{configs}:{tmp_path}/unet.safetensors": "lacks weights of its configuration's models",
-        "lora.safetensors": "is no single-file checkpoint of SDXL or Stable Diffusion 1.5: it has no weights named",
-        "half.safetensors": "cannot be read: .* Give a whole .safetensors file",
-        "sdxl.ckpt": "is not there, or not read. Give an SDXL folder in diffusers' layout, .* or a .safetensors file",
-        f"{configs}:nowhere.safetensors": "is not there, or not read",
+        f"{bases}/sdxl-configs:{tmp_path}/unet.safetensors": "lacks weights of its configuration's models",
+        f"{tmp_path}/lora.safetensors": "is no single-file checkpoint of SDXL or Stable Diffusion 1.5",
+        f"{tmp_path}/half.safetensors": "cannot be read",
+        f"{tmp_path}/sdxl.ckpt": "is not there, or not read",
+        f"{bases}/sdxl-configs:nowhere.safetensors": "is not there, or not read",
     }.items():
         with pytest.raises(UserError, match=message):
-            load_pipeline(base if ":" in base else tmp_path / base, None, CPU)
+            load_pipeline(base, None, CPU)
 
 
 def test_a_first_encoder_of_other_positions_than_configured_is_read(tmp_path):

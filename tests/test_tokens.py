@@ -38,6 +38,10 @@ def test_equal_to_open_clips_tokenizer_on_cleaned_text():
     assert different == []
 
 
+def test_what_cleaning_does_to_cleaned_text():
+    assert clean(" CAFE\u0301 &amp;lt;3\t schÃ¶n <|endoftext|>") == "café <3 schön < |endoftext| >"
+
+
 @given(st.text(max_size=200))
 @settings(max_examples=300)
 def test_cleaning_leaves_no_special_token_and_is_done_once(text):
@@ -80,24 +84,25 @@ def test_without_sot_pads_stand_before_the_text():
     tokenizer = CaptionTokenizer(clip_tokenizer(20), 20, Markers(sot=None, eot=1, pad=5), str.upper)
     ids = tokenizer.text_ids(["a cat", "word " * 99])
     assert len(ids[1]) == 19 and tokenizer.n_post(ids[0]) == 17 and tokenizer.count("a cat") == 3
-    rows = tokenizer.batch(ids, [2, 0]).padded()
-    assert rows[0].tolist() == [5, 5, *ids[0], 1, *[5] * 15]
-    assert rows[1].tolist() == [*ids[1], 1]
+    rows = tokenizer.batch(ids, [2, 0]).padded().tolist()
+    assert rows == [[5, 5, *ids[0], 1, *[5] * 15], [*ids[1], 1]]
 
 
 @pytest.mark.parametrize("pads_before_sot", [False, True])
 def test_a_selection_has_the_same_rows_and_no_more_prefix_than_it_needs(pads_before_sot):
-    ids = TOKENIZER.text_ids(["a cat", "two dogs run", "", "birds"])
-    batch = TOKENIZER.batch(ids, [2, 7, 0, 1], pads_before_sot)
-    for some in ([0, 1, 2, 3], [3, 0], [2], [1]):
+    batch = TOKENIZER.batch(TOKENIZER.text_ids(["a cat", "two dogs run", "", "birds"]), [2, 7, 0, 1], pads_before_sot)
+    for some in ([0, 1, 2, 3], [3, 0], [2]):
         assert torch.equal(batch.select(some).padded(), batch.padded()[some])
     assert len(batch.select([3, 0]).prefix_ids) == 2 + (not pads_before_sot)
 
 
-def test_a_prefix_that_does_not_fit_is_refused():
-    ids = TOKENIZER.text_ids(["a cat"])
+def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"n_pre must be in \[0, 244\] for 2 text tokens, got 245"):
-        TOKENIZER.batch(ids, [245])
+        TOKENIZER.batch(TOKENIZER.text_ids(["a cat"]), [245])
+    tokenizer = clip_tokenizer(77)
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match="EOT must be the highest id"):
+        CaptionTokenizer(tokenizer, 77)
 
 
 def test_another_context_length_leaves_the_tokenizer_as_it_is():
@@ -107,13 +112,6 @@ def test_another_context_length_leaves_the_tokenizer_as_it_is():
         longer.text_ids(["word " * 999])[0]
         == TOKENIZER.text_ids(["word " * 999])[0] + longer.text_ids(["word"])[0] * 50
     )
-
-
-def test_eot_must_be_the_highest_id():
-    tokenizer = clip_tokenizer(77)
-    tokenizer.add_tokens(["<new>"])
-    with pytest.raises(ValueError, match="EOT must be the highest id"):
-        CaptionTokenizer(tokenizer, 77)
 
 
 def test_the_vocabulary_is_open_clips_own():

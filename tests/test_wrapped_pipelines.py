@@ -2,11 +2,12 @@
 
 import copy
 import json
-import logging
 import pickle
+import re
+import sys
 import threading
-from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -17,16 +18,23 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 from diffusers.pipelines.deprecated.alt_diffusion import modeling_roberta_series
+from diffusers.utils import dynamic_modules_utils
 from helpers import tiny_sdxl
-from helpers.draw import LONG, SHORT, add_lora
+from helpers.draw import LONG, OTHER, SHORT, add_lora, draw
 from helpers.tiny_sdxl import assemble, assemble_copy
+from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 
-from debias_diffusion.pipelines import SDXLLongPromptMixin, StableDiffusionXLLongPromptPipeline, with_long_prompts
-from debias_diffusion.pipelines.custom_pipeline import write_custom_pipeline
+from debias_diffusion.pipelines import (
+    SDXLLongPromptMixin,
+    StableDiffusionLongPromptImg2ImgPipeline,
+    StableDiffusionLongPromptPipeline,
+    StableDiffusionXLLongPromptPipeline,
+    with_long_prompts,
+    write_custom_pipeline,
+)
 from debias_diffusion.text.reading import encode_texts, last_states
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-GREEN = LONG.replace("yellow bicycle", "green tractor")
 
 
 @pytest.fixture(scope="module")
@@ -47,51 +55,50 @@ def same(first, second):
     return all(map(torch.equal, first, second))
 
 
+def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(sdxl):
+    pipe = assemble(StableDiffusionXLPipeline, sdxl)
+    short = draw(pipe, SHORT)
+    long = with_long_prompts(pipe)
+    assert type(pipe) is StableDiffusionXLPipeline and isinstance(long, StableDiffusionXLPipeline)
+    assert all(long.components[name] is component for name, component in pipe.components.items())
+    assert np.array_equal(draw(long, SHORT), short)
+    assert np.array_equal(draw(long, LONG), draw(assemble(StableDiffusionXLLongPromptPipeline, sdxl), LONG))
+    assert pipe.encode_prompt(LONG)[0].shape[1] == 77
+    # Options and new components belong to one of the two only.
+    long.set_long_prompt(strict=True)
+    with_long_prompts(long).set_long_prompt()
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        long.encode_prompt(LONG)
+    long.text_encoder = None
+    assert pipe.text_encoder is not None and pipe.config["text_encoder"] == ("transformers", "CLIPTextModel")
+
+
 @pytest.mark.parametrize("zeros", [True, False])
 def test_an_empty_negative_prompt_is_zeros_if_asked(sdxl, sd15, zeros):
-    stable_diffusion = assemble(StableDiffusionPipeline, sd15, requires_safety_checker=False)
-    for stock in (assemble(StableDiffusionXLPipeline, sdxl), stable_diffusion):
+    for stock in (assemble(StableDiffusionXLPipeline, sdxl), assemble(StableDiffusionPipeline, sd15)):
         pipe = with_long_prompts(stock).set_long_prompt(zero_empty_negative=zeros)
         negatives = [tensor for tensor in encode(pipe, SHORT, negative_prompt="")[1::2] if tensor is not None]
         assert all((tensor == 0).all() == zeros for tensor in negatives)
-        assert not any((tensor == 0).all() for tensor in encode(pipe, SHORT, negative_prompt="blurry")[1:2])
+        assert encode(pipe, SHORT, negative_prompt="blurry")[1].any()
 
 
-# ---- encoders that several threads share
-
-
-def in_two_threads(first, second, count=20):
-    """The results of `count` calls of `first` while another thread calls `second`."""
-    done = threading.Event()
+def test_scales_of_a_lora_in_two_threads_that_share_an_encoder(sd15):
+    pipe, done = with_long_prompts(assemble_copy(StableDiffusionPipeline, sd15)), threading.Event()
+    add_lora(pipe.text_encoder)
+    expected, plain = encode(pipe, SHORT, lora_scale=0.5), encode(pipe, SHORT)
+    assert not same(expected, plain)
 
     def work():
         while not done.is_set():
-            second()
+            encode(pipe, SHORT, lora_scale=0.8)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        return [first() for _ in range(count)]
+        assert all(same(encode(pipe, SHORT, lora_scale=0.5), expected) for _ in range(20))
     finally:
         done.set()
         thread.join()
-
-
-def test_clip_skip_in_one_thread_leaves_another_as_it_is(sd15):
-    pipe = with_long_prompts(assemble(StableDiffusionPipeline, sd15))
-    expected = encode(pipe, SHORT)
-    assert not same(expected, encode(pipe, SHORT, clip_skip=1))
-    results = in_two_threads(lambda: encode(pipe, SHORT), lambda: encode(pipe, SHORT, clip_skip=1))
-    assert all(same(result, expected) for result in results)
-
-
-def test_scales_of_a_lora_in_two_threads(sd15):
-    pipe = with_long_prompts(assemble_copy(StableDiffusionPipeline, sd15))
-    add_lora(pipe.text_encoder)
-    expected, plain = encode(pipe, SHORT, lora_scale=0.5), encode(pipe, SHORT)
-    assert not same(expected, plain)
-    calls = [lambda: encode(pipe, SHORT, lora_scale=0.5), lambda: encode(pipe, SHORT, lora_scale=0.8)]
-    assert all(same(result, expected) for result in in_two_threads(*calls))
     assert same(encode(pipe, SHORT), plain)
 
 
@@ -101,9 +108,6 @@ def test_an_attention_mask_that_an_encoder_asks_for(sd15):
     stock.text_encoder.config.use_attention_mask = True
     masked = encode(with_long_prompts(stock), SHORT)
     assert same(masked, encode(stock, SHORT)) and not same(masked, plain)
-
-
-# ---- one length for all calls
 
 
 def test_every_call_has_the_positions_that_were_set(sdxl):
@@ -116,11 +120,11 @@ def test_every_call_has_the_positions_that_were_set(sdxl):
     assert torch.equal(shorter[:, :152], pipe.set_long_prompt().encode_prompt(LONG)[0])
     with pytest.raises(ValueError, match="does not fit the 77 positions.* set_long_prompt with other positions"):
         pipe.set_long_prompt(positions=77).encode_prompt(LONG)
-    with pytest.raises(ValueError, match="positions is 50, but must be at least 77, or None"):
+    with pytest.raises(ValueError, match="positions is 50"):
         pipe.set_long_prompt(positions=50)
 
 
-# ---- classes that name their arguments otherwise
+# ---- users' classes
 
 
 class Styled(StableDiffusionXLPipeline):
@@ -152,11 +156,8 @@ class Weighted(StableDiffusionXLPipeline):
         return self.text_encoder(self.tokenizer(text, return_tensors="pt").input_ids)
 
 
-class Indirect(StableDiffusionXLPipeline):
+class Indirect(Weighted):
     """As pipelines that call it in a method, or in a function within one."""
-
-    def __call__(self, prompt):
-        return [self._embed(text) for text in prompt]
 
     def _embed(self, text):
         return (lambda: self.encode_prompt(text))()
@@ -168,36 +169,36 @@ def test_a_class_that_never_calls_encode_prompt_is_refused(sdxl):
     assert with_long_prompts(assemble(Indirect, sdxl))([LONG])[0][0].shape[1] == 152
 
 
-def test_an_exported_class_is_taken_as_it_is(sdxl, tmp_path):
-    code = write_custom_pipeline(tmp_path / "long" / "pipeline.py").read_text(encoding="utf-8")
-    exported = ModuleType("exported")
-    exec(compile(code, "pipeline.py", "exec"), vars(exported))  # it is this package's own
-    pipe = assemble(exported.StableDiffusionXLLongPromptPipeline, sdxl)
-    wrapped = with_long_prompts(pipe)
-    assert type(wrapped) is type(pipe) and wrapped.set_long_prompt(reading="a1111") is not pipe
-    assert wrapped.encode_prompt(LONG)[0].shape[1] == 154 and pipe.encode_prompt(LONG)[0].shape[1] == 152
+def test_an_exported_class_needs_nothing_of_ours_and_draws_what_the_class_draws(sdxl, tmp_path, monkeypatch):
+    file = write_custom_pipeline(tmp_path / "made" / "pipeline.py")
+    imported = set(re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.MULTILINE))
+    assert imported - {"torch", "transformers", "diffusers"} <= set(sys.stdlib_module_names)
+    # diffusers copies custom code there, by default below the home folder
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "sdxl"
+    assemble(StableDiffusionXLPipeline, sdxl).save_pretrained(folder)
+    long_encoder = {"text_encoder": tiny_sdxl.text_encoder(positions=248, seed=5), "tokenizer": tiny_tokenizer(248)}
+    how = {"custom_pipeline": str(file.parent), "trust_remote_code": True, "add_watermarker": False}
+    custom = DiffusionPipeline.from_pretrained(folder, **how, **long_encoder)
+    assert type(custom).__module__.startswith("diffusers_modules.")
+    ours = StableDiffusionXLLongPromptPipeline(**custom.components)
+    assert np.array_equal(draw(custom, LONG), draw(ours, LONG))
+    wrapped = with_long_prompts(custom)  # is taken as it is
+    assert type(wrapped) is type(custom) and wrapped.set_long_prompt(reading="a1111") is not custom
+    assert wrapped.encode_prompt(LONG)[0].shape[1] == 154 and custom.encode_prompt(LONG)[0].shape[1] == 152
 
 
 class Own(StableDiffusionXLLongPromptPipeline):
     """A user's class of ours."""
 
 
-@pytest.mark.parametrize("cls", [StableDiffusionXLLongPromptPipeline, Own])
-def test_auto_pipelines_find_a_class_by_the_name_of_diffusers(sdxl, cls, caplog):
-    pipe = assemble(cls, sdxl)
-    image_to_image = AutoPipelineForImage2Image.from_pipe(pipe)
-    assert type(image_to_image) is StableDiffusionXLImg2ImgPipeline
-    assert with_long_prompts(image_to_image).encode_prompt(LONG)[0].shape[1] == 152
-    # diffusers' own object cuts, and says so
-    logger = logging.getLogger("diffusers")
-    caplog.set_level(logging.WARNING, logger.name)
-    logger.addHandler(caplog.handler)
-    try:
-        assert image_to_image.encode_prompt(LONG)[0].shape[1] == 77 and "truncated" in caplog.text
-    finally:
-        logger.removeHandler(caplog.handler)
-    copied = pickle.loads(pickle.dumps(assemble(cls, tiny_sdxl.sdxl_parts())))
-    assert type(copied) is cls
+def test_auto_pipelines_find_a_class_by_the_name_of_diffusers(sdxl):
+    for cls in (StableDiffusionXLLongPromptPipeline, Own):
+        image_to_image = AutoPipelineForImage2Image.from_pipe(assemble(cls, sdxl))
+        assert type(image_to_image) is StableDiffusionXLImg2ImgPipeline
+        assert with_long_prompts(image_to_image).encode_prompt(LONG)[0].shape[1] == 152
+    assert type(pickle.loads(pickle.dumps(assemble(Own, tiny_sdxl.sdxl_parts())))) is Own
 
 
 def test_an_encoder_that_is_no_clip_is_refused(sd15):
@@ -251,7 +252,7 @@ def test_a_training_loop_reads_as_the_pipelines_do(sdxl, sd15):
     pipe = with_long_prompts(assemble(StableDiffusionPipeline, sd15)).set_long_prompt(positions=227)
     states, _ = encode_texts(sd15["text_encoder"], sd15["tokenizer"], captions, 227, states=last_states)
     assert torch.equal(states, encode(pipe, captions)[0])
-    with pytest.raises(ValueError, match="tokens, BOS and EOS do not fit 77 positions"):
+    with pytest.raises(ValueError, match="do not fit 77 positions"):
         encode_texts(*pairs[0], captions, 77)
 
 
@@ -262,3 +263,33 @@ def test_gradients_reach_every_chunk(sdxl):
         states[0, 100:140].sum().backward()
     assert encoder.get_input_embeddings().weight.grad[tokenizer("bicycle").input_ids[1]].abs().sum() > 0
     encoder.zero_grad(set_to_none=True)
+
+
+# ---- Stable Diffusion 1.5: one encoder, its last layer
+
+TOKENS = "a red cat on a blue sofa, " * 15 + "in a tree"  # 123, the first chunk cut after 72
+
+
+@pytest.mark.parametrize("skip", [0, 1, 2])
+@pytest.mark.parametrize(("prompt", "same"), [(SHORT, 76), (TOKENS, 73)], ids=["short", "long"])
+def test_clip_skip_stops_early_and_keeps_the_final_norm(sd15, skip, prompt, same):
+    """By hand: with transformers 5 diffusers' own `clip_skip` of Stable Diffusion 1.5 raises."""
+    ours = StableDiffusionLongPromptPipeline(**sd15)
+    tokens, encoder = ours._reader.tokenize(prompt)[0][0], ours.text_encoder
+    embeds, negatives = encode(ours, prompt, negative_prompt=OTHER, clip_skip=skip)
+    ids = torch.tensor([[BOS, *tokens.ids[:75], EOS, *[EOS] * max(0, 75 - len(tokens.ids))]])
+    states = encoder(ids, output_hidden_states=True).hidden_states[-1 - skip]
+    expected = getattr(encoder, "text_model", encoder).final_layer_norm(states)
+    torch.testing.assert_close(embeds[:, :same], expected[:, :same], rtol=1e-5, atol=1e-5)
+    assert torch.equal(negatives, encode(ours, prompt, negative_prompt=OTHER)[1])
+
+
+def test_strict_counts_the_prompts_that_are_used_and_is_kept_by_from_pipe(sd15):
+    strict = StableDiffusionLongPromptPipeline(**sd15).set_long_prompt(strict=True)
+    other = StableDiffusionLongPromptImg2ImgPipeline.from_pipe(strict, requires_safety_checker=False)
+    assert strict.prompt_layout("cat", negative_prompt=TOKENS)[:3] == (1, 152, (1,))
+    for pipe, prompt, negative in ((strict, "cat", TOKENS), (other, TOKENS, None)):
+        with pytest.raises(ValueError, match="a text of 123 tokens takes 3 chunks .* 77 positions, and `strict`"):
+            encode(pipe, prompt, negative_prompt=negative)
+    embeds, negatives = strict.encode_prompt(SHORT, None, 1, False, TOKENS)
+    assert embeds.shape[1] == 77 and negatives is None

@@ -1,8 +1,7 @@
-"""How the tests of pipelines draw, and draw as diffusers would."""
+"""How the tests of pipelines draw."""
 
 import inspect
 from contextlib import contextmanager
-from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -12,16 +11,10 @@ SHORT = "A red cat sleeps on a blue sofa, next to a window."
 OTHER = "Two green birds."
 LONG = f"{SHORT} {'The sky is grey, the house is old. ' * 9}In front of it stands a yellow bicycle."
 PROMPTS = {"short": SHORT, "long": LONG}
-POSITIONS = {SHORT: 77, OTHER: 77, LONG: 152}
 
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-# arguments of a call that are in the embeddings already
-ENCODED = ("prompt_2", "negative_prompt", "negative_prompt_2", "clip_skip")
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-
-# diffusers renamed it
-DTYPE = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 
 
 def load(cls, folder, **components):
@@ -53,17 +46,6 @@ def embed(pipe, prompt, guided=True, **encoded):
     how = {"device": None, "num_images_per_prompt": 1, "do_classifier_free_guidance": guided}
     embeds = pipe.encode_prompt(prompt, **how, **encoded)
     return {name: value for name, value in zip(EMBEDDINGS, embeds, strict=False) if value is not None}
-
-
-def draw_as_diffusers(stock, ours, prompt, **call):
-    """What diffusers' class draws: by itself if the prompt fits, from the embeddings that ours makes if it is long."""
-    if all(len(str(text)) < 200 for text in (prompt, *(call.get(name) for name in ENCODED))):
-        return draw(stock, prompt, **call)
-    encoded = {name: call.pop(name) for name in ENCODED if name in call}
-    guided = call.get("guidance_scale", 5.0) > 1 and stock.unet.config.time_cond_proj_dim is None
-    embeds = embed(ours, prompt, guided, **encoded)
-    assert embeds["prompt_embeds"].shape[1] > 77
-    return draw(stock, **embeds, **call)
 
 
 @contextmanager
@@ -112,19 +94,6 @@ def parameters(function):
 def arguments(function):
     """Names, kinds and defaults; annotations may differ."""
     return [(name, parameter.kind, parameter.default) for name, parameter in parameters(function).items()]
-
-
-def save_both(stock, ours, folder):
-    """Saves both and holds that the files are the same, the JSON ones by content. Returns where ours is."""
-    for name, pipe in (("stock", stock), ("ours", ours)):
-        pipe.save_pretrained(folder / name)
-    listed, expected = (
-        sorted(path.relative_to(folder / name) for path in (folder / name).rglob("*")) for name in ("ours", "stock")
-    )
-    assert listed == expected and len(listed) > 10
-    for path in (path for path in listed if path.suffix == ".json"):
-        assert (folder / "ours" / path).read_text() == (folder / "stock" / path).read_text()
-    return folder / "ours"
 
 
 def add_lora(encoder, scale=1.0):

@@ -1,4 +1,4 @@
-"""What diffusers' pipeline classes do with long prompts: one table, for the tests and for docs/pipelines.md."""
+"""What diffusers' pipeline classes do with long prompts: one table of classes and features."""
 
 import copy
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from diffusers import LCMScheduler, MotionAdapter, T2IAdapter
 from helpers import tiny_sdxl
-from helpers.draw import LONG, SHORT, add_lora, embed, parameters, watched
+from helpers.draw import LONG, SHORT, add_lora, parameters
 from helpers.tiny_sdxl import assemble
 
 from debias_diffusion.pipelines import with_long_prompts
@@ -88,15 +88,14 @@ CASES = {
     "LatentConsistencyModelPipeline": Case(distilled),
     "AnimateDiffPipeline": VIDEO,
 }
-# and what works instead
-REFUSED = {
-    "LEditsPPPipelineStableDiffusionXL": "`editing_prompt_embeddings` of a wrapped base pipeline",
-    "SemanticStableDiffusionPipeline": "`editing_prompt_embeddings` of a wrapped base pipeline",
-    "StableDiffusionLatentUpscalePipeline": "`prompt_embeds` of a wrapped base pipeline",
-    "AltDiffusionPipeline": "its text encoder is no CLIP",
-    "FluxPipeline": "a [248-token encoder](other-pipelines.md)",
-    "StableDiffusion3Pipeline": "[248-token encoders](other-pipelines.md)",
-}
+# whose prompts are encoded in another way; AltDiffusion's too, but it is seen by its encoder
+REFUSED = (
+    "LEditsPPPipelineStableDiffusionXL",
+    "SemanticStableDiffusionPipeline",
+    "StableDiffusionLatentUpscalePipeline",
+    "FluxPipeline",
+    "StableDiffusion3Pipeline",
+)
 
 
 @functools.cache
@@ -170,24 +169,6 @@ def clip_skip(both: Pipelines) -> None:
     assert both.reads(both.ours, clip_skip=1)
 
 
-def weights(both: Pipelines) -> None:
-    weighted = both.ours.set_long_prompt(emphasis="comfyui")
-    text = LONG.replace("bicycle", "(bicycle:1.5)")
-    assert not np.array_equal(both.draw(weighted, text), both.draw(weighted, LONG)) and both.same()
-
-
-def embeddings(both: Pipelines) -> None:
-    """Those of `encode_prompt`, given to the stock pipeline."""
-    given = embed(both.ours, LONG)
-    assert np.array_equal(both.draw(both.stock, None, **given), both.draw(both.ours, LONG))
-
-
-def positions(both: Pipelines) -> None:
-    with watched(both.ours.set_long_prompt(positions=227)) as seen:
-        both.draw(both.ours, SHORT)
-    assert {length for _, length in seen} == {227}
-
-
 # column: its check, and the argument of the call that a class must have
 FEATURES = {
     "short as in diffusers": (short_prompt, None),
@@ -197,14 +178,11 @@ FEATURES = {
     "batch": (batch, None),
     "LoRA scale": (lora_scale, "cross_attention_kwargs"),
     "`clip_skip`": (clip_skip, "clip_skip"),
-    "weights": (weights, None),
-    "embeddings given": (embeddings, "prompt_embeds"),
-    "`positions`": (positions, None),
 }
 
 
-def check(name: str, feature: str, pipelines: type[Pipelines] = Pipelines) -> None:
-    FEATURES[feature][0](pipelines(name, copies=feature == "LoRA scale"))
+def check(name: str, feature: str) -> None:
+    FEATURES[feature][0](Pipelines(name, copies=feature == "LoRA scale"))
 
 
 def applies(name: str, feature: str) -> bool:
@@ -214,23 +192,3 @@ def applies(name: str, feature: str) -> bool:
 
 
 CELLS = [(name, feature) for name in CASES for feature in FEATURES if applies(name, feature)]
-
-
-def _markdown(*rows: tuple[str, str]) -> str:
-    return "\n".join(f"| {first} | {second} |" for first, second in (rows[0], ("---", "---"), *rows[1:]))
-
-
-def refusals() -> str:
-    """The Markdown table of classes that are refused."""
-    rows = [(f"`{name}`", reason) for name, reason in REFUSED.items()]
-    return _markdown(("refused", "what works instead, or why"), *rows)
-
-
-def table() -> str:
-    """The Markdown table of classes and what they can do, for docs/pipelines.md."""
-    classes = {}
-    for name in CASES:
-        lacking = ", ".join(feature for feature in FEATURES if not applies(name, feature))
-        classes.setdefault(lacking, []).append(f"`{name.removesuffix('Pipeline')}`")
-    rows = [(", ".join(names), f"all but {lacking}" if lacking else "all") for lacking, names in classes.items()]
-    return _markdown(("classes (without `Pipeline`)", ", ".join(FEATURES)), *rows)

@@ -49,7 +49,8 @@ def test_a_compiled_unet_notices(compile_unet, pipe, option):
 
 
 def test_pipelines_that_share_a_compiled_unet(compile_unet, pipe):
-    """One is sharpened; in its steps a plain one draws, and another sharpened one in another thread."""
+    """One is sharpened; in its steps a plain one draws, and another sharpened one in another thread. Without compiling
+    anew for every image."""
     images = {factor: draw(pipe.set_long_prompt(sharpen=factor), LONG) for factor in (1.0, 2.0, 3.0)}
     graphs, counts = [], []
     pipe.unet = compile_unet(pipe.unet, **counting(graphs))
