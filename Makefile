@@ -24,7 +24,7 @@ test: .venv/installed  ## the fast tests
 slow: .venv/installed  ## real processes, servers, a browser, a wheel, true sizes, and a few seconds of each search for faults
 	$(PYTEST) --dist loadfile tests/slow tests/fuzz
 
-manual: .venv/installed  ## lists the tests that need what few machines have: a GPU, a checkout of ComfyUI, compel, wandb
+manual: .venv/installed  ## lists the tests that need what few machines have: a GPU, a checkout of ComfyUI, wandb
 	$(BIN)/python -m pytest --collect-only --quiet -m needs tests tests/slow
 
 golden: .venv/installed  ## are results still those of an earlier commit, to the last bit? NAMES picks cases

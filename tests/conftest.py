@@ -48,7 +48,6 @@ NEEDS = {
     "gpu": ("an NVIDIA GPU", torch.cuda.is_available),
     "accelerator": ("a GPU or another accelerator", torch.accelerator.is_available),
     "comfyui": ("a checkout of ComfyUI, named by COMFYUI: its own code was NOT run", lambda: os.environ.get("COMFYUI")),
-    "compel": ("pip install --no-deps compel==2.5.1 pyparsing", lambda: find_spec("compel")),
     "wandb": ("pip install wandb", lambda: find_spec("wandb")),
 }
 
