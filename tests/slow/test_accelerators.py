@@ -6,7 +6,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from diffusers.hooks import apply_group_offloading
 from helpers import tiny_sdxl
-from helpers.draw import LONG, draw, draw_as_diffusers, models
+from helpers.draw import LONG, draw, embed, models
 from helpers.tiny_sdxl import assemble_copy
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -25,7 +25,7 @@ def test_on_an_accelerator(pipe):
     stock, on_cpu = assemble_copy(StableDiffusionXLPipeline, pipe.components), draw(pipe, LONG)
     stock.to(ACCELERATOR)
     images = draw(pipe.to(ACCELERATOR), LONG)
-    assert np.array_equal(images, draw_as_diffusers(stock, pipe, LONG)) and np.abs(images - on_cpu).max() < 1e-2
+    assert np.array_equal(images, draw(stock, **embed(pipe, LONG))) and np.abs(images - on_cpu).max() < 1e-2
 
 
 @pytest.mark.needs("accelerator")
