@@ -198,12 +198,16 @@ class Study:
         return [seen for scenes in self.sets for seen in scenes.draw(encoder, setting)]
 
     def numbers(self, encoder: str, setting: Setting) -> dict:
-        return objects_numbers(self.draw(encoder, setting), self.mentions, groups=self.families)
+        return scores_of(objects_numbers(self.draw(encoder, setting), self.mentions, groups=self.families))
 
     def less(self, encoder: str, a: Setting, b: Setting) -> dict:
         """Scores of one setting less those of another, paired."""
         drawn = (self.draw(encoder, setting) for setting in (a, b))
-        return compare_objects(*drawn, self.mentions, groups=self.families)
+        return scores_of(compare_objects(*drawn, self.mentions, groups=self.families))
+
+
+def scores_of(numbers: dict) -> dict:
+    return {score: numbers[score] for score in SCORES if score in numbers}
 
 
 def value(row: dict) -> list[str]:
@@ -291,6 +295,8 @@ def test(chosen: Setting, best: Setting, seeds: Sequence[int], prompts: int, ali
     publish(
         "choosing",
         {"seeds": seeds, "prompts": prompts, "rows": recorded},
+        f"# The choice between sentences, sharpened\n\nSeeds {', '.join(map(str, seeds))}, {prompts} long prompts each,"
+        " half as many that refer back, a tenth as many short ones; `original` in overlapping chunks.",
         Table(["prompts", "encoder", "attention", *SCORES.values()], values),
         "Less `sharpen=1.5`, or what is named, with 95% intervals:",
         Table(["prompts", "encoder", "attention", *SCORES.values()], differences),
