@@ -205,8 +205,8 @@ def test_app(tmp_path, monkeypatch):
     with opened_page(base="toy/sdxl", encoders=["toy/clip"]) as (_, url):
         monkeypatch.setitem(STAND_INS, "http://127.0.0.1:7860", url)
         last = follow("app.md", {})[-1]
-    assert last["images"][0]["caption"].startswith("toy/clip, seed 0") and len(last["tokens"]["value"]) > 5
-    assert last["attention"][0]["label"].startswith("toy/clip") and last["movement"]["value"]["data"]
+    assert last["images"][0]["caption"].startswith("SDXL, whole prompt") and len(last["tokens"]["value"]) > 5
+    assert last["attention"][0]["label"].startswith("SDXL, whole prompt") and last["movement"]["value"]["data"]
     assert Image.open(last["images"][0]["image"]).size == (48, 48)
 
 
