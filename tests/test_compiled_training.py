@@ -71,9 +71,8 @@ def test_where_compilation_fails_a_run_is_the_plain_one_and_says_so(
     assert torch.load(run / "checkpoint-00000007")["state"]["compiled"] is False
 
 
-@pytest.mark.parametrize(
-    ("device", "left", "given", "before", "expected"),
-    [
+def test_auto_compiles_long_runs_on_a_gpu_and_keeps_to_the_record():
+    for device, left, given, before, expected in (
         ("cuda", 1000, "auto", None, True),
         ("cuda", 999, "auto", None, False),
         ("cpu", 5000, "auto", None, False),
@@ -81,14 +80,12 @@ def test_where_compilation_fails_a_run_is_the_plain_one_and_says_so(
         ("cuda", 5000, "off", None, False),
         ("cuda", 3, "auto", True, True),
         ("cuda", 5000, "auto", False, False),
-    ],
-)
-def test_auto_compiles_long_runs_on_a_gpu_and_keeps_to_the_record(device, left, given, before, expected):
-    run = SimpleNamespace(
-        accelerator=SimpleNamespace(device=torch.device(device)),
-        batches=SimpleNamespace(total_steps=10 + left),
-        config=SimpleNamespace(compile=given),
-    )
-    state = TrainState(step=10, compiled=before)
-    loop._Training.begin(run, state)
-    assert state.compiled is expected
+    ):
+        run = SimpleNamespace(
+            accelerator=SimpleNamespace(device=torch.device(device)),
+            batches=SimpleNamespace(total_steps=10 + left),
+            config=SimpleNamespace(compile=given),
+        )
+        state = TrainState(step=10, compiled=before)
+        loop._Training.begin(run, state)
+        assert state.compiled is expected

@@ -1,7 +1,8 @@
+"""Data files, what opens and replaces images, the workers that read them, and bad records."""
+
 import json
 import multiprocessing
 import signal
-from functools import partial
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from debias_diffusion.data import json_files
-from debias_diffusion.data.dataset import CaptionDataset, collate
+from debias_diffusion.data.bad_records import BadRecord, check_share, report_bad, too_many
+from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import read_captions
 from debias_diffusion.data.workers import count_workers, load_batches, usable_cores
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods import METHODS as RECIPES
+from debias_diffusion.methods import METHODS
 from debias_diffusion.text.tokens import CaptionTokenizer
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
@@ -35,10 +37,10 @@ def images(tmp_path):
     return ImageFolder(tmp_path)
 
 
-def dataset(images, count=6, recipe="debias-clip", extra=(), stand_ins=None):
+def dataset(images, count, more, stand_ins):
     records = [Record(f"{i}.png", f"{i}.png", f"Scene {i}. A red cat. A blue dog. A bird.") for i in range(count)]
-    records += [Record(name, name, "A. B.") for name in extra]
-    return CaptionDataset(records, images, as_tensor, 5, stand_ins, TOKENIZER, RECIPES[recipe])
+    records += [Record(name, name, "A. B.") for name in more]
+    return CaptionDataset(records, images, as_tensor, 5, stand_ins, TOKENIZER, METHODS["debias-clip"])
 
 
 @pytest.mark.parametrize("in_memory", [1 << 20, -1])
@@ -68,20 +70,6 @@ def test_sharegpt4vs_layout_is_read_and_its_bad_entries_named(tmp_path, monkeypa
     assert "2.jpg" in captions.bad[0].detail
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("d.json", b'{"a": 1}', "is not a JSON list: it begins with '{\"a\": 1}'"),
-        ("d.json", b"[1, 2]", "no usable record, and 2 bad ones.*entry 0: not an object"),
-        ("d.jsonl", b"{}\n\nx", "no usable record, and 2 bad ones.*line 1: no image path"),
-    ],
-)
-def test_files_of_another_shape_are_refused(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        read_captions(tmp_path / name)
-
-
 def test_jsonl_is_read_and_its_bad_lines_named(tmp_path):
     lines = [
         b"\xef\xbb\xbf" + json.dumps({"image": "1.jpg", "caption": "One.\n Two."}).encode(),
@@ -98,9 +86,17 @@ def test_jsonl_is_read_and_its_bad_lines_named(tmp_path):
     captions = read_captions(tmp_path / "d.jsonl")
     expected = {"1.jpg": "One. Two.", "2.jpg": "Größe – 大きい.", "8.jpg": "Last."}
     assert list(captions.records) == [Record(name, name, caption) for name, caption in expected.items()]
-    broken = "bad JSON"
-    faults = {4: broken, 5: broken, 6: "no caption", 7: "no image path", 8: broken}
+    faults = {4: "bad JSON", 5: "bad JSON", 6: "no caption", 7: "no image path", 8: "bad JSON"}
     assert [(bad.where, bad.kind) for bad in captions.bad] == [(f"line {n}", kind) for n, kind in faults.items()]
+    for name, content, message in (
+        ("d.json", b'{"a": 1}', "is not a JSON list: it begins with"),
+        ("d.json", b'["x", ' + b"[" * 100_000, "recursion.*: byte .*, after 1 whole"),
+        ("d.json", b"[1, 2]", "no usable record, and 2 bad ones.*entry 0: not an object"),
+        ("d.jsonl", b"{}\n\nx", "no usable record, and 2 bad ones.*line 1: no image path"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            read_captions(tmp_path / name)
 
 
 def test_links_out_are_followed_and_lines_of_pixels_refused(images, tmp_path_factory):
@@ -109,25 +105,8 @@ def test_links_out_are_followed_and_lines_of_pixels_refused(images, tmp_path_fac
         Image.new("RGB", size).save(outside / f"{size[1]}.png")
     (images.root / "link.png").symlink_to(outside / "200.png")
     assert images.open("link.png").size == images.open(str(outside / "200.png")).size == (1, 200)
-    with pytest.raises(ValueError, match="1 x 201 pixels are no picture"):
+    with pytest.raises(ValueError, match="1 x 201"):
         images.open(str(outside / "201.png"))
-
-
-def test_draws_do_not_depend_on_workers_or_order(images):
-    data = dataset(images)
-    keys = [[(epoch, index, place) for place, index in enumerate((3, 0, 5))] for epoch in range(2)]
-
-    def read(workers, order):
-        to_batch = partial(collate, tokenizer=TOKENIZER, recipe=data.recipe)
-        loader = DataLoader(data, batch_sampler=order, collate_fn=to_batch, num_workers=workers)
-        return {batch.keys[0]: (batch.images, batch.tokens.padded()) for batch in loader}
-
-    alone, shared, backwards = read(0, keys), read(2, keys), read(1, keys[::-1])
-    assert alone.keys() == shared.keys() == backwards.keys() and len(alone) == 2
-    for key, tensors in alone.items():
-        assert all(map(torch.equal, tensors, shared[key])) and all(map(torch.equal, tensors, backwards[key]))
-    (_, first), (_, second) = alone.values()
-    assert torch.equal(first[:3], second[:3]) and not torch.equal(first[3:], second[3:])
 
 
 class _BlockedSignals:
@@ -190,19 +169,10 @@ def test_no_worker_is_left_by_an_interrupted_start_or_end(interrupted, monkeypat
     assert exit_codes and set(exit_codes) == {-signal.SIGKILL}
 
 
-def test_a_batch_holds_the_long_captions_then_the_short_ones(images):
-    data = dataset(images, recipe="long-clip")
-    batch = collate([data[(0, 1, 0)], data[(0, 4, 1)]], TOKENIZER, data.recipe)
-    texts = [TOKENIZER.tokenizer.decode(row, skip_special_tokens=True).strip("!") for row in batch.tokens.padded()]
-    assert [text.split(" .")[0] for text in texts] == ["scene 1", "scene 4", "scene 1", "scene 4"]
-    assert "bird" in texts[0] and "bird" not in texts[2]
-    assert torch.equal(batch.images[0], as_tensor(images.open("1.png")))
-
-
 def test_unreadable_images_are_replaced_the_same_way_each_time_and_named(images):
     (images.root / "text.png").write_text("not an image")
     (images.root / "cut.png").write_bytes((images.root / "5.png").read_bytes()[:40])
-    data = dataset(images, extra=["gone.png", "text.png", "cut.png"], stand_ins=lambda epoch: [6, 4, 5])
+    data = dataset(images, 6, ["gone.png", "text.png", "cut.png"], stand_ins=lambda epoch: [6, 4, 5])
     expected = {6: ["gone.png", "4.png"], 7: ["4.png"], 8: ["5.png"]}  # 6 is bad itself
     for place, index in enumerate(expected):
         sample, again = (data[(0, index, place)] for _ in range(2))
@@ -211,9 +181,32 @@ def test_unreadable_images_are_replaced_the_same_way_each_time_and_named(images)
         assert [*(bad.where for bad in sample.bad[1:]), sample.sample_id] == expected[index]
         assert torch.equal(sample.image, again.image) and sample.captions == again.captions
     assert data[(0, 2, 0)].bad == []
-
-
-def test_nothing_but_unreadable_images_stops_with_an_explanation(images):
-    data = dataset(images, count=0, extra=[f"gone{i}.png" for i in range(40)], stand_ins=lambda epoch: range(30))
-    with pytest.raises(UserError, match="20 images in a row cannot be read.*--check-data"):
+    data = dataset(images, 0, [f"gone{i}.png" for i in range(40)], stand_ins=lambda epoch: range(30))
+    with pytest.raises(UserError, match="20 images in a row"):
         data[(0, 39, 7)]
+
+
+# ---- bad records: how many stop a command, and how they are shown
+
+BAD = [BadRecord(f"{index}.png", "unreadable image" if index else "missing image", "\x1b[2J") for index in range(7)]
+
+
+def test_more_than_one_and_more_than_the_share_are_too_many():
+    for max_bad, count, most in (
+        *((0, 10**6, 0), (0.01, 1, 1), (0.01, 199, 1), (0.01, 200, 2), (0.01, 10**6, 10**4)),
+        *((0.5, 3, 1), (1, 7, 7)),
+    ):
+        assert not too_many(most, count, max_bad) and too_many(most + 1, count, max_bad)
+    check_share(BAD[:1], 7, 0.01)
+    check_share([], 7, 0)
+    with pytest.raises(UserError, match=r"^7 of 9 .* The first: 0.png: .* Do this.$"):
+        check_share(BAD, 9, 0.5, "Do this.")
+
+
+def test_bad_records_are_counted_by_kind_shown_without_control_characters_and_all_listed(tmp_path, capsys):
+    report_bad(BAD, tmp_path / "run")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("7 bad records (6 unreadable image, 1 missing image), all in ")
+    assert printed[1] == "Left out: 0.png: missing image (\N{REPLACEMENT CHARACTER}[2J)" and len(printed) == 7
+    lines = (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [vars(record) for record in BAD]

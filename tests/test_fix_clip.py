@@ -3,8 +3,8 @@
 import json
 import math
 import re
-from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import open_clip
@@ -16,11 +16,13 @@ from helpers.literal import literal_info_nce, literal_rebuilt
 from helpers.steps import CPU, assert_split_exactly, in_two_processes, prepared
 from helpers.tiny_clip import tiny_clip, tiny_siglip
 from helpers.tiny_data import make_tiny_data
-from helpers.training_runs import checkpoint, config, is_the_same_run, killed_copy
+from helpers.training_runs import checkpoint, config
 from safetensors.torch import load_file
 
 from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.app.cli import main
+from debias_diffusion.app.export import export
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.clip.regional_prompts import MASKS, PromptSettings
 from debias_diffusion.clip.text_tower import set_short_positions
@@ -31,7 +33,6 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import FixClip, draw_mask, mask_size
-from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.config import RECIPE_OPTIONS
 from debias_diffusion.training.feature_cache import frozen_tower
 from debias_diffusion.training.loop import train
@@ -39,16 +40,13 @@ from debias_diffusion.training.optimizer import Optimizer
 
 GROUPS, COMPONENTS = 2, 3
 WITH_GROUPS, WITH_PROMPTS = {"groups": GROUPS, "first_group": 1}, {"prompts": PROMPTS}
-# (recipe, what is changed in it): the paper's Table 4, and ways that it does not name.
+# (recipe, what is changed in it): rows of the paper's Table 4, and ways that it does not name.
 CASES = {
-    "0": ("long-clip", {}),
-    "1 DB": ("fix-clip", {"groups": 0, "prompts": 0}),
-    "2 HF": ("long-clip", WITH_GROUPS),
-    "3 DB+RP": ("fix-clip", {"groups": 0, "prompt_mask": "none"} | WITH_PROMPTS),
-    "4 HF+RP": ("long-clip", WITH_GROUPS | WITH_PROMPTS | {"prompt_mask": "none"}),
-    "5 DB+RP+UM": ("fix-clip", {"groups": 0} | WITH_PROMPTS),
-    "6 HF+RP+UM": ("long-clip", WITH_GROUPS | WITH_PROMPTS),
-    "7 all": ("fix-clip", WITH_GROUPS | WITH_PROMPTS),
+    "all off": ("long-clip", {}),
+    "HF": ("long-clip", WITH_GROUPS),
+    "HF+RP": ("long-clip", WITH_GROUPS | WITH_PROMPTS | {"prompt_mask": "none"}),
+    "DB+RP+UM": ("fix-clip", {"groups": 0} | WITH_PROMPTS),
+    "all": ("fix-clip", WITH_GROUPS | WITH_PROMPTS),
     "discard": ("fix-clip", WITH_GROUPS | WITH_PROMPTS | {"masked_patches": "discard"}),
     "shared": ("fix-clip", WITH_GROUPS | WITH_PROMPTS | {"prompt_layers": "shared", "short_positions": "shared"}),
     "short alone": ("long-clip", {"short_weight": 1.0, "prompt_mask": "none"} | WITH_PROMPTS),
@@ -65,18 +63,16 @@ def setup(case, *samples):
     return prepared(tiny_clip(layers=LAYERS), method, *samples)
 
 
-def literal_allowed(mask, patches):
+def literal_allowed(mask, prompts, patches):
     """[tokens, tokens] for CLS, prompts and these patches: whether the row attends to the column (E3 and Fig. 4)."""
-    first = 1 + PROMPTS  # patch
+    first = 1 + prompts  # patch
     allowed = torch.ones(first + len(patches), first + len(patches), dtype=torch.bool)
-    if mask == "none":
-        return allowed
-    allowed[first:, 1:first] = mask == "p2r"
-    allowed[1:first] = False
-    for prompt in range(PROMPTS):
-        allowed[1 + prompt, 1 + prompt] = True
-        for column, place in enumerate(patches, start=first):
-            allowed[1 + prompt, column] = mask == "r2p" or place // (N // PROMPTS) == prompt
+    if mask == "bands":
+        allowed[first:, 1:first] = allowed[1:first] = False
+        for prompt in range(prompts):
+            allowed[1 + prompt, 1 + prompt] = True
+            for column, place in enumerate(patches, start=first):
+                allowed[1 + prompt, column] = place // (N // prompts) == prompt
     return allowed
 
 
@@ -93,7 +89,7 @@ def literal_block(block, x, allowed):
 def literal_image(visual, image, mask, hidden=None, vector=None):
     """(feature, CLS after each block) of one image as a sequence of CLS, prompts and patches.
 
-    `mask`: of the prompts; None: there are none. `hidden` [patches]: in their place is `vector`, or nothing.
+    `mask`: of the prompts. `hidden` [patches]: in their place is `vector`, or nothing.
     """
     patches, kept = visual.conv1(image[None])[0].flatten(1).T, range(N)
     if hidden is not None and vector is not None:
@@ -103,14 +99,11 @@ def literal_image(visual, image, mask, hidden=None, vector=None):
     table = visual.positional_embedding
     x = torch.stack([visual.class_embedding + table[0], *(patches[place] + table[1 + place] for place in kept)])
     x, states = visual.ln_pre(x), []
+    prompts = visual.regional_prompts.prompts if mask else x.new_zeros(1, 0, x.shape[1])
+    allowed = literal_allowed(mask, prompts.shape[1], kept)
     for number, block in enumerate(visual.transformer.resblocks):
-        if mask is None:
-            x = literal_block(block, x, torch.ones(len(x), len(x), dtype=torch.bool))
-        else:
-            prompts = visual.regional_prompts.prompts
-            x = torch.cat([x[:1], prompts[number % len(prompts)], x[1:]])
-            x = literal_block(block, x, literal_allowed(mask, kept))
-            x = torch.cat([x[:1], x[1 + PROMPTS :]])
+        x = literal_block(block, torch.cat([x[:1], prompts[number % len(prompts)], x[1:]]), allowed)
+        x = torch.cat([x[:1], x[1 + prompts.shape[1] :]])
         states.append(x[0])
     return visual.ln_post(x[:1])[0] @ visual.proj, states
 
@@ -175,43 +168,38 @@ def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, of_p
     assert_split_exactly(step, literal_loss(*step), case, of_processes)
 
 
-@pytest.mark.parametrize(("mask", "written_out"), [*zip(MASKS, MASKS, strict=True), ("bands", "r2p"), ("none", "p2r")])
-def test_evaluations_see_images_with_the_prompts(mask, written_out):
+@pytest.mark.parametrize("mask", MASKS)
+def test_evaluations_see_images_with_the_prompts(mask):
     backbone = prompted(mask)
-    expected = torch.stack([literal_image(backbone.model.visual, image, written_out)[0] for image in pixels()])
+    expected = torch.stack([literal_image(backbone.model.visual, image, mask)[0] for image in pixels()])
     torch.testing.assert_close(backbone.encode_image(pixels()), expected, rtol=1e-9, atol=1e-9)
     assert (backbone.model.encode_image(pixels()) - expected).abs().max() > 1e-3
 
 
 def test_masks_have_exact_counts_and_depend_on_their_sample_alone():
     assert (mask_size(0.75, 196), mask_size(0.75, 256), mask_size(0.29, 100)) == (147, 192, 29)
+    state = torch.get_rng_state()
     drawn = torch.stack([draw_mask(0.75, N, 0, epoch, f"{index}") for epoch in range(40) for index in range(25)])
     assert (drawn.sum(1) == 12).all() and len(drawn.unique(dim=0)) > 500
     assert (drawn.double().mean(0) - 0.75).abs().max() < 5 * math.sqrt(0.75 * 0.25 / 1000)
-    state = torch.get_rng_state()
-    assert torch.equal(draw_mask(0.75, N, 0, 3, "x"), draw_mask(0.75, N, 0, 3, "x"))
+    assert torch.equal(draw_mask(0.75, N, 0, 3, "7"), drawn[3 * 25 + 7])
+    assert not torch.equal(draw_mask(0.75, N, 1, 3, "7"), drawn[3 * 25 + 7])
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(draw_mask(0.75, N, 1, 3, "x"), draw_mask(0.75, N, 0, 3, "x"))
-
-
-def test_the_recipe_its_groups_and_their_weights_are_the_papers():
-    method = METHODS["fix-clip"]
-    assert (method.mask_ratio, method.prompts, method.groups, method.short_positions) == (0.75, 4, 6, "own")
-    assert [method.hierarchy.weight(group) for group in method.hierarchy.numbers] == pytest.approx([0.2, 0.4, 0.8])
-    assert method.hierarchy.blocks(12) == [6, 7, 8, 9, 10, 11] and method.hierarchy.blocks(24) == list(range(12, 24))
 
 
 def test_captions_are_long_clips_and_the_short_one_is_cut():
-    backbone, method, _, batch = setup("7 all")
+    backbone, method, _, batch = setup("all")
     text = "The first sentence is longer than the short table " + "and goes on " * 60 + "until here. Then another."
     long, short = method.captions(text, backbone.tokenizer, 0, 0, "x")
     plain_long, plain_short = METHODS["long-clip"].captions(text, backbone.tokenizer, 0, 0, "x")
     assert long == plain_long and short.ids == plain_short.ids[:75] and len(plain_short.ids) > 75
+    # `prepare`, which training calls, has not said how many are read.
+    assert find_method("fix-clip").captions(text, backbone.tokenizer, 0, 0, "x")[-1].ids == plain_short.ids
     assert batch.tokens.is_short.tolist() == [False] * 6 + [True] * 6
 
 
 def test_features_of_half_precision_are_float32():
-    backbone, method, modules, batch = setup("7 all")
+    backbone, method, modules, batch = setup("all")
     backbone.float(), modules.float()
     with torch.autocast("cpu", torch.bfloat16):
         features = method.encode(backbone, replace(batch, images=batch.images.float()), modules)
@@ -219,7 +207,7 @@ def test_features_of_half_precision_are_float32():
 
 
 def test_new_parameters_alone_have_a_rate_of_their_own():
-    backbone, method, modules, _ = setup("7 all")
+    backbone, method, modules, _ = setup("all")
     optimizer = Optimizer(backbone, 0.0, (0.9, 0.999), 1e-8, modules=modules, rate=replace(method, new_rate=10.0).rate)
     optimizer.step(1e-3, dict.fromkeys(("loss", "gradient_norm"), torch.ones(())))
     rates = {id(p): group["lr"] for group in optimizer.adamw.param_groups for p in group["params"]}
@@ -228,41 +216,31 @@ def test_new_parameters_alone_have_a_rate_of_their_own():
     assert {rate for parameter, rate in rates.items() if parameter not in new} == {1e-3}
 
 
-# ---- what is refused
-
-
-def base():
-    return tiny_clip(layers=LAYERS)
-
-
 def stretched():
-    backbone = base()
+    backbone = tiny_clip(layers=LAYERS)
     backbone.stretch()
     return backbone
 
 
-@pytest.mark.parametrize(
-    ("made", "changes", "message"),
-    [
-        (
-            base,
-            {"groups": 3},
-            "does not divide the 4 blocks of the image tower and the 4 of .* with one of 1, 2, 4, or 0",
-        ),
-        (base, {"prompts": 17}, "prompts is 17, but an image has 16 patches"),
-        (base, {"freeze": True}, "masked images, new prompts and groups need"),
-        (tiny_siglip, {}, "is a SigLIP; Fix-CLIP's parts are those of a CLIP"),
-        (stretched, {}, "already stretched and trained: its rows for short captions are gone"),
-        (prompted, {}, "prompts 3 --prompt-mask bands.*other than asked for.*prompts 4"),
-        (stretched, {"short_positions": "shared"}, None),
-        (prompted, {"prompts": 3, "groups": 0, "mask_ratio": 0.0, "freeze": True}, None),
-    ],
-)
-def test_base_models_that_cannot_be_trained_are_refused(made, changes, message):
-    settings = {"groups": 2} | changes
-    freeze = settings.pop("freeze", False)
-    with nullcontext() if message is None else pytest.raises(UserError, match=message):
-        find_method("fix-clip", settings).check_base(made(), 20, freeze)
+REFUSED = [
+    (partial(tiny_clip, layers=LAYERS), {"groups": 3}, "with one of 1, 2, 4, or 0"),
+    (partial(tiny_clip, layers=LAYERS), {"prompts": 17}, "has 16 patches"),
+    (partial(tiny_clip, layers=LAYERS), {"freeze": True}, "masked images, new prompts and groups"),
+    (tiny_siglip, {}, "a SigLIP"),
+    (stretched, {}, "rows for short captions are gone"),
+    (prompted, {}, "prompts 3 --prompt-mask bands.*other than asked for.*prompts 4"),
+]
+
+
+def test_base_models_that_cannot_be_trained_are_refused():
+    def check(made, groups=2, freeze=False, **settings):
+        find_method("fix-clip", settings | {"groups": groups}).check_base(made(), 20, freeze)
+
+    for made, changes, message in REFUSED:
+        with pytest.raises(UserError, match=message):
+            check(made, **changes)
+    check(stretched, short_positions="shared")
+    check(prompted, prompts=3, groups=0, mask_ratio=0.0, freeze=True)
 
 
 # ---- runs
@@ -294,14 +272,11 @@ def short_table(folder):
     return load_file(folder / "last" / "short_positions.safetensors")["positional_embedding"]
 
 
-def test_a_run_leaves_what_inference_needs_and_resumes_bit_for_bit(fix_world, finished, tmp_path):
+def test_a_run_leaves_what_inference_needs_and_may_be_trained_on(fix_world, finished, tmp_path):
     weights = load_file(finished / "last" / "open_clip_model.safetensors")
     assert "visual.regional_prompts.prompts" in weights and not any("vector" in name for name in weights)
     assert {"mask.vector", "image_heads.norms.0.weight"} < checkpoint(finished, 4)["modules"].keys()
     assert torch.equal(short_table(finished), load_backbone(fix_world[0]).model.positional_embedding)
-    again = killed_copy(finished, tmp_path / "again", step=4)
-    train(config(fix_world, again, **SETTINGS, workers=2))
-    is_the_same_run(again, finished)
     train(config((str(finished / "last"), *fix_world[1:]), tmp_path / "on", **SETTINGS))
     assert torch.equal(short_table(tmp_path / "on"), short_table(finished))
 
@@ -322,19 +297,20 @@ def test_caches_know_the_prompts_and_other_programs_refuse_them(finished, tmp_pa
         load_two_tower(tmp_path / "hostile")
 
 
-def test_the_text_side_is_exported_and_the_image_side_is_refused(finished, tmp_path, capsys):
-    tables = {}
+def test_the_text_side_is_exported_and_the_image_side_is_refused(fix_world, finished, tmp_path):
     for positions, length in (("long", 248), ("short", 77)):
         main(["export", f"--model={finished}", f"--output={tmp_path / positions}", f"--positions={positions}"])
         encoder, tokenizer = load_text_encoder(tmp_path / positions)
         assert tokenizer.model_max_length == encoder.config.max_position_embeddings == length
         stored = load_file(tmp_path / positions / "text_encoder" / "model.safetensors")
         assert not any("prompt" in name or "short" in name or "head" in name for name in stored)
-        (tables[positions],) = (tensor for name, tensor in stored.items() if "position_embedding" in name)
-    assert torch.equal(tables["short"], short_table(finished))
-    with pytest.raises(SystemExit):
-        main(["export", f"--model={finished}", f"--output={tmp_path / 'clip'}", "--to=clip"])
-    assert "regional prompts" in capsys.readouterr().err
+    assert torch.equal(stored["text_model.embeddings.position_embedding.weight"], short_table(finished))
+    with pytest.raises(UserError, match="regional prompts"):
+        export(ExportConfig(str(tmp_path / "clip"), str(finished), "clip"))
+    plain = train(config(fix_world, tmp_path / "plain", **SETTINGS | {"prompts": 0, "groups": 0, "max_steps": 1}))
+    for kind, positions, length in (("clip", "short", 77), ("open_clip", "long", 248)):
+        export(ExportConfig(str(tmp_path / kind), str(plain), kind, positions=positions))
+        assert load_two_tower(tmp_path / kind).context_length == length
 
 
 def test_evaluations_read_short_captions_with_their_own_positions(finished, fix_world, tmp_path):
@@ -348,20 +324,13 @@ def test_evaluations_read_short_captions_with_their_own_positions(finished, fix_
     data, images = fix_world[1:]
     encoders = evaluate_retrieval(RetrievalConfig(names, str(tmp_path), data, images=images))["encoders"]
     assert [numbers["window"] for numbers in encoders.values()] == [248, 77] and list(encoders)[1] == names[1]
-    with pytest.raises(UserError, match="is evaluated alone. Leave short: out"):
-        config((names[1], *fix_world[1:]), tmp_path / "on", **SETTINGS)
-    with pytest.raises(UserError, match="no short_positions.safetensors"):
-        load_two_tower("short:toy/clip")
-    with pytest.raises(UserError, match="short: stands before a run of `train --recipe fix-clip`"):
-        EncoderSpec.parse("short:toy/long-clip")
-
-
-def test_without_prompts_both_towers_are_exported(fix_world, tmp_path):
-    settings = SETTINGS | {"prompts": 0, "groups": 0, "max_steps": 1}
-    run = train(config(fix_world, tmp_path / "run", **settings))
-    for kind, positions, length in (("clip", "short", 77), ("open_clip", "long", 248)):
-        main(["export", f"--model={run}", f"--output={tmp_path / kind}", f"--to={kind}", f"--positions={positions}"])
-        assert load_two_tower(tmp_path / kind).context_length == length
+    for use, message in (
+        (lambda: config((names[1], *fix_world[1:]), tmp_path / "on", **SETTINGS), "Leave short: out"),
+        (lambda: load_two_tower("short:toy/clip"), "no short_positions.safetensors"),
+        (lambda: EncoderSpec.parse("short:toy/long-clip"), "short: stands before a run"),
+    ):
+        with pytest.raises(UserError, match=message):
+            use()
 
 
 def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
@@ -380,13 +349,6 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
         train(config(world, tmp_path / "refused", **settings))
     train(config(world, tmp_path / "run", **settings | {"max_bad": 0.5}))
     assert "no short caption" in (tmp_path / "run" / "bad-records.jsonl").read_text()
-
-
-def test_short_captions_are_whole_while_their_length_is_not_known():
-    """Before `prepare`, which training calls."""
-    tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)
-    captions = find_method("fix-clip").captions("A cat. A dog runs.", tokenizer, 0, 0, "a")
-    assert captions[-1].ids == tokenizer.text_ids(["A cat."])[0]
 
 
 def test_models_of_other_short_positions_are_other_models():

@@ -27,17 +27,3 @@ def test_equals_a_slow_literal_reading(positions, keep, factor, stretched):
     assert len(out) == stretched == stretched_length(positions, keep, factor)
     torch.testing.assert_close(out, literal(table, keep, factor), rtol=0, atol=1e-12)
     assert torch.equal(out[:keep], table[:keep]) and torch.equal(out[keep::factor], table[keep:])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.zeros(77, 2), 76), r"keep must be in \[0, 75\].*got 76"),
-        ((torch.zeros(77, 2), -1), "got -1"),
-        ((torch.zeros(77, 2), 20, 0), "factor must be at least 1, got 0"),
-        ((torch.zeros(77),), r"got shape \(77,\)"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        stretch_positions(*arguments)

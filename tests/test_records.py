@@ -18,7 +18,6 @@ from debias_diffusion.data.captions import LONGEST_CAPTION
 from debias_diffusion.data.json_files import read_data_file, read_entries
 from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.sources import read_captions
-from debias_diffusion.errors import UserError
 
 
 @pytest.fixture
@@ -30,9 +29,8 @@ def on_disk(monkeypatch):
 # ---- JSON, entry by entry
 
 STRINGS = st.text('a"\\[{,]}\n\u00e9\u2028\U0001f600\ud800', max_size=6)
-SCALARS = STRINGS | st.none() | st.booleans() | st.integers() | st.floats()
 VALUES = st.recursive(
-    SCALARS,
+    STRINGS | st.none() | st.booleans() | st.integers() | st.floats(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(STRINGS, inner, max_size=4),
     max_leaves=8,
 )
@@ -73,18 +71,6 @@ def test_a_list_whole_or_damaged_is_read_as_the_json_module_reads_it(data, mark,
             values = [json.loads(value, strict=False) if isinstance(value, bytes) else value for *_, value in parts]
             assert repr(values) == repr(whole)  # in which NaN is NaN
             assert repr([json.loads(content[start:end], strict=False) for _, start, end, _ in parts]) == repr(whole)
-
-
-def test_a_broken_file_says_where(tmp_path):
-    text = "[\n" + ",\n".join(json.dumps(entry(f"{number}.jpg", "x")) for number in range(3)) + "]"
-    for broken, message in (
-        (text[:-30], r"byte \d+, after 2 whole entries"),
-        (text.replace("},\n", "}\n", 1), r"Expecting ',' delimiter: byte \d+, after 1 whole"),
-        (text.replace('"2.jpg"', '"2.jpg", "a": ' + "[" * 100_000), r"recursion.*: byte \d+, after 2"),
-    ):
-        (tmp_path / "d.json").write_text(broken)
-        with pytest.raises(UserError, match=f"is not a JSON list: .*{message}"):
-            read_data_file(tmp_path / "d.json")
 
 
 # ---- what of an entry is its caption
@@ -145,9 +131,8 @@ def test_one_rule_for_captions_wherever_they_lie(tmp_path):
 def test_records_are_a_sequence_whose_slices_are_views():
     records = [Record(str(index), f"{index}.jpg", f"Größe {index}. 猫 \u2028 " * index) for index in range(10)]
     packed = PackedRecords.pack(iter(records))
-    assert len(packed) == 10 and list(packed) == records and packed[-1] == records[-1]
-    assert list(packed[::-3][1:]) == records[::-3][1:]
     part = packed[4:][:2]
+    assert list(packed) == records and packed[-1] == records[-1] and list(packed[::-3]) == records[::-3]
     assert part._content is packed._content and list(part) == list(pickle.loads(pickle.dumps(part))) == records[4:6]
 
 
@@ -155,9 +140,8 @@ def test_workers_and_threads_read_the_file_and_are_sent_none_of_it(tmp_path, on_
     path = tmp_path / "d.json"
     path.write_text(json.dumps([entry(f"{number}.jpg", f"Number {number}. " + "x " * 500) for number in range(300)]))
     records = read_data_file(path).records
-    sent = pickle.dumps(records)
+    captions, sent = [record.caption for record in records], pickle.dumps(records)
     assert len(sent) < 50 * len(records) < path.stat().st_size / 20
-    captions = [record.caption for record in records]
     assert forked(2, lambda _: [record.caption for record in records], group=False) == [captions] * 2
     copy = pickle.loads(sent)
     with ThreadPoolExecutor(4) as threads:

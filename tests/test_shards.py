@@ -9,13 +9,12 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers.ranks import forked
 from helpers.tiny_clip import tiny_clip
 from helpers.tiny_data import entry, tar
-from PIL import ExifTags, Image, ImageChops, ImageStat
+from PIL import Image, ImageChops, ImageStat
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.data.bad_records import read_or_bad
@@ -28,10 +27,11 @@ SIZES = [(60, 40), (40, 60), (20, 20), (50, 50), (300, 30), (34, 90), (64, 64)]
 
 
 def picture(index, size=(24, 24)):
-    """A smooth picture that no other index has."""
-    x, y = np.meshgrid(np.linspace(0, 1, size[0]), np.linspace(0, 1, size[1]))
-    pixels = np.stack([x, y, np.full_like(x, index % 10 / 10)], axis=-1)
-    return Image.fromarray((255 * pixels).astype(np.uint8))
+    """A smooth picture, one of ten."""
+    rising = Image.linear_gradient("L").resize(size)
+    return Image.merge(
+        "RGB", [rising, Image.linear_gradient("L").rotate(90).resize(size), rising.point([25 * index % 250] * 256)]
+    )
 
 
 def caption(index):
@@ -86,10 +86,6 @@ def tars(output):
     return {path.name: path.read_bytes() for path in Path(output).glob("*.tar")}
 
 
-def pairs_of(captions):
-    return [(record.sample_id, record.caption) for record in captions.records]
-
-
 def ids_of(captions):
     return [record.sample_id for record in captions.records]
 
@@ -103,15 +99,18 @@ def faults_of(captions):
 
 def test_shards_hold_the_pairs_of_the_folder_in_their_order(folder, tmp_path):
     there, originals = open_data(*folder)
+    pairs = [(record.sample_id, record.caption) for record in there.records]
     here, images = written(folder, tmp_path / "shards")
+    again, smaller = written((str(tmp_path / "shards"), None), tmp_path / "again", per_shard=2, size=16)
     assert sorted(tars(tmp_path / "shards")) == [f"shard-00000{number}.tar" for number in range(3)]
-    assert pairs_of(here) == pairs_of(there) and here.bad == []
+    for captions in (here, again):
+        assert [(record.sample_id, record.caption) for record in captions.records] == pairs and captions.bad == []
+    assert min(smaller.open(again.records[0].image).size) == 16
     for small, large, size in zip(here.records, there.records, SIZES, strict=True):
         image, original = images.open(small.image), originals.open(large.image)
         assert image.mode == "RGB" and original.size == size and min(image.size) == min(32, *size)
         assert image.width / image.height == pytest.approx(size[0] / size[1], rel=0.02)
-        difference = np.asarray(image.resize((8, 8)), float) - np.asarray(original.resize((8, 8)), float)
-        assert np.abs(difference).mean() < 4
+        assert max(ImageStat.Stat(ImageChops.difference(image, original.resize(image.size))).mean) < 4
 
 
 def test_any_number_of_workers_writes_the_same_bytes(folder, tmp_path):
@@ -122,7 +121,7 @@ def test_any_number_of_workers_writes_the_same_bytes(folder, tmp_path):
 
 def test_training_reads_the_same_pixels_from_lossless_shards(folder, tmp_path):
     backbone, (there, originals) = tiny_clip(), open_data(*folder)
-    here, images = written(folder, tmp_path / "shards", size=32, lossless=True)
+    here, images = written(folder, tmp_path / "shards", lossless=True)
     for small, large in zip(here.records, there.records, strict=True):
         image, original = images.open(small.image), originals.open(large.image)
         assert min(image.size) == min(32, *original.size)
@@ -134,7 +133,7 @@ def test_unusable_pairs_are_left_out_counted_and_named(folder, tmp_path, capsys)
     (images / "part1" / "1.v1.png").write_bytes(bomb())
     (images / "part0" / "2.v1.png").unlink()
     (images / "part1" / "3.v1.png").write_text("not an image")
-    with pytest.raises(UserError, match=r"3 of 7 records cannot be used, .* share of 0.01.*bad-records.jsonl"):
+    with pytest.raises(UserError, match="3 of 7 records cannot be used"):
         written(folder, shards)
     with pytest.raises(UserError, match="not finished"):
         open_data(str(shards))
@@ -145,26 +144,6 @@ def test_unusable_pairs_are_left_out_counted_and_named(folder, tmp_path, capsys)
     kinds = sorted(json.loads(line)["kind"] for line in (shards / "bad-records.jsonl").read_text().splitlines())
     assert kinds == ["absurdly large image", "missing image", "unreadable image"]
     assert "Wrote 4 of 7 pairs" in capsys.readouterr().out
-
-
-def test_shards_hold_upright_images_without_a_tag(folder, tmp_path):
-    file, exif = Path(folder[1]) / "part0" / "0.v1.png", Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    upright = Image.open(file)
-    upright.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
-    captions, images = written(folder, tmp_path / "shards", size=1000)
-    with Image.open(io.BytesIO(images.read(captions.records[0].image))) as stored:
-        assert stored.size == upright.size and not stored.getexif()
-        difference = ImageChops.difference(stored.convert("RGB"), upright.convert("RGB"))
-    assert max(ImageStat.Stat(difference).mean) < 3
-
-
-def test_shards_are_written_of_shards(folder, tmp_path, capsys):
-    there, _ = written(folder, tmp_path / "shards", per_shard=4)
-    assert "Wrote 7 of 7 pairs" in capsys.readouterr().out
-    here, images = written((str(tmp_path / "shards"), None), tmp_path / "again", per_shard=2, size=16)
-    assert pairs_of(here) == pairs_of(there)
-    assert min(images.open(here.records[0].image).size) == 16
 
 
 # ---- reading
@@ -190,7 +169,6 @@ def test_shards_from_elsewhere_are_read(tmp_path):
     tar(tmp_path / "two.tar", [x, y, y_text, x_text])  # all images before all captions
     (tmp_path / "._two.tar").write_bytes(b"what another system leaves")
     captions, images = read_shards(tmp_path)
-    assert captions.bad == []
     expected = {
         "one/a/b.c/0001": (caption(1), (24, 24)),
         "7": ("Two.", (10, 20)),
@@ -200,29 +178,30 @@ def test_shards_from_elsewhere_are_read(tmp_path):
         "two/x": (caption(8), (24, 24)),
         "two/y": (caption(9), (24, 24)),
     }
-    assert [(r.sample_id, (r.caption, images.open(r.image).size)) for r in captions.records] == list(expected.items())
+    assert captions.bad == []
+    assert {r.sample_id: (r.caption, images.open(r.image).size) for r in captions.records} == expected
+    assert ids_of(captions) == list(expected)
     assert list(open_data(str(tmp_path / "two.tar"))[0].records) == list(captions.records[-2:])
 
 
 LACKING = {
-    "a": ({"jpg": encoded(picture(0))}, "no caption"),
-    "c": ({"jpg": b"", "json": b"{"}, "bad JSON"),
-    "d": ({"jpg": b"", "txt": b"D.", "png": b""}, "several images"),
-    "e": ({"jpg": b"", "txt": b" \n"}, "empty or non-text caption"),
-    "f": ({"jpg": b"", "txt": b"\xff"}, "bad caption file"),
-    "g": ({"jpg": b"", "txt": b"x" * 2_000_000}, "absurdly large caption"),
+    "no caption": {"jpg": encoded(picture(0))},
+    "bad JSON": {"jpg": b"", "json": b"{"},
+    "several images": {"jpg": b"", "txt": b"D.", "png": b""},
+    "empty or non-text caption": {"jpg": b"", "txt": b" \n"},
+    "bad caption file": {"jpg": b"", "txt": b"\xff"},
+    "absurdly large caption": {"jpg": b"", "txt": b"x" * 2_000_000},
 }
 
 
 def test_samples_that_lack_something_are_named(tmp_path):
-    members = [(f"{key}.{ending}", part) for key, (parts, _) in LACKING.items() for ending, part in parts.items()]
+    members = [(f"{key}.{ending}", part) for key, parts in LACKING.items() for ending, part in parts.items()]
     captions, _ = read_shards(tar(tmp_path / "s.tar", [*pair("good"), *members]))
-    assert ids_of(captions) == ["s/good"]
-    assert faults_of(captions) == [(f"s.tar/{key}", LACKING[key][1]) for key in LACKING]
+    assert ids_of(captions) == ["s/good"] and faults_of(captions) == [(f"s.tar/{kind}", kind) for kind in LACKING]
 
 
 def test_members_that_lead_elsewhere_are_named_and_not_used(tmp_path):
-    secret = tmp_path / "secret.jpg"
+    secret, shards = tmp_path / "secret.jpg", tmp_path / "shards"
     picture(0).save(secret)
     members = [*pair("../x"), *pair(str(secret.with_suffix(""))), *pair("a/../../y"), *pair("c\x1b[31m")]
     for name, kind in (("l.jpg", tarfile.SYMTYPE), ("h.jpg", tarfile.LNKTYPE), ("p.jpg", tarfile.FIFOTYPE)):
@@ -231,20 +210,18 @@ def test_members_that_lead_elsewhere_are_named_and_not_used(tmp_path):
         members += [member, (name.replace("jpg", "txt"), b"A link.")]
     directory = tarfile.TarInfo("folder")
     directory.type = tarfile.DIRTYPE
-    (tmp_path / "shards").mkdir()
-    tar(tmp_path / "shards" / "s.tar", [directory, *members, *pair("good")])
-    captions, images = read_shards(tmp_path / "shards")
-    assert ids_of(captions) == ["s/good"]
-    kinds = [bad.kind for bad in captions.bad]
-    assert kinds == ["unsafe member name"] * 8 + ["member that is no file"] * 3 + ["no image"] * 3
-    assert repr(secret.as_posix())[1:-1] in captions.bad[2].detail
+    shards.mkdir()
+    tar(shards / "s.tar", [directory, *members, *pair("good")])
+    captions, images = read_shards(shards)
+    kinds = ["unsafe member name"] * 8 + ["member that is no file"] * 3 + ["no image"] * 3
+    assert ids_of(captions) == ["s/good"] and [bad.kind for bad in captions.bad] == kinds
     assert all(text.isprintable() for bad in captions.bad for text in (bad.where, bad.detail))
     for name in ("../secret.jpg", f"{secret}", "/s.tar/a@0+9", "s.tar/a@-1+9"):
         assert not is_there(images, name)
         with pytest.raises((OSError, ValueError)):
             images.open(name)
-    (tmp_path / "shards" / "t.tar").symlink_to(tar(tmp_path / "outside.tar", pair("z")))
-    assert [record.sample_id for record in read_shards(tmp_path / "shards")[0].records] == ["s/good", "t/z"]
+    (shards / "t.tar").symlink_to(tar(tmp_path / "outside.tar", pair("z")))
+    assert ids_of(read_shards(shards)[0]) == ["s/good", "t/z"]
 
 
 def test_whole_samples_of_a_cut_shard_are_used(folder, tmp_path):
@@ -253,7 +230,6 @@ def test_whole_samples_of_a_cut_shard_are_used(folder, tmp_path):
     content, members = path.read_bytes(), members_of(path)
     ends = [member.offset_data + member.size for member in members[1::2]]  # of each caption, after its image
     closing = members[-1].offset_data + 512 * -(-members[-1].size // 512) + 512
-    assert len(ends) == 3 and closing <= len(content)
     for cut in sorted({*range(0, len(content), 97), *ends, *(end - 1 for end in ends), closing, closing - 1}):
         path.write_bytes(content[:cut])
         captions, _ = open_data(str(path.parent))
@@ -268,19 +244,16 @@ def test_whole_samples_of_a_cut_shard_are_used(folder, tmp_path):
     assert ids_of(captions) == ["s/a"] and "ends inside 'b.jpg'" in captions.bad[0].detail
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "left", "bad"),
-    [
+def test_negative_sizes_and_sparse_members_are_named(tmp_path):
+    for kind, size, left, bad in (
         (tarfile.REGTYPE, -2048, ["s/a"], "broken shard"),
         (tarfile.GNUTYPE_SPARSE, -2048, ["s/a"], "broken shard"),
         (tarfile.GNUTYPE_SPARSE, 0, ["s/a", "s/c"], "member that is no file"),
-    ],
-)
-def test_negative_sizes_and_sparse_members_are_named(tmp_path, kind, size, left, bad):
-    member = tarfile.TarInfo("b.jpg")
-    member.type, member.size = kind, size
-    captions, _ = read_shards(tar(tmp_path / "s.tar", [*pair("a"), member, ("b.txt", b"B."), *pair("c")]))
-    assert ids_of(captions) == left and bad in [fault.kind for fault in captions.bad]
+    ):
+        member = tarfile.TarInfo("b.jpg")
+        member.type, member.size = kind, size
+        captions, _ = read_shards(tar(tmp_path / "s.tar", [*pair("a"), member, ("b.txt", b"B."), *pair("c")]))
+        assert ids_of(captions) == left and bad in [fault.kind for fault in captions.bad]
 
 
 def test_changed_shards_and_bad_images_are_noticed_when_opened(tmp_path):
@@ -317,10 +290,8 @@ def test_processes_threads_and_copies_read_the_same_images(tmp_path, monkeypatch
 def test_verifying_finds_one_flipped_byte_and_a_lost_shard(folder, tmp_path):
     captions, images = written(folder, shards := tmp_path / "shards")
     assert verify_shards(shards) == [] and captions.bad == []
-    image = captions.records[3].image
-    stamp = images.stamp(image)
-    path = shards / "shard-000001.tar"
-    content = bytearray(path.read_bytes())
+    image, path = captions.records[3].image, shards / "shard-000001.tar"
+    stamp, content = images.stamp(image), bytearray(path.read_bytes())
     content[700] ^= 1
     path.write_bytes(content)
     (bad,) = verify_shards(shards)
@@ -336,10 +307,10 @@ def test_what_cannot_be_opened_is_refused_with_what_to_do(folder, tmp_path):
     tar(tmp_path / "s.tar", pair("a"))
     (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 99)
     for data, images, message in (
-        (tmp_path / "s.tar", folder[1], "hold their images, but images is.*Leave images out"),
-        (folder[0], None, "name their images by paths, but images is None. Give the folder"),
-        (tmp_path / "nowhere.tar", None, "are not there. Give a JSON or JSONL file; WebDataset shards"),
-        (tmp_path / "bad.tar", None, "no usable record, and 1 bad ones. The first fault: bad.tar: broken shard"),
+        (tmp_path / "s.tar", folder[1], "Leave images out"),
+        (folder[0], None, "Give the folder"),
+        (tmp_path / "nowhere.tar", None, "are not there"),
+        (tmp_path / "bad.tar", None, "bad.tar: broken shard"),
     ):
         with pytest.raises(UserError, match=message):
             open_data(str(data), images)

@@ -10,7 +10,7 @@ from helpers.literal import cosine, literal_ranks, literal_text
 from helpers.steps import assert_split_exactly, in_two_processes, prepared
 from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
 from helpers.tiny_data import make_tiny_data
-from helpers.training_runs import checkpoint, config, is_the_same_run, killed_copy, log
+from helpers.training_runs import checkpoint, config, log
 from safetensors.torch import load_file
 
 from debias_diffusion.app.cli import main
@@ -69,7 +69,9 @@ def test_loss_and_gradients_are_smart_clips_however_the_batch_is_split(case, of_
     loss = literal_loss(backbone, method, modules, batch)
     if method.keep_states:
         features = method.encode(backbone, batch, modules)
-        loss = loss + method.losses(features, torch.tensor(100.0))[0]["state_loss"]
+        drawn = batch.views["state_tokens"][:, 0, 0] >= 0
+        assert 0 < drawn.sum() < 6 and not features["state_error"][~drawn].any()  # so a chunk may have none
+        loss = loss + 0.7 * features["state_error"][drawn].mean()
     assert_split_exactly((backbone, method, modules, batch), loss, case, of_processes)
 
 
@@ -82,18 +84,15 @@ def test_an_empty_mask_hides_all_and_harms_no_gradient():
     assert texts.grad.isfinite().all() and masks.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "base", "message"),
-    [
-        ({"short_weight": 0.5}, square, "short_weight is 0.5 and components 0, but smart-clip compares one caption"),
+def test_settings_and_base_models_that_have_no_masks_are_refused():
+    for settings, base, message in (
+        ({"short_weight": 0.5}, square, "short_weight is 0.5 and components 0"),
         ({"components": 3}, square, "components 3"),
-        ({}, tiny_clip, "A mask has the 32 channels of the text tower, and masks the 24 dimensions"),
-        ({}, tiny_siglip, "Give a CLIP with as many of both"),
-    ],
-)
-def test_settings_and_base_models_that_have_no_masks_are_refused(settings, base, message):
-    with pytest.raises(UserError, match=message):
-        find_method("smart-clip", settings).check_base(base(), 20, False)
+        ({}, tiny_clip, "32 channels of the text tower, and masks the 24 dimensions"),
+        ({}, tiny_siglip, "Give a CLIP"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_method("smart-clip", settings).check_base(base(), 20, False)
 
 
 # ---- runs, and evaluations with masks
@@ -116,20 +115,18 @@ def run(smart_world, tmp_path_factory):
     return output
 
 
-def test_a_run_trains_saves_and_resumes_the_mask_network(smart_world, run, tmp_path):
+def test_a_run_trains_and_saves_the_mask_network(run, tmp_path):
     first, last = (checkpoint(run, step)["modules"] for step in (2, 4))
-    assert last.keys() == {f"mask.{name}" for name in load_file(run / "best" / MASK_FILE)}
+    for folder in ("best", "last"):
+        assert last.keys() == {f"mask.{name}" for name in load_file(run / folder / MASK_FILE)}
+    assert all(
+        torch.equal(last[f"mask.{name}"], tensor) for name, tensor in load_file(run / "last" / MASK_FILE).items()
+    )
     assert not any(torch.equal(first[name], last[name]) for name in last)
     lines = [line for line in log(run) if "loss" in line]
     assert all(0 < line["mask_size"] < 1 for line in lines) and lines[-1]["loss"] < lines[0]["loss"]
-    again = killed_copy(run, tmp_path / "again", step=4)
-    train(config(smart_world, again, **SETTINGS))
-    is_the_same_run(again, run)
-    one, other = (load_file(folder / "last" / MASK_FILE) for folder in (again, run))
-    assert all(torch.equal(one[name], other[name]) for name in one | other)
     main(["export", f"--model={run}", f"--output={tmp_path / 'export'}"])
-    encoder, _ = load_text_encoder(tmp_path / "export")
-    assert encoder.config.max_position_embeddings == 248
+    assert load_text_encoder(tmp_path / "export")[0].config.max_position_embeddings == 248
 
 
 @pytest.mark.usefixtures("coarse_results", "blank_figures")
@@ -137,7 +134,7 @@ def test_with_masks_ranks_are_those_of_masked_images(smart_world, run, tmp_path)
     base, data, images = smart_world
     settings = dict(output=str(tmp_path / "out"), data=data, images=images)
     plain, masked = RetrievalConfig([str(run)], **settings), RetrievalConfig([str(run), base], **settings, masks=True)
-    with pytest.raises(UserError, match="None of the encoders base has a mask_network.safetensors. Leave out --masks"):
+    with pytest.raises(UserError, match="Leave out --masks"):
         evaluate_retrieval(replace(masked, encoders=[base]))
     session = PairSession("retrieval", masked)
     result = next(iter(session.by_encoder(partial(retrieve, session)).values()))
@@ -168,5 +165,5 @@ def test_a_damaged_or_foreign_mask_network_is_refused(run, tmp_path):
     assert read_mask_network(str(tmp_path), square()) is None
     Path(tmp_path, MASK_FILE).write_bytes(b"{}")
     for folder, backbone in ((tmp_path, square()), (run / "last", load_two_tower("toy/clip"))):
-        with pytest.raises(UserError, match="The mask network '.*mask_network.safetensors' cannot be used"):
+        with pytest.raises(UserError, match="cannot be used"):
             read_mask_network(str(folder), backbone)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 from dataclasses import replace
@@ -34,16 +33,13 @@ from PIL import Image
 
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data.retrieval import recall_at_k
-from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import OutOfMemory, UserError
-from debias_diffusion.training import loop, plan, stop
-from debias_diffusion.training.batches import GlobalBatches
+from debias_diffusion.training import loop, stop
 from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone, train
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.plan import Moment, Pace, check_disk, state_bytes
+from debias_diffusion.training.plan import Moment, Pace, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -84,13 +80,6 @@ def test_the_best_is_chosen_on_pairs_that_are_neither_trained_on_nor_held_out(wo
     weights = load_two_tower(run).model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in saved(run, "last").items())
 
-    backbone, pairs = load_two_tower(run / "best"), open_data(*world[1:])[0].records[6:11]
-    images = [backbone.preprocess(Image.open(Path(world[2], pair.image)).convert("RGB")) for pair in pairs]
-    with torch.inference_mode():
-        image = backbone.encode_image(torch.stack(images))
-        text = backbone.encode_text(backbone.tokenize([pair.caption for pair in pairs]))
-    assert recall_at_k(image, text, ks=(1,))["text_to_image"]["R@1"] == best["choosing_t2i_r1"]
-
 
 def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     # With steps of nothing all measurements are equal, the base's too.
@@ -99,17 +88,14 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
 
 
-def test_positions_and_pooling_are_in_the_plan_and_stay_with_the_model(world, finished_run, tmp_path, capsys):
+def test_positions_and_pooling_stay_with_the_model(world, finished_run, tmp_path):
     train(config(world, tmp_path / "run", pooling="average", keep_positions=0, max_steps=1))
-    out = capsys.readouterr().out
-    for part in ("context length 308", "average pooling", "18 to train on; 6 held out", "1 of 8 pairs"):
-        assert part in out
     last = load_backbone(str(tmp_path / "run" / "last"))
     assert (last.context_length, last.kept_positions, last.pooling) == (308, 0, "average")
     # A model that is stretched already is trained as it is, and captions are counted for the length that is trained.
     run = config((str(finished_run / "last"), *world[1:]), tmp_path)
-    assert load_base_tokenizer(run).context_length == 248
-    assert prepare_backbone(load_base_model(run), run)[0].tokenizer.context_length == 248
+    tokenizers = load_base_tokenizer(run), prepare_backbone(load_base_model(run), run)[0].tokenizer
+    assert [tokenizer.context_length for tokenizer in tokenizers] == [248, 248]
 
 
 def test_the_recipe_says_what_weight_decay_acts_on(world, finished_run, tmp_path, capsys):
@@ -120,15 +106,23 @@ def test_the_recipe_says_what_weight_decay_acts_on(world, finished_run, tmp_path
     assert [sorted(group["weight_decay"] for group in of_run) for of_run in groups] == [[0.1], [0.0, 0.1]]
 
 
-@pytest.mark.parametrize(("precision", "steps"), [("bf16", 4), ("fp16", 16)])
-def test_half_precisions_train_too_and_continue_bit_identically(world, finished_run, tmp_path, precision, steps):
-    settings = dict(precision=precision, max_steps=steps)
-    train(config(world, tmp_path / "whole", **settings))
-    half = losses(tmp_path / "whole")
-    assert half[0] == pytest.approx(losses(finished_run)[0], rel=0.05)
-    assert half[-1] < 0.7 * half[0]  # fp16 skips some steps first, until its scale is found
-    train(config(world, killed_copy(tmp_path / "whole", tmp_path / "again", steps), **settings))
-    assert same_weights(tmp_path / "whole", tmp_path / "again")
+CONTINUED = {  # what a checkpoint holds, and what a run draws
+    "averages": dict(precision="bf16", max_steps=4),
+    "scale of gradients": dict(precision="fp16", max_steps=16),  # skips some steps first, until it is found
+    "modules and views": dict(recipe="fix-clip", components=None, groups=1, prompts=3, max_steps=4),
+}
+
+
+@pytest.mark.parametrize("case", CONTINUED)
+def test_a_killed_run_continues_bit_for_bit(world, finished_run, tmp_path, case):
+    """With features of a frozen tower, bad records, and compiled towers: below, and in test_compiled_training."""
+    settings, whole, again = CONTINUED[case], tmp_path / "whole", tmp_path / "again"
+    train(config(world, whole, **settings))
+    if "precision" in settings:
+        half = losses(whole)
+        assert half[0] == pytest.approx(losses(finished_run)[0], rel=0.05) and half[-1] < 0.7 * half[0]
+    train(config(world, killed_copy(whole, again, settings["max_steps"]), **settings, workers=2))
+    is_the_same_run(again, whole)
 
 
 def test_a_run_may_be_continued_with_less_memory(world, finished_run, tmp_path):
@@ -142,46 +136,31 @@ def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
     base.save(tmp_path / "base")
     world = (str(tmp_path / "base"), *world[1:])
     train(config(world, tmp_path / "run", max_steps=3))
-    last = load_backbone(str(tmp_path / "run" / "last"))
-    assert (last.context_length, last.loss) == (196, "sigmoid")
-    line = next(line for line in log(tmp_path / "run") if "loss" in line)
-    assert line["logit_scale"] == pytest.approx(base.logit_scale.exp().item(), rel=1e-3)
-    assert line["logit_bias"] == pytest.approx(base.logit_bias.item(), rel=1e-3)
-    assert last.logit_bias.item() != base.logit_bias.item()
-    with pytest.raises(UserError, match=r"label_smoothing is 0.1, but the sigmoid loss"):
+    last, line = load_backbone(str(tmp_path / "run" / "last")), log(tmp_path / "run")[1]
+    assert (last.context_length, last.loss) == (196, "sigmoid") and last.logit_bias.item() != base.logit_bias.item()
+    expected = base.logit_scale.exp().item(), base.logit_bias.item()
+    assert (line["logit_scale"], line["logit_bias"]) == pytest.approx(expected, rel=1e-3)
+    with pytest.raises(UserError, match="label_smoothing is 0.1"):
         train(config(world, tmp_path / "other", label_smoothing=0.1))
 
 
 # ---- what a run takes
 
 
-def test_the_pace_is_printed_and_logged_after_the_third_step_and_each_tenth(world, tmp_path, capsys):
-    train(config(world, tmp_path, max_steps=6, log_every=6, eval_every=9, checkpoint_every=9))
-    lines = [line for line in capsys.readouterr().out.splitlines() if "a step" in line]
-    assert re.fullmatch(r"step 3: \S+ s a step, \d+ pairs a second, \d+% of the time waiting for data; .*", lines[0])
-    assert re.match(r"step 6: .*; 0 s to the end", lines[1]) and len(lines) == 2
-    steps = [line for line in log(tmp_path) if "loss" in line]
-    assert [line["step"] for line in steps] == [3, 6]
-    assert steps[0]["seconds"]["left"] == pytest.approx(3 * steps[0]["seconds"]["step"], abs=0.1)
-
-
 def test_the_first_steps_and_those_that_compile_are_not_measured():
     double, given = torch.compile(lambda number: 2 * number, backend="eager", dynamic=False), torch.ones(3)
     pace, due, lines = Pace(100, 8, CPU), {}, {}
     for step in range(1, 21):
-        compiles = step in (2, 8)
-        double(given[: 2 + (step > 7)]) if step > 1 else None
-        seconds = 100.0 if compiles or step in (1, 3) else 0.5 + step / 100
+        double(given[: 2 + (step > 7)]) if step > 1 else None  # compiles in steps 2 and 8
+        seconds = 100.0 if step in (1, 2, 3, 8) else 0.5 + step / 100
         numbers, line = pace.add(step, seconds, waited=seconds / (5 if step < 10 else 20))
         if numbers:
-            due[step], lines[step] = numbers, line
-    assert list(due) == [5, 10, 20]
-    assert due[5] == {"seconds": {"step": 0.545, "waiting": 0.109, "left": 51.8}}
-    assert due[10]["seconds"]["step"] == pytest.approx((0.59 + 0.60) / 2, abs=1e-4)  # of the two since it compiled
-    assert due[20]["seconds"]["step"] == pytest.approx(0.655, abs=1e-4)
-    text = "0.55 s a step, 15 pairs a second, 20% of the time waiting for data; 52 s to the end"
-    assert lines[5].startswith(f"{text}; more --workers, or")
-    assert re.fullmatch(r"0.6\d s a step, 12 pairs .* 5% of the time waiting for data; 52 s to the end", lines[20])
+            due[step], lines[step] = numbers["seconds"], line
+    assert due[5] == {"step": 0.545, "waiting": 0.109, "left": 51.8}
+    means = {step: numbers["step"] for step, numbers in due.items()}
+    assert means == pytest.approx({5: 0.545, 10: (0.59 + 0.60) / 2, 20: 0.655}, abs=1e-4)
+    assert "20% of the time waiting for data; 52 s to the end; more --workers" in lines[5]
+    assert lines[20].endswith("5% of the time waiting for data; 52 s to the end")
 
 
 def test_the_bytes_of_weights_gradients_and_averages_are_counted_exactly():
@@ -196,28 +175,19 @@ def test_the_bytes_of_weights_gradients_and_averages_are_counted_exactly():
     assert state_bytes(run) == sum(tensor.nbytes for tensor in held)
 
 
-def test_a_disk_without_room_is_named_and_what_a_run_has_written_counts_as_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**9))
-    (tmp_path / "checkpoint").write_bytes(bytes(1000))
-    assert check_disk(tmp_path, 10**9 + 1000, "Checkpoints", "") == 10**9
-    with pytest.raises(UserError, match=r"^Checkpoints take 1\.0 GB in '.*', and 1\.0 GB are free\. Make room\.$"):
-        check_disk(tmp_path, 10**9 + 1001, "Checkpoints", "Make room.")
-
-
 def test_too_little_memory_names_a_chunk_and_leaves_nothing(world, finished_run, tmp_path, monkeypatch):
-    failing = Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 2.00 GiB"))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes.txt").write_text("mine")
+    killed = killed_copy(finished_run, tmp_path / "killed")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "backward", failing)
-        message = r"memory of cpu .*2\.00 GiB.* GB of weights.* of 8 pairs\. Start the same command with --chunk 4"
-        with pytest.raises(OutOfMemory, match=message):
-            train(config(world, tmp_path / "new"))
-        (tmp_path / "old").mkdir()
-        (tmp_path / "old" / "notes.txt").write_text("mine")
-        with pytest.raises(OutOfMemory, match="--checkpoint-activations"):
-            train(config(world, tmp_path / "old", chunk=1))
-        killed = killed_copy(finished_run, tmp_path / "killed")
-        with pytest.raises(OutOfMemory, match="--chunk 1,"):
-            train(config(world, killed, chunk=3))
+        patch.setattr(loop, "backward", Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 2.00 GiB")))
+        for output, chunk, message in (
+            (tmp_path / "new", None, r"2\.00 GiB.* GB of weights.* of 8 pairs.* --chunk 4"),
+            (tmp_path / "old", 1, "--checkpoint-activations"),
+            (killed, 3, "--chunk 1,"),
+        ):
+            with pytest.raises(OutOfMemory, match=message):
+                train(config(world, output, chunk=chunk))
     assert {path.name for path in tmp_path.iterdir()} == {"old", "killed"}
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["notes.txt"]
     train(config(world, killed))
@@ -258,12 +228,13 @@ def test_a_step_that_is_not_finite_is_left_out_and_its_samples_named_by_two_proc
     """With a frozen image tower and a broken image."""
     poison("dragon")
     world = world_with(world, tmp_path, broken=[7], captions={15: "A red cat. It is a dragon. It is flat."})
-    settings = dict(freeze_image_tower=True, max_bad=0.1, max_steps=6, eval_every=6)
+    settings = dict(freeze_image_tower=True, max_bad=0.1, max_steps=9, eval_every=9)
     alone, shared = tmp_path / "alone" / "run", tmp_path / "shared" / "run"  # each with a feature cache beside it
     train(config(world, alone, **settings))
     named = lines_of(alone / "not-finite.jsonl")
-    assert named and all("15.png" in line["samples"] and len(line["samples"]) == 8 for line in named)
-    assert {line["step"] for line in log(alone) if "loss" in line} == {*range(1, 7)} - {line["step"] for line in named}
+    assert all("15.png" in line["samples"] and len(line["samples"]) == 8 for line in named)
+    skipped = {line["step"] for line in named}
+    assert len(skipped) > 2 and {line["step"] for line in log(alone) if "loss" in line} == {*range(1, 10)} - skipped
     before, after = load_backbone(world[0]).model.state_dict(), saved(alone, "last")
     wrong = {name for name, tensor in after.items() if not tensor.isfinite().all()}
     assert wrong == {"token_embedding.weight"} and not torch.equal(after["ln_final.weight"], before["ln_final.weight"])
@@ -362,30 +333,20 @@ def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys)
     assert "shard-000000.tar: changed shard" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"keep_best": 11}, "24 usable pairs less 17 held out leave 7.*--keep-best"),
-        ({"components": 8}, "components is 8, but must be at least 1 and less than 7"),
-        ({"model": "toy/long-clip"}, "'toy/long-clip' is not in open_clip's layout, so it cannot be trained"),
-        ({"keep_positions": 76}, r"keep must be in \[0, 75\] for a table of 77 positions, got 76"),
-        ({"images": str(Path(__file__).parent)}, "looked up in .*, 18 are missing, for example '6.png'"),
-    ],
-)
-def test_bad_settings_are_named(world, tmp_path, settings, message):
-    with pytest.raises(UserError, match=message):
-        train(replace(config(world, tmp_path / "run"), **settings))
-
-
-def test_random_weights_are_asked_for_and_batch_normalisation_is_refused(world, tmp_path):
+def test_bad_settings_are_named(world, tmp_path):
     resnet = CONFIG | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}}
-    with registered(tmp_path / "configs", Tiny=CONFIG, ResNet=resnet):
-        settings = config(("Tiny", *world[1:]), tmp_path / "run", pretrained="none", max_steps=1)
-        with pytest.raises(UserError, match=r"'Tiny' is an open_clip model without weights.*none"):
-            replace(settings, pretrained=None)
-        with pytest.raises(UserError, match="batch normalisation"):
-            train(replace(settings, model="ResNet"))
-        assert train(settings) == tmp_path / "run" / "last"
+    with registered(tmp_path / "configs", ResNet=resnet):
+        for settings, message in (
+            ({"keep_best": 11}, "24 usable pairs less 17 held out leave 7"),
+            ({"components": 8}, "at least 1 and less than 7"),
+            ({"model": "ResNet", "pretrained": "none"}, "batch normalisation"),
+            ({"model": "ResNet"}, "without weights"),
+            ({"model": "toy/long-clip"}, "not in open_clip's layout"),
+            ({"keep_positions": 76}, r"keep must be in \[0, 75\]"),
+            ({"images": str(Path(__file__).parent)}, "18 are missing, for example '6.png'"),
+        ):
+            with pytest.raises(UserError, match=message):
+                train(replace(config(world, tmp_path / "run"), **settings))
 
 
 def test_too_many_bad_records_end_with_what_mends_their_kind(world, tmp_path):
@@ -393,37 +354,32 @@ def test_too_many_bad_records_end_with_what_mends_their_kind(world, tmp_path):
     entries = json.loads(Path(world[1]).read_text())
     (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "0.png"}, {"image": "1.png"}]))
     shutil.copytree(world[2], tmp_path / "images")
-    for name in list((tmp_path / "images").iterdir())[:2]:
-        name.unlink()
+    for name in ("0.png", "1.png"):
+        (tmp_path / "images" / name).unlink()
     for data, given, message in (
-        (world[1:], {"sampling": "given"}, "no short caption .*Add a short_caption to the entries .* --sampling, such"),
-        ((str(tmp_path / "data.json"), world[2]), {}, "Mend them in the data, or start"),
-        ((world[1], str(tmp_path / "images")), {}, "Mend the images where they are, or start"),
+        (world[1:], {"sampling": "given"}, "Add a short_caption .* --sampling, such"),
+        ((str(tmp_path / "data.json"), world[2]), {}, "Mend them in the data"),
+        ((world[1], str(tmp_path / "images")), {}, "Mend the images"),
     ):
         with pytest.raises(UserError, match=message) as error:
             train(config((world[0], *data), tmp_path / "run", check_data=True, **given))
         assert str(error.value).count("Mend") == ("Mend" in message)
 
 
-def test_held_out_pairs_are_the_first_thousand_but_at_most_a_tenth(world, tmp_path):
-    settings = config(world, tmp_path, validation="auto")
-    assert [settings.held_out_count(records) for records in (1_200_000, 9_999, 5)] == [1000, 999, 0]
-    assert replace(settings, validation=1000).held_out_count(24) == 1000
-
-
 AUTO = dict(validation="auto", batch="auto", components=None, warmup="auto", max_steps=None)
 
 
-def test_batch_and_warmup_fit_small_data(world, tmp_path):
+def test_held_out_pairs_batch_and_warmup_fit_small_data(world, tmp_path):
     settings = config(world, tmp_path, **AUTO)
+    assert [settings.held_out_count(records) for records in (1_200_000, 9_999, 5)] == [1000, 999, 0]
     sizes = [settings.batch_size(pairs) for pairs in (10**6, 256, 255, 100, 11, 4, 3, 0, -5)]
     assert sizes == [256, 256, 128, 64, 8, 4, 4, 4, 4]
     assert [settings.warmup_steps(steps) for steps in (10**6, 2000, 1999, 31, 9)] == [200, 200, 199, 3, 0]
     aligned = AlignConfig(data="x", output="y", base="toy/sdxl", encoder="original")
     assert [aligned.batch_size(pairs) for pairs in (10**6, 48, 47)] == [48, 48, 32]
     assert [aligned.warmup_steps(steps) for steps in (1000, 999)] == [100, 99]
-    given = replace(settings, batch=24, warmup=7)
-    assert given.batch_size(3) == 24 and given.warmup_steps(9) == 7
+    given = replace(settings, validation=1000, batch=24, warmup=7)
+    assert (given.held_out_count(24), given.batch_size(3), given.warmup_steps(9)) == (1000, 24, 7)
 
 
 def test_twelve_pairs_train_with_the_defaults_and_are_told_that_it_is_little(world, tmp_path, capsys):
@@ -446,35 +402,21 @@ def test_twelve_pairs_train_with_the_defaults_and_are_told_that_it_is_little(wor
     is_the_same_run(again, tmp_path / "run")
 
 
-def test_the_epochs_named_make_three_hundred_steps(world, tmp_path, capsys):
-    few = world_with(world, tmp_path, count=5)
-    with pytest.raises(UserError, match=r"5 usable pairs less 2 held out leave 3 .*, fewer than a batch of 4"):
-        train(config(few, tmp_path / "run", **AUTO | dict(validation=2)))
-    train(config(few, tmp_path / "run", **AUTO | dict(epochs=50, max_steps=2)))  # one component is left
-    assert "after 2 steps; --epochs 240 --max-steps 300 makes 300." in capsys.readouterr().out
-    assert [GlobalBatches(5, 4, epochs, 0).total_steps for epochs in (239, 240)] == [298, 300]
-    assert settings_of(tmp_path / "run")["components"] == 1
-
-
 # ---- runs that continue from what was changed, damaged or left unfinished since they stopped
 
 
-def test_another_base_model_preprocessing_or_tokenizer_is_refused_and_a_moved_one_is_not(world, finished_run, tmp_path):
-    run, moved = killed_copy(finished_run, tmp_path / "run"), tmp_path / "moved"
-    weights, preprocessing = tiny_clip(seed=1), load_backbone(world[0])
-    preprocessing.config["preprocess_cfg"]["mean"] = [0.1, 0.2, 0.3]
-    for other in (weights, preprocessing):
-        other.save(moved)
+def test_another_base_model_preprocessing_or_tokenizer_is_refused_and_a_moved_one_is_not(
+    world, finished_run, copy_of, tmp_path
+):
+    run, moved = killed_copy(finished_run, tmp_path / "run"), copy_of(Path(world[0]), tmp_path / "moved")
+    tiny_clip(seed=1).save(tmp_path / "weights")
+    others = [tmp_path / "weights"]
+    for part in ("preprocess_cfg", "tokenizer"):
+        others.append(copy_of(moved, tmp_path / part))
+        correct(others[-1], part)
+    for other in others:
         with pytest.raises(UserError, match="contents of base model: "):
-            train(config((str(moved), *world[1:]), run))
-    for corrected in (True, False):
-        shutil.copytree(world[0], moved, dirs_exist_ok=True)
-        for path in (moved, *moved.rglob("*")):
-            path.chmod(path.stat().st_mode | 0o200)
-        if corrected:
-            correct(moved, "tokenizer")
-            with pytest.raises(UserError, match="contents of base model: "):
-                train(config((str(moved), *world[1:]), run))
+            train(config((str(other), *world[1:]), run))
     train(config((str(moved), *world[1:]), run))
     is_the_same_run(run, finished_run)
 
@@ -483,12 +425,12 @@ def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(world, tmp_path):
     world = world_with(world, tmp_path, count=40, broken=range(10, 35, 5))
     Path(world[2], "35.png").unlink()
     settings = dict(max_steps=12, max_bad=0.1)
-    with pytest.raises(UserError, match=r"share of 0.1 that --max-bad .* with a larger --max-bad: the run continues"):
+    with pytest.raises(UserError, match="with a larger --max-bad: the run continues"):
         train(config(world, tmp_path / "run", **settings))
-    stopped_at = max((tmp_path / "run").glob("checkpoint*")).name
+    (*_, stopped_at) = sorted((tmp_path / "run").glob("checkpoint*"))
     train(config(world, tmp_path / "run", **settings | {"max_bad": 0.3}))
     steps = [line["step"] for line in log(tmp_path / "run") if "loss" in line]
-    assert steps == list(range(1, 13)) and int(stopped_at[-8:]) < 12
+    assert steps == list(range(1, 13)) and int(stopped_at.name[-8:]) < 12
     kinds = {line["where"]: line["kind"] for line in lines_of(tmp_path / "run" / "bad-records.jsonl")}
     assert len(kinds) == 6 and (kinds["10.png"], kinds["35.png"]) == ("unreadable image", "missing image")
 
