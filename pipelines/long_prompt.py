@@ -117,7 +117,8 @@ class LongPromptOptions:
             see `sharpened`. Above 0, at most 4; 1 changes nothing.
         sharpen_sentences: there each sentence's share of the attention to the words is raised to this power, see
             `choose`; within a sentence attention stays as it is. Above 0, at most 16; 1 changes nothing. Not with the
-            readings of programs, nor with averaged parts.
+            readings of programs, nor with averaged parts. A call with `prompt_embeds` needs `sentences`, a tensor of
+            `prompt_layout(...).sentences`.
     """
 
     reading: Reading = "overlap"

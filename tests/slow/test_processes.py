@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 from helpers import tiny_llava
 from helpers.processes import as_options
 from helpers.training_runs import config, is_the_same_run, losses, settings_of
@@ -153,7 +152,6 @@ EXITS = """
 import atexit, sys
 from dataclasses import dataclass
 
-import torch
 
 atexit.register(lambda: print(f"group at exit: {torch.distributed.is_initialized()}"))  # after all registered later
 
