@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.released import two_tables
 from helpers.text_encoders import Runs, long_clip
-from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip, tiny_siglip
+from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip
 from PIL import Image
 
 from debias_diffusion.encoders.loading import load_backbone
@@ -45,23 +45,19 @@ def test_average_pooling_is_saved_and_heeded_when_loaded(tmp_path):
         to_transformers(again, projection=True)
 
 
-@pytest.mark.parametrize(("mode", "size"), [("RGB", (61, 40)), ("RGBA", (5, 200))])
-def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit(mode, size):
+def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit():
     backbone, generator = tiny_clip().eval(), torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8)
-    image = Image.fromarray(pixels.numpy()).convert(mode)
+    pixels = torch.randint(0, 256, (61, 40, 3), generator=generator, dtype=torch.uint8)
+    image = Image.fromarray(pixels.numpy())
     read = backbone.read_pixels(image)
-    assert read.dtype == torch.uint8 and read.shape == (3, 32, 32) and read.float().std() > 1
-    expected = backbone.encode_image(backbone.preprocess(image)[None])
-    assert torch.equal(backbone.encode_image(read[None]), expected)
-    assert backbone.double().encode_image(read[None]).dtype == torch.float64
+    assert read.dtype == torch.uint8 and read.shape == (3, 32, 32)
+    assert torch.equal(backbone.encode_image(read[None]), backbone.encode_image(backbone.preprocess(image)[None]))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("coca_ViT-B-32:none", "cannot be used.*multimodal_cfg"),
-        ("hf-hub:tests/no-such-repository", "hub's cache"),
         ("ViT-B-16:openai", "Use --model ViT-B-16-quickgelu"),
         ("ViT-B-16:opneai", "Did you mean openai"),
     ],
@@ -71,69 +67,34 @@ def test_what_cannot_be_used_is_named(name, message):
         load_two_tower(name)
 
 
-def long_clip_state(length=248):
-    """A checkpoint as Long-CLIP's training leaves it, and the one table that its masks make of its two."""
-    clip = tiny_clip(quick_gelu=True, context_length=length, tokenizer=clip_tokenizer(length))
-    table = clip.model.positional_embedding.data
-    return clip.model.state_dict() | two_tables(table), table
-
-
 QUICK = CONFIG | {"quick_gelu": True}
-WRAPPINGS = {
-    "plain, before torch 1.6": lambda state: state,
-    "state_dict, module.": lambda state: {"state_dict": {f"module.{n}": t for n, t in state.items()}, "epoch": 3},
-    "half, with sizes": lambda state: {n: t.half() for n, t in state.items()} | {"context_length": torch.tensor(77)},
-}
-
-
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_a_long_clip_checkpoint_becomes_one_table_and_is_not_stretched_again(tmp_path, wrapping):
-    state, table = long_clip_state()
-    file = tmp_path / "longclip-tiny.pt"
-    torch.save(WRAPPINGS[wrapping](state), file, _use_new_zipfile_serialization="before" not in wrapping)
-    with registered(tmp_path / "configs", **{"tiny-quickgelu": QUICK}):
-        backbone = load_backbone("tiny-quickgelu", str(file))
-    assert (backbone.context_length, backbone.tokenizer.context_length, backbone.kept_positions) == (248, 248, 20)
-    assert backbone.config["debias_diffusion"] == {"keep": 20, "factor": 4} and not backbone.random_weights
-    tolerance = 0.002 if "half" in wrapping else 0
-    expected = {name: table if name == "positional_embedding" else state[name] for name in backbone.model.state_dict()}
-    torch.testing.assert_close(backbone.model.state_dict(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_positions_of_another_length_are_never_interpolated(tmp_path):
     long_clip().save(tmp_path / "trained")
-    torch.save(long_clip_state(308)[0], tmp_path / "longclip.pt")
-    torch.save(long_clip_state()[0], tmp_path / "quick.pt")
+    state = tiny_clip(quick_gelu=True, context_length=308, tokenizer=clip_tokenizer(308)).model.state_dict()
+    torch.save(state | two_tables(state["positional_embedding"]), tmp_path / "longclip.pt")
     with registered(tmp_path / "configs", **{"tiny": CONFIG, "tiny-quickgelu": QUICK}):
         for model, weights, message in (
             ("tiny", "trained/open_clip_model.safetensors", "holds 248 text positions, 'tiny' has 77"),
             ("tiny-quickgelu", "longclip.pt", "holds 308 text positions, 'tiny-quickgelu' has 248"),
-            ("tiny", "quick.pt", "Use --model tiny-quickgelu"),
+            ("tiny", "longclip.pt", "Use --model tiny-quickgelu"),
         ):
             with pytest.raises(UserError, match=message):
                 load_backbone(model, str(tmp_path / weights))
-    tiny_siglip().save(siglip := tmp_path / "siglip")
-    config = (siglip / "open_clip_config.json").read_text()
-    (siglip / "open_clip_config.json").write_text(config.replace('"context_length": 64', '"context_length": 196'))
-    with pytest.raises(UserError, match="holds 64 text positions, .* has 196"):
-        load_backbone(str(siglip))
 
 
 def test_files_that_are_broken_or_hold_no_weights_are_refused(tmp_path):
     file, code_ran = tmp_path / "weights.pt", tmp_path / "code-ran"
-    torch.save(tiny_clip(tokenizer=clip_tokenizer(77)).model.state_dict(), file)
-    whole = file.read_bytes()
-    hostile = pickle.dumps({"state_dict": Runs(code_ran)})
+    torch.save({"epoch": 3}, file)
+    contents = b"", b"not weights", file.read_bytes()[:-99], pickle.dumps({"state_dict": Runs(code_ran)})
     with registered(tmp_path / "configs", tiny=CONFIG):
-        load_two_tower(f"tiny:{file}")
-        for content in (b"", b"not weights", b"PK\x03\x04 cut short", whole[: len(whole) // 2], hostile):
-            for name in ("weights.pt", "weights.safetensors"):
-                (tmp_path / name).write_bytes(content)
-                with pytest.raises(UserError, match=r"'tiny:.* could not be loaded"):
-                    load_two_tower(f"tiny:{tmp_path / name}")
-        torch.save({"epoch": 3}, file)
         with pytest.raises(UserError, match="no state dict"):
             load_two_tower(f"tiny:{file}")
+        for content in contents:
+            file.write_bytes(content)
+            with pytest.raises(UserError, match=r"'tiny:.* could not be loaded"):
+                load_two_tower(f"tiny:{file}")
     assert not code_ran.exists()
     folder = save_tiny_clip(tmp_path / "folder")
     (tmp_path / "folder" / "open_clip_model.safetensors").unlink()

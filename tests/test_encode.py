@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,33 +49,24 @@ def index_of(output: Path) -> list[dict]:
 
 
 def loaded_by_kohya(image: Path) -> list[np.ndarray]:
-    """The steps of `SdxlTextEncoderOutputsCachingStrategy`: `get_outputs_npz_path`, the check, `load_outputs_npz`."""
-    path = os.path.splitext(image)[0] + "_te_outputs.npz"
-    content = np.load(path)  # no pickle is read
-    assert "hidden_state1" in content and "hidden_state2" in content and "pool2" in content
+    """As `SdxlTextEncoderOutputsCachingStrategy` loads them."""
+    content = np.load(os.path.splitext(image)[0] + "_te_outputs.npz")  # no pickle is read
     return [content[name] for name in ("hidden_state1", "hidden_state2", "pool2")]
 
 
-@pytest.fixture(scope="module")
-def pipes():
-    encoders = {None, "toy/debias-clip"}
-    return {name: load_pipeline("toy/sdxl", name, torch.device("cpu"), part="encoders") for name in encoders}
+@cache
+def pipe_with(encoder):
+    return load_pipeline("toy/sdxl", encoder, torch.device("cpu"), part="encoders")
 
 
 @pytest.mark.parametrize(
-    ("reading", "positions", "given", "encoder"),
-    [
-        ("kohya", 152, 152, None),
-        ("cut", 77, None, None),
-        ("overlap", 227, None, None),
-        ("overlap", 302, 302, "toy/debias-clip"),
-        ("a1111", 231, 231, None),
-    ],
+    ("reading", "positions", "encoder"),
+    [("kohya", 152, None), ("cut", 77, None), ("overlap", 302, "toy/debias-clip"), ("a1111", 231, None)],
 )
-def test_kohya_loads_what_pipelines_read(tmp_path, pipes, reading, positions, given, encoder):
+def test_kohya_loads_what_pipelines_read(tmp_path, reading, positions, encoder):
     put(tmp_path, TEXTS, ".caption")
-    run(tmp_path, reading=reading, positions=given, encoder=encoder)
-    pipe = pipes[encoder].set_long_prompt(reading=reading, positions=positions)
+    run(tmp_path, reading=reading, positions=None if reading == "cut" else positions, encoder=encoder)
+    pipe = pipe_with(encoder).set_long_prompt(reading=reading, positions=positions)
     for image, text in TEXTS.items():
         embeds, _, pooled, _ = pipe.encode_prompt(text, do_classifier_free_guidance=False)
         first, second, pool = arrays = loaded_by_kohya(tmp_path / image)
@@ -84,7 +76,7 @@ def test_kohya_loads_what_pipelines_read(tmp_path, pipes, reading, positions, gi
         assert np.array_equal(pool, pooled[0].detach())
 
 
-def test_a_trainer_of_diffusers_finds_all_captions_of_an_image(tmp_path, pipes, capsys):
+def test_a_trainer_of_diffusers_finds_all_captions_of_an_image(tmp_path, capsys):
     put(tmp_path, dict.fromkeys(("a.png", "b.png"), ""))
     rows = [("a.png", SHORT), ("a.png", LONG), ("b.png", SHORT), ("gone.png", SHORT), ("../a.png", SHORT)]
     lines = (json.dumps({"file_name": name, "text": text}) for name, text in rows)
@@ -93,7 +85,7 @@ def test_a_trainer_of_diffusers_finds_all_captions_of_an_image(tmp_path, pipes, 
     index = index_of(output)
     assert [(row["image"], row["caption"]) for row in index] == rows[:3]
     assert index[0]["file"] == index[2]["file"] != index[1]["file"]
-    pipe = pipes[None].set_long_prompt(positions=227)
+    pipe = pipe_with(None).set_long_prompt(positions=227)
     for row in index:
         embeds, _, pooled, _ = pipe.encode_prompt(row["caption"], do_classifier_free_guidance=False)
         tensors = load_file(output / row["file"])
@@ -108,13 +100,11 @@ def test_only_what_differs_is_made_again(tmp_path, to):
     pattern = f"**/*{SUFFIX}" if to == "kohya" else "out/*.safetensors"
     run(tmp_path, to)
     before = written(tmp_path, pattern)
-    run(tmp_path, to)
-    assert written(tmp_path, pattern) == before and len(before) == 2
     (tmp_path / "a.txt").write_text(f"{SHORT} {SHORT}")
     run(tmp_path, to)
     after = written(tmp_path, pattern)
-    kept = before.items() & after.items()
-    assert {name for name, _ in kept} == before.keys() - ({f"a{SUFFIX}"} if to == "kohya" else set())
+    kept = {name for name, _ in before.items() & after.items()}
+    assert kept == before.keys() - ({f"a{SUFFIX}"} if to == "kohya" else set()) and len(before) == 2
     for options in ({"reading": "separate"}, {"positions": 302}, {"encoder": "toy/debias-clip"}, {"dtype": "fp16"}):
         run(tmp_path, to, **options)
         last = written(tmp_path, pattern)
@@ -123,24 +113,20 @@ def test_only_what_differs_is_made_again(tmp_path, to):
         after = last
 
 
-@pytest.mark.parametrize("to", ["kohya", "diffusers"])
-def test_files_of_others_stay_unless_they_may_be_replaced(tmp_path, to):
+def test_files_of_others_stay_unless_they_may_be_replaced(tmp_path):
     put(tmp_path, {"a.png": SHORT})
-    if to == "kohya":
-        np.savez(tmp_path / f"a{SUFFIX}", hidden_state1=np.zeros((77, 768)))
-        foreign = [tmp_path / f"a{SUFFIX}"]
-    else:
-        [file] = (name for name in os.listdir(run(tmp_path, to)) if name != INDEX)
-        foreign = [tmp_path / "out" / file, tmp_path / "out" / INDEX]
-        save_file({"prompt_embeds": torch.zeros(1)}, foreign[0])
-        foreign[1].write_text('{"image": "a.png"}\n')
-    before = [path.read_bytes() for path in foreign]
-    with pytest.raises(UserError, match=rf"{len(foreign)} files in .* are not of this command: .*--overwrite"):
+    (tmp_path / "out").mkdir()
+    foreign = {"kohya": tmp_path / f"a{SUFFIX}", "diffusers": tmp_path / "out" / INDEX}
+    np.savez(foreign["kohya"], hidden_state1=np.zeros((77, 768)))
+    foreign["diffusers"].write_text('{"image": "a.png"}\n')
+    for to, path in foreign.items():
+        before = path.read_bytes()
+        with pytest.raises(UserError, match="1 files in .* are not of this command: .*--overwrite"):
+            run(tmp_path, to)
+        assert path.read_bytes() == before
+        run(tmp_path, to, overwrite=True)
+        assert path.read_bytes() != before
         run(tmp_path, to)
-    assert [path.read_bytes() for path in foreign] == before
-    run(tmp_path, to, overwrite=True)
-    assert not any(new == old for new, old in zip((path.read_bytes() for path in foreign), before, strict=True))
-    run(tmp_path, to)
 
 
 def metadata(*names: str) -> str:
@@ -150,16 +136,11 @@ def metadata(*names: str) -> str:
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({"a.jpg": ""}, {}, "one file, of one caption, .*: a.jpg and a.png"),
         ({"a.caption": SHORT}, {}, ": a.caption and a.txt"),
         ({"metadata.jsonl": metadata("a.png", "a.png")}, {}, ": a.png and a.png"),
-        ({"metadata.jsonl": metadata("../x.png")}, {}, r"no usable record, and 1 bad .*\.\./x.png"),
         (dict.fromkeys(("a.txt", "b/c.d.txt"), "a [cat|dog]"), {"reading": "a1111"}, r"2 bad .*\[cat\|dog\]"),
         ({"c.txt": SHORT, "d.png": ""}, {}, "2 of 4 records cannot be used.* --max-bad"),
         ({}, {"positions": 152}, "1 of 2 captions do not fit 152 positions: b/c.d.jpg. Give --positions 227"),
-        ({"a.txt": LONG * 2}, {}, "do not fit 302 positions: a.png. Give --positions 377"),
-        ({}, {"positions": 100, "reading": "kohya"}, "positions is 100"),
-        ({}, {"base": "sd15"}, "is a StableDiffusionPipeline"),
         ({}, {"to": "diffusers", "output": None}, "needs --output"),
     ],
 )
@@ -170,11 +151,6 @@ def test_what_would_be_lost_in_silence_is_refused_by_name(tmp_path, files, optio
             (tmp_path / name).write_text(content)
         else:
             Image.new("RGB", (8, 8)).save(tmp_path / name)
-    if options.get("base"):
-        index = Path(shipped("toy/sdxl"), "model_index.json").read_text()
-        (base := tmp_path / "sd15").mkdir()
-        (base / "model_index.json").write_text(index.replace("StableDiffusionXLPipeline", "StableDiffusionPipeline"))
-        options = {"base": str(base)}
     with pytest.raises(UserError, match=message):
         run(tmp_path, **options)
     assert not written(tmp_path)
@@ -193,8 +169,6 @@ def test_room_is_counted_before_anything_is_written(tmp_path, monkeypatch, capsy
     size = run(tmp_path) and sum(array.nbytes for array in loaded_by_kohya(tmp_path / "a.png"))
     monkeypatch.setattr(encode.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
     run(tmp_path, reading="separate")  # takes the place of what is there
-    (tmp_path / f"a{SUFFIX}").unlink()
-    run(tmp_path)
     for path in (tmp_path / f"a{SUFFIX}", tmp_path / f"b/c.d{SUFFIX}"):
         path.unlink()
     with pytest.raises(UserError, match="The disk has no room for them. .*--dtype fp16"):

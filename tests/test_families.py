@@ -5,7 +5,7 @@ import open_clip
 import pytest
 import torch
 from helpers.texts import HOSTILE, random_strings
-from helpers.tiny_clip import registered, tiny_siglip, without_weights
+from helpers.tiny_clip import tiny_siglip, without_weights
 from open_clip.tokenizer import HFTokenizer
 
 from debias_diffusion.clip.families import find_family
@@ -29,8 +29,6 @@ def test_every_model_of_open_clip_has_its_family_or_is_refused():
     for model in ("ViT-B-16-quickgelu", "ViT-L-14-336-quickgelu", "ViT-H-14", "ViT-bigG-14"):
         assert families[model] == ("CLIP", "softmax")
     assert not families.keys() & {"coca_ViT-B-32", "nllb-clip-base-siglip", "ViT-L-14-CLIPA", "MobileCLIP-S1"}
-    with_bias = open_clip.get_model_config("ViT-B-16") | {"init_logit_bias": -10}
-    assert find_family("a CLIP", with_bias).loss == "sigmoid"
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -45,9 +43,6 @@ def test_rows_are_those_of_open_clips_tokenizer_in_the_same_folder(tmp_path, ver
     assert ours.shape == (len(texts), 64) and (ours == backbone.tokenizer.markers.pad).any()
     tokenizer, pad = backbone.tokenizer, {1: 1, 2: 0}[version]  # pads stand before the text and after EOS
     assert tokenizer.markers == Markers(sot=None, eot=1, pad=pad)
-    ids = tokenizer.text_ids(["the cat"])
-    row = tokenizer.batch(ids, [3]).padded()[0].tolist()
-    assert row == [*[pad] * 3, *ids[0], 1, *[pad] * (64 - 4 - len(ids[0]))]
 
 
 @pytest.mark.parametrize(("version", "keep", "length"), [(1, 20, 196), (2, 0, 256)])
@@ -56,32 +51,13 @@ def test_a_stretched_folder_loads_in_open_clip_and_here(tmp_path, version, keep,
     backbone.stretch(keep)
     backbone.save(tmp_path)
     expected = backbone.encode_text(backbone.tokenize(CAPTIONS))
-    images = torch.randint(0, 256, (2, 3, 160, 160), dtype=torch.uint8)
     again = load_backbone(str(tmp_path)).eval()
     assert torch.equal(again.encode_text(again.tokenize(CAPTIONS)), expected)
-    assert torch.equal(again.encode_image(images), backbone.encode_image(images))
     assert (again.context_length, again.kept_positions, again.loss) == (length, keep, "sigmoid")
     assert torch.equal(again.logit_bias, backbone.logit_bias)
     theirs = open_clip.create_model(f"local-dir:{tmp_path}").eval()
     rows = open_clip.get_tokenizer(f"local-dir:{tmp_path}")(CAPTIONS)
     assert rows.shape == (4, length) and torch.equal(theirs.encode_text(rows), expected)
-
-
-def test_the_tokenizer_may_lie_in_a_folder_of_its_own_and_beside_a_file_of_weights(tmp_path):
-    backbone = tiny_siglip()
-    backbone.save(tmp_path)
-    (tmp_path / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.move(tmp_path / name, tmp_path / "tokenizer" / name)
-    with registered(tmp_path / "configs", tiny=backbone.config["model_cfg"]):
-        for names in ([str(tmp_path)], ["tiny", str(tmp_path / "open_clip_model.safetensors")]):
-            assert torch.equal(load_backbone(*names).tokenize(CAPTIONS).padded(), backbone.tokenize(CAPTIONS).padded())
-    clip_tokenizer(64).save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match="has 49408 ids, the text tower 44"):
-        load_backbone(str(tmp_path))
-    shutil.rmtree(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match="hf download"):
-        load_backbone(str(tmp_path))
 
 
 def test_code_that_a_tokenizer_brings_is_not_run(tmp_path):
@@ -95,9 +71,23 @@ def test_code_that_a_tokenizer_brings_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_tokenizer_may_lie_in_a_folder_of_its_own(tmp_path):
+    backbone = tiny_siglip()
+    backbone.save(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.move(tmp_path / name, tmp_path / "tokenizer" / name)
+    assert torch.equal(load_backbone(str(tmp_path)).tokenize(CAPTIONS).padded(), backbone.tokenize(CAPTIONS).padded())
+    clip_tokenizer(64).save_pretrained(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match="has 49408 ids, the text tower 44"):
+        load_backbone(str(tmp_path))
+    shutil.rmtree(tmp_path / "tokenizer")
+    with pytest.raises(UserError, match="hf download"):
+        load_backbone(str(tmp_path))
+
+
 # OpenAI's and LAION's largest, and SigLIPs of every kind of tower but for the size of their images
-MODELS = ["ViT-L-14-quickgelu", "ViT-B-32", "ViT-H-14", "ViT-bigG-14", "ViT-B-16-SigLIP", "ViT-B-16-SigLIP-i18n-256"]
-MODELS += ["ViT-SO400M-14-SigLIP", "ViT-SO400M-16-SigLIP2-256", "ViT-gopt-16-SigLIP2-256"]
+MODELS = ["ViT-L-14-quickgelu", "ViT-bigG-14", "ViT-B-16-SigLIP", "ViT-SO400M-14-SigLIP", "ViT-gopt-16-SigLIP2-256"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -111,8 +101,7 @@ def test_every_configuration_reads_its_context_length_and_trains_all_its_weights
     assert backbone.loss == ("sigmoid" if "SigLIP" in model else "softmax")
     tokens = backbone.tokenize(["a" * 400, "the cat"])
     assert tokens.lengths[0] + tokens.n_prefix[0] == longer
-    side = backbone.model.visual.image_size
-    images = torch.zeros(2, 3, *side, dtype=torch.uint8, device="meta")
+    images = torch.zeros(2, 3, *backbone.model.visual.image_size, dtype=torch.uint8, device="meta")
     features = torch.cat([backbone.encode_text(tokens.to("meta")), backbone.encode_image(images)])
     assert features.shape == (4, config["embed_dim"])
     features.sum().backward()

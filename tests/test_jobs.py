@@ -1,6 +1,7 @@
 """The job folder: what continues there and what is refused, whenever it was killed and whatever was damaged."""
 
 import os
+import subprocess
 from itertools import chain, count
 
 import pytest
@@ -9,9 +10,8 @@ from helpers.ranks import forked
 from helpers.stops import Stopped, stopped_at
 from safetensors.torch import save_file
 
-from debias_diffusion import files
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import explain_full_disk, read_json, unfinished, write_json
+from debias_diffusion.files import explain_full_disk, read_json, write_json
 from debias_diffusion.jobs import Job
 
 SETTINGS, INPUTS = {"seed": 0, "betas": (0.9, 0.99), "data": "a.json"}, {"data": "d1", "base model": None}
@@ -44,16 +44,14 @@ def test_items_stay_with_their_notes(tmp_path):
     written, again = job, Job.read(tmp_path / "deep" / "job")
     for job in (written, again):
         assert job.names() == ["b.txt", "parts/1.txt", "last", "a.txt", "generation-1"]
-        assert job.names("parts/") == ["parts/1.txt"] and "a.txt" in job and "c.txt" not in job
+        assert job.names("parts/") == ["parts/1.txt"]
         found = [read(job, name) for name in ("b.txt", "parts/1.txt", "last", "generation-1", "c.txt")]
         assert found == ["newer", "of parts/1.txt", "of last", None, None]
-        assert (job.notes("b.txt"), job.notes("last")) == ({"size": 0}, {"size": 4})
-        assert job.notes("generation-1") == {"best": 0.5}
+        assert (job.notes("b.txt"), job.notes("generation-1")) == ({"size": 0}, {"best": 0.5})
         assert job.settings["betas"] == [0.9, 0.99] and job.inputs == INPUTS and job.command == "train"
     for name in ("last", "a.txt", "a.txt"):
         job.remove(name)
     assert {path.name for path in job.folder.iterdir()} == {"job.json", "items.jsonl", ".lock", "parts", "b.txt"}
-    assert Job.read(tmp_path / "nowhere").names() == []
 
 
 def work(folder):
@@ -80,8 +78,6 @@ def check_that_it_continues(folder):
         assert not list(folder.glob(".*.tmp")) + list(folder.glob(".*.old"))
         if "note-1" in job:  # then `best` was finished, and is never lost
             assert read(job, "best") == str(job.notes("best")["step"])
-        if "note-2" in job:
-            assert read(job, "best") == "2"
     work(folder)
     job = Job.read(folder)
     assert [read(job, name) for name in ("checkpoint-2.pt", "best", "last")] == ["2", "2", "result"]
@@ -182,31 +178,18 @@ def test_what_a_job_did_not_make_is_not_replaced(tmp_path):
         assert (tmp_path / "a.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["a.txt", "last"])
-@pytest.mark.parametrize("target", ["mine/file", "mine", None])
-def test_an_item_that_became_a_link_or_a_pipe_is_replaced(tmp_path, name, target):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("precious")
-    with opened(tmp_path / "job") as job:
-        for place in (unfinished(job.folder, name, "tmp"), unfinished(job.folder, name, "old"), job.folder / name):
-            write(job, name, "1")
-            files.remove_path(place)
-            place.symlink_to(tmp_path / target) if target else os.mkfifo(place)
-            write(job, name, "2")
-            assert read(job, name) == "2" and not (job.folder / name).is_symlink()
-    assert os.listdir(tmp_path / "mine") == ["file"] and (tmp_path / "mine" / "file").read_text() == "precious"
-
-
-def test_a_disk_that_fills_up_leaves_the_old_item(small_disk):
-    with opened(small_disk / "job") as job:
-        write(job, "a.txt", "1")
-        with (
-            pytest.raises(UserError, match="No space left on the disk.*start the same command again"),
-            explain_full_disk(),
-            job.write("a.txt") as temporary,
-        ):
-            save_file({"x": torch.zeros(5_000_000)}, temporary)
-        assert read(job, "a.txt") == "1" and not list(job.folder.glob(".*.tmp"))
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid(), reason="needs the right to mount a small disk")
+def test_a_disk_that_fills_up_leaves_the_old_item(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", tmp_path]).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        with opened(tmp_path / "job") as job:
+            write(job, "a.txt", "1")
+            with pytest.raises(UserError, match="No space left"), explain_full_disk(), job.write("a.txt") as temporary:
+                save_file({"x": torch.zeros(5_000_000)}, temporary)
+            assert read(job, "a.txt") == "1" and not list(job.folder.glob(".*.tmp"))
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_all_is_on_the_disk_before_its_line_and_its_line_before_its_name(tmp_path, monkeypatch):
@@ -230,12 +213,11 @@ def test_values_are_computed_once_and_again_when_damaged(tmp_path):
             file = job.ensure("a.json", lambda file: calls.append(1) or write_json(file, {"x": 1}))
             assert read_json(file) == {"x": 1}
 
-    for number, damage in enumerate((None, lambda whole: whole[:-1] + b"?", lambda whole: whole[:9]), 1):
-        if damage:
-            (tmp_path / "a.json").write_bytes(damage((tmp_path / "a.json").read_bytes()))
+    for number in (1, 2):
         values()
         values()
         assert len(calls) == number
+        (tmp_path / "a.json").write_bytes((tmp_path / "a.json").read_bytes()[:9])
     keys = [Job.key("recall", depends) for depends in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3})]
     assert keys[0] == keys[1] != keys[2] and keys[0].startswith("recall-")
 

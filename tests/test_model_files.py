@@ -3,7 +3,7 @@
 import contextlib
 import json
 import types
-from functools import cache, partial, reduce
+from functools import cache, reduce
 from itertools import cycle
 from pathlib import Path
 
@@ -16,13 +16,9 @@ from safetensors.torch import load_file, save
 from debias_diffusion.clip.model_files import check_sizes
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.single_file import write_file
-from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.encoders.transformers_folder import export_text_encoder
 from debias_diffusion.errors import UserError, explain_failure
-from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures
-from debias_diffusion.eval.multimodal import ChatModel
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -103,32 +99,24 @@ def test_a_configuration_that_is_none_is_named(saved, content):
             file = saved(kind) / config
             with replaced(file, content), pytest.raises(UserError, match=file.name):
                 load(saved(kind))
-    index = saved("sdxl") / "model_index.json"
-    with replaced(index, content), pytest.raises(UserError, match=r"model_index\.json"):
-        Checkpoint.parse(index.parent).check_kind()
 
 
 TEXT_CFG = ["model_cfg", "text_cfg"]
 WRONG = [
-    ("siglip", [*TEXT_CFG, "tokenizer_kwargs"], "abc", "tokenizer_kwargs: abc"),
     ("siglip", [*TEXT_CFG, "tokenizer_kwargs", "trust_remote_code"], True, "trust_remote_code=True"),
     ("open_clip", ["debias_diffusion"], {"pooling": []}, "pooling must be one of"),
     ("text encoder", ["num_hidden_layers"], 2, "layers.2.* has no place in it"),
     ("text encoder", ["max_position_embeddings"], 78, r"position_embedding.weight is \(77, 32\), not \(78, 32\)"),
     ("clip", ["vision_config", "num_hidden_layers"], 3, "lack 16 tensors of the model, such as .*layers.2"),
     ("sdxl vae", ["mid_block_add_attention"], False, "mid_block.* has no place in it"),
-    ("sdxl", ["cross_attention_dim"], "abc", "could not be loaded"),
 ]
 # What cannot be in the files is refused before it is built.
 HUGE = [
     ("open_clip", [*TEXT_CFG, "layers"], 10**7),
     ("open_clip", ["model_cfg", "vision_cfg", "image_size"], 10**9),
-    ("siglip", [*TEXT_CFG, "width"], 10**9),
     ("text encoder", ["intermediate_size"], 10**12),
-    ("clip", ["text_config", "max_position_embeddings"], 10**12),
     ("vit", ["num_hidden_layers"], 10**7),
     ("sdxl", ["block_out_channels"], [32, 10**9]),
-    ("sdxl vae", ["layers_per_block"], 10**7),
     ("sdxl text", ["vocab_size"], 10**12),
 ]
 WRONG += [(*huge, "has a configuration of at least .* bytes") for huge in HUGE]
@@ -153,31 +141,13 @@ def test_published_models_can_be_in_their_files(model):
         check_sizes(open_clip.get_model_config(model), weights // 5000, model)
 
 
-@pytest.mark.parametrize(("kind", "place"), [("open_clip", "tokenizer"), ("clip", ""), ("sdxl", "tokenizer_2")])
+@pytest.mark.parametrize(("kind", "place"), [("open_clip", "tokenizer"), ("sdxl", "tokenizer_2")])
 def test_a_tokenizer_that_makes_its_library_panic_is_refused(saved, kind, place):
     """Rust's panics are no Exception."""
     file, load = saved(kind) / place / "tokenizer.json", KINDS[kind][3]
     panics = with_value(file, ["normalizer"], {"type": "Precompiled", "precompiled_charsmap": "AAAA"})
     with replaced(file, panics), pytest.raises(UserError, match="[Tt]okenizer|checkpoint"):
         load(saved(kind))
-
-
-def test_a_tokenizer_with_ids_that_the_encoder_has_not_is_refused(saved):
-    file = saved("text encoder") / "tokenizer" / "tokenizer.json"
-    too_many = with_value(file, ["model", "vocab", "zebra"], 70_000)
-    with replaced(file, too_many), pytest.raises(UserError, match="ids"):
-        load_text_encoder(saved("text encoder"))
-
-
-@pytest.mark.parametrize("path", ["runs/none", "~/x", "mine/none", "a/b/c", "a" * 300, "\0"])
-def test_a_path_that_is_missing_is_no_name_of_the_hub(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").mkdir()
-    in_pictures = [partial(network, device=CPU) for network in (ClsFeatures, InceptionFeatures)]
-    in_pictures.append(partial(ChatModel, device=CPU, precision="fp32", batch=1))
-    for load in (load_text_encoder, load_two_tower, load_sdxl, *in_pictures):
-        with pytest.raises(UserError, match=r"not there|Unknown model|could not be|cannot be"):
-            load(path)
 
 
 def absent_name():
@@ -192,10 +162,9 @@ def assertion():
     assert CPU.index
 
 
-BUGS = [absent_name, absent_attribute, assertion, lambda: assertion(1), lambda: assertion(a=1)]
-
-
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize(
+    "bug", [absent_name, absent_attribute, assertion, lambda: assertion(1), lambda: assertion(a=1)]
+)
 def test_a_bug_of_this_package_is_no_fault_of_a_file(bug):
     in_package = types.FunctionType(bug.__code__, {**globals(), "__name__": "debias_diffusion.encoders.spec"})
     with pytest.raises((AttributeError, AssertionError, NameError, TypeError)), explain_failure("The model"):

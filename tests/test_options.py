@@ -46,33 +46,20 @@ USABLE = {
 REFUSED = [
     (app.AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
     (app.AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
-    (app.AblateConfig, {"search": "bp", "way": "mean"}, "bp suppresses the image tower's heads"),
-    (app.AblateConfig, {"data": None}, "Give either --data"),
-    (app.AlignConfig, {"encoder": None}, "Give --encoder"),
     (app.AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
     (evaluate.AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
     (evaluate.AttentionConfig, {"prompt": None}, "no data and no benchmark"),
-    (evaluate.AttentionConfig, {"root": "r"}, "Given is root 'r'"),
     (app.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (evaluate.FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes"),
     (evaluate.DriftConfig, {"encoders": ["toy/clip", "separate:toy/clip"]}, "none twice"),
     (evaluate.GenerationConfig, {"layer": "first"}, "layer is 'first', but must be penultimate or last."),
-    (
-        evaluate.GenerationConfig,
-        {"encoders": ["chunks:toy/clip"]},
-        "how an encoder reads long prompts: overlap, separate, cut",
-    ),
-    (evaluate.RetrievalConfig, {"data": None, "dataset": "coco"}, "dataset is 'coco', but must be values, each text."),
+    (evaluate.GenerationConfig, {"encoders": ["chunks:toy/clip"]}, "reads long prompts: overlap, separate, cut"),
     (evaluate.RetrievalConfig, {"data": None, "dataset": ["coco"]}, "Given is dataset ['coco']"),
-    (app.AppConfig, {"encoders": ["toy/clap"]}, "Did you mean toy/clip"),
     (app.ExportConfig, {"to": "modular"}, "Leave out --model"),
-    (app.ExportConfig, {"model": None}, "Give --model"),
     (app.GenerateConfig, {"steps": 10**9}, "steps is 1000000000, but must be a whole number, from 1 to 1000, or null."),
     (app.GenerateConfig, {"encoder": "cut:toy/clip", "reading": "separate"}, "both say how prompts are read"),
     (app.GenerateConfig, {"prompt": None}, "not neither"),
-    (app.GenerateConfig, {"prompts": "p.txt"}, "not both"),
     (ReproduceConfig, {"target": []}, "Give a table"),
-    (ReproduceConfig, {"seeds": []}, "There are no seeds"),
     (app.SynthesizeConfig, {"images": None}, "Neither data nor images"),
     (app.SynthesizeConfig, {"data": "toy/test"}, "are no files"),
     (TrainConfig, {"seed": 2**32}, "seed is 4294967296, but must be a whole number, from 0 to 4294967295."),
@@ -107,8 +94,7 @@ def test_every_number_has_a_range(options):
     for name in (name for name, hint in get_type_hints(options).items() if re.search(r"\b(int|float)\b", str(hint))):
         recipe = {"recipe": "fix-clip"} if options is TrainConfig and name in FIX_CLIPS else {}
         may_be_zero = name in MAY_BE_ZERO and (recipe or name not in FIX_CLIPS)
-        wrong = [NAN, *[-1] * (name != "guidance_scale"), *[0] * (not may_be_zero)]
-        for value in (*wrong, *[1e300] * (name == "learning_rate")):
+        for value in (NAN, *[-1] * (name != "guidance_scale"), *[0] * (not may_be_zero)):
             value = {"seeds": [value], "betas": (value, 0.9)}.get(name, value)
             with pytest.raises(UserError, match=f"^{name} is .*, but must be "):
                 options(**USABLE[options] | recipe | {name: value})

@@ -8,7 +8,6 @@ from helpers.html_page import Page
 from helpers.untrained_toys import save_untrained_toys
 from PIL import Image
 
-from debias_diffusion.app import quickstart as app
 from debias_diffusion.app.fine_tuning import RECIPES
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
 from debias_diffusion.encoders.spec import load_text_encoder
@@ -57,21 +56,7 @@ def test_a_finished_run_does_nothing_again(finished, setup, monkeypatch, capsys)
         quickstart(QuickstartConfig(**TINY, output=str(finished), seed=1), setup)
 
 
-@pytest.mark.parametrize("train", ["debias-clip-sdxl", "all"])
-def test_the_other_encoders_are_those_of_the_package(tmp_path, train, monkeypatch):
-    steps = app._steps(QuickstartConfig(str(tmp_path), train=train), Setup())
-    (draw,) = [step for title, step in steps if title.startswith("draw 100 long prompts")]
-    monkeypatch.setattr(app, "GenerationConfig", dict)
-    monkeypatch.setattr(app, "evaluate_generation", lambda settings: settings)
-    trained = RECIPES if train == "all" else ["debias-clip-sdxl"]
-    assert draw()["encoders"] == ["cut:original", "original"] + [
-        str(tmp_path / "training" / recipe) if recipe in trained else f"toy/{recipe}" for recipe in RECIPES
-    ]
-    assert [title for title, _ in steps if title.startswith("train")] == [f"train {recipe}" for recipe in trained]
-
-
 def test_folders_of_others_are_refused(tmp_path, setup):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="something else"):
         quickstart(QuickstartConfig(**TINY, output=str(tmp_path)), setup)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]

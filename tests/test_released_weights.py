@@ -39,8 +39,7 @@ def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(
     with pytest.warns(UserWarning, match=GUESSED):
         load_text_encoder(file)
     gelu = load_two_tower(f"deep:{file}")  # as weights trained from LAION's
-    features = gelu.encode_text(gelu.tokenize(CAPTIONS))
-    assert gelu.context_length == 248 and (features - expected).abs().max() > 1e-3
+    assert (gelu.encode_text(gelu.tokenize(CAPTIONS)) - expected).abs().max() > 1e-3
     long_clip, _ = released(tmp_path, "")
     with pytest.raises(UserError, match="a Long-CLIP checkpoint"):
         load_two_tower(f"deep:{long_clip}")
@@ -58,20 +57,15 @@ def test_as_released_all_positions_are_of_the_first_table(known, tmp_path):
         close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected)
         assert (backbone.context_length, backbone.kept_positions) == (248, 20)
     assert (trained - expected).abs().max() > 1e-3
-    encoder, tokenizer = load_text_encoder(f"as-released:{file}")
-    ids = tokenizer(CAPTIONS, padding="max_length", truncation=True, return_tensors="pt").input_ids
-    close(encoder(ids).pooler_output @ backbone.model.text_projection, expected)
     read = EncoderSpec.parse(f"cut:{named}")
     assert (read.reading, read.as_released) == ("cut", True)
     plain = [EncoderSpec.parse(name) for name in (str(file), f"deep-quickgelu:{file}")]
     assert len({spec.digest for spec in (*plain, read, EncoderSpec.parse(f"as-released:{file}"))}) == 4
     long_clip, _ = released(tmp_path, "")
-    for name in (f"as-released:deep-quickgelu:{long_clip}", f"as-released:{long_clip}"):
-        with pytest.raises(UserError, match="does not hold two tables"):
-            load_text_encoder(name)
-    for name in ("as-released:toy/clip", "as-released:deep-quickgelu:openai", f"as-released:{tmp_path}"):
-        with pytest.raises(UserError, match="stands before a file"):
-            EncoderSpec.parse(name)
+    with pytest.raises(UserError, match="does not hold two tables"):
+        load_text_encoder(f"as-released:{long_clip}")
+    with pytest.raises(UserError, match="stands before a file"):
+        EncoderSpec.parse("as-released:toy/clip")
 
 
 def test_the_recipe_as_released_ends_with_the_rate_that_the_file_holds():

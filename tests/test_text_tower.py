@@ -93,7 +93,6 @@ def test_states_of_eot_after_each_block_equal_the_padded_rows(beginning, pooling
         assert torch.equal(features, backbone.encode_text(tokens))
     torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(gradients(backbone, states.square().sum()), expected_gradients, rtol=1e-9, atol=1e-9)
-    assert backbone.text.encode(tokens)[1].shape == (len(MANY), 0, 32)
     with pytest.raises(UserError, match="no block 3"):
         backbone.text.encode(tokens, blocks=[3])
 
@@ -111,22 +110,6 @@ def test_penultimate_states_equal_those_of_the_exported_encoder(pad):
     states = backbone.text.penultimate_states(tokens, pad)
     torch.testing.assert_close(states, expected, rtol=0, atol=1e-9)
     expected.square().sum().backward()
-    weights = {name.removeprefix("text_model."): weight for name, weight in encoder.named_parameters()}
-    theirs = weights["embeddings.position_embedding.weight"].grad
+    (theirs,) = (weight.grad for name, weight in encoder.named_parameters() if "position_embedding" in name)
     ours = gradients(backbone, states.square().sum())["positional_embedding"]
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    tokens = batch_of([(5, 0.1)], "SOT, pads, text", 0)  # pads before a text stay in the states
-    expected = open_clip_states(backbone.model, tokens.padded())[0][-2]
-    torch.testing.assert_close(backbone.text.penultimate_states(tokens, 0), expected, rtol=0, atol=1e-12)
-
-
-def test_nothing_that_is_not_needed_is_computed(monkeypatch):
-    backbone, seen = text_tower(), []
-    for block in backbone.model.transformer.resblocks:
-        forward = block.mlp.forward
-        monkeypatch.setattr(block.mlp, "forward", lambda x, run=forward: seen.append(x.shape) or run(x))
-    ids = backbone.tokenizer.text_ids(["a cat", "a dog on a mat", "birds"])
-    backbone.encode_text(backbone.tokenizer.batch(ids, [10, 0, 4]))
-    # SOT and the longest prefix once, then each caption's text and EOT; of the last block EOT alone
-    tokens = 11 + sum(len(row) + 1 for row in ids)
-    assert seen == [(tokens, 32), (tokens, 32), (3, 32)]

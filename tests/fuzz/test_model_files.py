@@ -5,7 +5,6 @@ import contextlib
 import os
 import pickle
 import resource
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -79,10 +78,8 @@ def models(root: Path) -> dict[str, Callable[[Path], object]]:
         if not name.startswith("sdxl "):
             save(root / name)
             loads[name] = load_sdxl if name == "sdxl" else load
-        if name in ("text encoder", "file"):  # and in torch's format
-            shutil.copytree(root / name, root / f"torch {name}")
-            file = root / f"torch {name}" / weights
-            torch.save(load_file(file), file.with_name("pytorch_model.bin"))
-            file.unlink()
-            loads[f"torch {name}"] = load
+        if name == "file":  # and in torch's format
+            (root / "torch").mkdir()
+            torch.save(load_file(root / name / weights), root / "torch" / "pytorch_model.bin")
+            loads["torch"] = load
     return loads

@@ -13,30 +13,20 @@ class Watched:
     """
 
     def __init__(self, monkeypatch, network: type):
-        self._alive = {"generators": [], "networks": []}
+        self.generators = self.networks = 0
+        self._generator = self._network = lambda: None  # the last of each
         load, init = rendering.load_pipeline, network.__init__
 
         def load_watched(*arguments):
-            self._check("networks")
+            assert self._network() is None, "a network is still in memory"
             pipe = load(*arguments)
-            self._alive["generators"].append(weakref.ref(pipe.unet))
+            self.generators, self._generator = self.generators + 1, weakref.ref(pipe.unet)
             return pipe
 
         def init_watched(built, *arguments, **options):
-            self._check("generators")
+            assert self._generator() is None, "a generator is still in memory"
             init(built, *arguments, **options)
-            self._alive["networks"].append(weakref.ref(built.model))
+            self.networks, self._network = self.networks + 1, weakref.ref(built.model)
 
         monkeypatch.setattr(rendering, "load_pipeline", load_watched)
         monkeypatch.setattr(network, "__init__", init_watched)
-
-    def _check(self, kind: str) -> None:
-        assert not any(model() is not None for model in self._alive[kind]), f"{kind} are still in memory"
-
-    @property
-    def generators(self) -> int:
-        return len(self._alive["generators"])
-
-    @property
-    def networks(self) -> int:
-        return len(self._alive["networks"])

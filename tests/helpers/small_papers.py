@@ -8,7 +8,6 @@ import yaml
 from research.reproduce.papers import read_tables
 
 PAPERS = Path(__file__).parents[2] / "research" / "papers"
-STUDIES = PAPERS.with_name("studies")
 
 
 def write_small_papers(folder: Path) -> Path:

@@ -51,7 +51,7 @@ def results(folder: Path, labels=LABELS) -> list[tuple[Path, dict]]:
         for index in range(5):
             shown = scene("test", index)
             render(replace(shown, things=shown.things[:-1])).save(folder / FOLDER / name / f"{index:06}.png")
-    # The order of a folder's results does not matter, and neither does another folder's.
+    # Another folder's results do not matter.
     return [
         (folder.parent / "elsewhere", generation_report(labels[:1])),
         (folder, generation_report(labels)),

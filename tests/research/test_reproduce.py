@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.small_papers import PAPERS, STUDIES, count_compared, write_small_papers
+from helpers.small_papers import count_compared, write_small_papers
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from PIL import Image
@@ -84,10 +84,6 @@ def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
     assert len(set(names)) == len(names) and named(evaluations=real) == names[:3]
     pairs = named(pairs=8), named(held_out=3), named()
     assert len({of[1] for of in pairs}) == 3 and len({of[0] for of in pairs}) == 1  # of the training alone
-    # Long-CLIP at w = 0.1 is DeBias-CLIP with another short caption: one training, however it is spelled.
-    spelled, work = {"recipe": "long-clip", "short_weight": 0.1}, Work(world, Path("data"), tmp_path)
-    trainings = [Model(training=spelled | more) for more in ({}, {"epochs": 3}, {"sampling": "summary"})]
-    assert len({work.add(model, "docci", 0) for model in trainings}) == 1
 
 
 def test_results_are_named_by_the_contents_of_data_and_models_not_by_their_places(papers, tmp_path):
@@ -119,10 +115,8 @@ def test_results_are_named_by_the_contents_of_data_and_models_not_by_their_place
     image = Image.new("RGB", (32, 32), (1, 2, 3))
     entries = json.dumps(json.loads((root / "data.json").read_text())[:2])
     for name, content, changed in (
-        ("other.txt", "beside them", set()),
         ("images/2.png", image, {"pairs", "training"}),
         ("data.json", entries, {"pairs", "training", "captions"}),
-        ("urban1k/image/1.jpg", image, {"urban1k"}),
         ("urban1k/caption/1.txt", "Another caption.", {"urban1k"}),
         ("clip/open_clip_config.json", "{}", before.keys()),
         ("sdxl/model_index.json", "{ }", {"images"}),
@@ -154,13 +148,12 @@ def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(w
     results = {file: read_json_object(file) for file in output.rglob(RESULT)}
     assert results and all(result["made_with"] == [program()] for result in results.values())
     table, given = output / "toy" / "table-S4.md", settings | {"output": str(output)}
-    assert "several commits" not in table.read_text()
     cut = next(file for file in results if "retrieval" in str(file))
     cut.unlink()
     monkeypatch.setattr(units, "program", lambda: program() | {"commit": "0123456789ab"})
     with pytest.raises(FailedError, match="several commits. .* --mixed"):
         reproduce(ReproduceConfig(["table-S4"], **given))
-    assert "**Made of results of several commits**: " in table.read_text() and "0123456789ab" in table.read_text()
+    assert "**Made of results of several commits**: " in table.read_text()
     assert len(read_json_object(table.with_suffix(".json"))["made_with"]) == 2
     assert len(read_json_object(cut)["made_with"]) == 2  # it went on in a folder that the other had begun
     assert reproduce(ReproduceConfig(["table-S4"], mixed=True, **given)) == [table]
@@ -168,38 +161,16 @@ def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(w
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_commit_is_of_the_checkout_that_a_file_belongs_to(tmp_path):
-    def git(*arguments):
-        names = ["-c", "user.name=n", "-c", "user.email=e"]
-        run = subprocess.run(["git", *names, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
-        return run.stdout.strip()
-
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
     file, other = tmp_path / "a.py", tmp_path / "environment.py"
     file.write_text("1")
     other.write_text("1")
     assert commit_of(file) == ""
-    git("init")
-    git("add", "a.py")
-    git("commit", "-m", "a")
-    assert commit_of(file) == git("rev-parse", "--short=12", "HEAD") and commit_of(other) == ""
+    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *command], check=True)
+    assert len(commit_of(file)) == 12 and commit_of(other) == ""
     file.write_text("2")
     assert commit_of(file).endswith("-dirty")
-
-
-def test_readings_alignments_and_short_positions_are_of_the_trained_encoder(tmp_path, monkeypatch):
-    world, seen = files.read_world(STUDIES, "toy-test"), []
-    monkeypatch.setitem(measuring.KINDS, "generation", lambda settings: seen.extend(settings["encoders"]) or {})
-    work = Work(world, tmp_path / "root", tmp_path / "output")
-    trained = Model("clip", training={"recipe": "long-clip"})
-    changes = {}, {"reading": "cut"}, {"positions": "short"}, {"alignment": {}}
-    units = [work.units[work.add(replace(trained, **change), "long", 7)] for change in changes]
-    for unit in units:
-        unit.work(tmp_path)
-    folder, alignment = tmp_path / "output", units[-1].needs[0]
-    training = units[0].needs[0]
-    assert {unit.needs[0] for unit in units[:-1]} == {training}
-    assert training in work.units[alignment].needs and "/alignment/" in alignment
-    names = [f"{prefix}{folder / training}" for prefix in ("", "cut:", "short:")]
-    assert seen == [*names, str(folder / alignment)] and len({unit.name for unit in units}) == 4
 
 
 def test_only_what_a_row_reads_is_missing(papers, tmp_path):
@@ -208,18 +179,12 @@ def test_only_what_a_row_reads_is_missing(papers, tmp_path):
     assert "1246k_1107.json' is not there. Get it with: hf download" in lines and "coco" in lines
     assert "dino" not in lines and "COLA" not in lines
     assert "COLA" in "\n".join(missing_parts(world, tmp_path, [Model()], [Column("cola-gqa")]))
-    sft = files.read_tables(PAPERS)["aat-figure-5"].rows["SFT, 1 epoch"]
-    lines = "\n".join(missing_parts(files.read_world(PAPERS, "real"), tmp_path, [sft], [Column("imagenet-1k")]))
-    assert "coco-train-1k.jsonl' is not there. Get it with: python -m research pairs" in lines
-    assert missing_parts(files.read_world(PAPERS, "toy"), tmp_path, [sft], [Column("imagenet-1k")]) == []
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rowz": {}}, "unknown key 'rowz'. Did you mean rows"),
-        ({"rows": {"a": {"published": ["x"]}}}, r"rows: a: published is \['x'\]"),
-        ({"rows": {"a": {"training": {"samplin": "random"}}}}, "train has no setting 'samplin'"),
         ({"rows": {"a": {"base": "openai-b61"}}}, "no base model 'openai-b61'"),
         ({"rows": {"a": {"ablation": {}, "training": {}}}}, "both a training"),
         ("a: [", "cannot be read as YAML"),
@@ -286,10 +251,8 @@ def test_queries_are_pooled_where_nothing_is_trained():
     a, b = [100.0, 0.0, 100.0, 100.0] * 20, [0.0, 0.0, 100.0, 0.0] * 20
     names, numbers = [str(at // 4) for at in range(80)], [at // 4 for at in range(80)]
     one = compare({0: queries(*a, groups=names)}, {0: queries(*b, groups=names)})
-    seeds = compare(
-        *({0: queries(*part[:40], groups=names[:40]), 1: queries(*part[40:], groups=names[:40])} for part in (a, b)),
-        trained=False,
-    )
+    halves = [{seed: queries(*part[40 * seed :][:40], groups=names[:40]) for seed in (0, 1)} for part in (a, b)]
+    seeds = compare(*halves, trained=False)
     expected = paired_difference(a, b, numbers)
     for difference in one, seeds:
         assert difference.unit == "queries"
@@ -331,7 +294,6 @@ def test_a_claim_holds_if_each_of_its_comparisons_does(tmp_path):
 def test_a_score_that_was_not_measured_is_missing(monkeypatch):
     """Without a network there is no FID, not a perfect one. Scores of images keep each image's counts and group."""
     scores = {"objects_right": {"value": 75.0}, "fid_64": {"value": None}, "clip_score_4": {"value": 0.5}}
-    scores["objects_right_by_sentence"] = [{"sentence": 2, "value": 75.0}, {"sentence": 3, "value": None}]
     by_image = {"objects_right": {"above": [2, 1], "below": [2, 2]}, "clip_score_4": [None, 0.5]}
     report = {"encoders": {"toy/clip": {"scores": scores, "by_image": by_image}}}
     report["records"] = {"image": ["a", "b"], "group": ["a", "a"]}
@@ -339,11 +301,8 @@ def test_a_score_that_was_not_measured_is_missing(monkeypatch):
     settings = {"encoders": ["toy/clip"], "output": "x", "base": "toy/sdxl", "data": "toy/test"}
     assert measuring.generation_scores(settings) == {
         "objects_right": {"above": [200.0, 100.0], "below": [2, 2], "groups": ["a", "a"]},
-        "objects_right_by_sentence: 2": 75.0,
         "clip_score_4": {"above": [0.5], "below": [1.0], "groups": ["a"]},
     }
-    scores["fid_own"] = {"value": 3.0}
-    assert measuring.generation_scores(settings)["fid"] == 3.0
 
 
 def test_the_slope_of_attention_is_that_of_the_line():

