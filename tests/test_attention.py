@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.fix_clip_steps import LAYERS, PROMPTS, N, prompted
+from helpers.fix_clip_steps import PROMPTS, prompted
 from helpers.text_encoders import open_clip_states
-from helpers.tiny_clip import byte_tokenizer, tiny_clip, tiny_siglip
+from helpers.tiny_clip import tiny_clip, tiny_siglip
 from PIL import Image
 
 from debias_diffusion.data.caption_edits import edit_caption
@@ -26,11 +26,9 @@ from debias_diffusion.eval.attention import (
     evaluate_attention,
     load_caption_reader,
     look_at_captions,
-    split_words,
 )
-from debias_diffusion.eval.image_maps import image_maps, plot_maps
+from debias_diffusion.eval.image_maps import image_maps
 from debias_diffusion.eval.intervals import mean_interval
-from debias_diffusion.eval.session import read_source
 
 CAPTIONS = [
     "A cat.",
@@ -108,33 +106,14 @@ def test_products_of_another_scale_are_compared_alike(backbone):
     one, other = eot_attention(backbone, tokens), eot_attention(louder, tokens)
     torch.testing.assert_close(one.before_softmax, other.before_softmax)
     assert (one.after_softmax - other.after_softmax).abs().max() > 0.01
-    assert eot_attention(backbone, backbone.tokenize([""])).before_softmax[0, :2].tolist() == [0, 0]  # of no text
-
-
-def test_a_transformers_encoder_gives_the_same_and_what_it_says_itself(backbone):
-    encoder, _ = to_transformers(backbone, False)
-    tokens = backbone.tokenize(CAPTIONS)
-    got, expected = eot_attention(encoder, tokens), eot_attention(backbone, tokens)
-    for name in QUANTITIES:
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name), rtol=0, atol=1e-9)
-    encoder.set_attn_implementation("eager")
-    weights = encoder(tokens.padded(), output_attentions=True).attentions[-1]  # [batch, heads, slots, slots]
-    from_eot = weights[torch.arange(len(tokens)), :, got.ends - 1].mean(dim=1)
-    torch.testing.assert_close(got.after_softmax, from_eot, rtol=0, atol=1e-6)
-    half = eot_attention(encoder.bfloat16(), tokens).after_softmax  # multiplied in single precision
-    torch.testing.assert_close(half, expected.after_softmax.float(), rtol=0, atol=0.02)
 
 
 def test_where_no_attention_from_eot_can_be_known_it_is_refused():
-    siglip, average, broken = tiny_siglip(), tiny_clip(), tiny_clip()
+    siglip, average = tiny_siglip(), tiny_clip()
     average.pooling = "average"
-    broken.model.transformer.resblocks[-1].attn.in_proj_bias.data[:] = torch.nan
-    for encoder, message in ((siglip, "SigLIP"), (average, "average pooling"), (broken, "NaN or infinite")):
+    for encoder, message in ((siglip, "SigLIP"), (average, "average pooling")):
         with pytest.raises(UserError, match=message):
             eot_attention(encoder, encoder.tokenize(["a cat"]))
-
-
-# ---- the evaluation
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +145,6 @@ def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
     assert report == json.loads(Path(config.output, "attention.json").read_text())
     assert all(Path(config.output, name).is_file() for name in ("attention.png", "attention_prompt.png"))
     looked = {label: found["attention"] for label, found in report["encoders"].items()}
-    assert [found["keep"]["window"] for found in looked.values()] == [77, 248]
     assert [found["keep"]["cut_captions"] for found in looked.values()] == [1, 0]
     for edit in ("keep", "move4"):
         captions = [edit_caption(text, edit) for text in CAPTIONS]
@@ -188,32 +166,18 @@ def test_bands_are_of_all_text_in_them_and_draw_whole_images(long_backbone, enco
         assert found["bands"]["101-"] is found["band_intervals"]["101-"] is None
 
 
-def test_captions_are_read_to_a_limit_without_their_images(tmp_path):
-    data = write_captions(tmp_path / "data.json", [*(f"cat {number}" for number in range(1001)), "", " "])
-    for limit, count in (("auto", 1000), (None, 1001), (2, 2)):
-        config = AttentionConfig(["toy/clip"], str(tmp_path), data, max_bad=0.01, limit=limit)
-        pairs = read_source(config, only_captions=True)
-        assert pairs.captions == [f"cat {number}" for number in range(count)] and len(pairs.bad) == 2
-
-
 def test_a_prompt_word_by_word(evaluated, long_backbone):
     found, prompt = evaluated[1]["encoders"]["long"]["prompt"], evaluated[0].prompt
     words = found["words"]
     assert [word["word"] for word in words] == "a grey cat costs $ 5 or $ 6 , zyxwvutily .".split()
     assert words[-2]["tokens"] > 1 and words[-1]["position"] == words[-2]["position"] + words[-2]["tokens"]
     attention = eot_attention(long_backbone, long_backbone.tokenize([prompt]))
-    assert found["tokens"] == attention.ends[0] and found["window"] == 248
     tokens = slice(words[-2]["position"], words[-1]["position"])
     assert words[-2]["before_softmax"] == pytest.approx(attention.before_softmax[0, tokens].mean().item(), abs=1e-5)
     assert words[-2]["after_softmax"] == pytest.approx(attention.after_softmax[0, tokens].sum().item(), abs=1e-6)
     every = [found["sot"], found["eot"], *words]
     assert sum(word["after_softmax"] for word in every) == pytest.approx(1.0, abs=1e-5)
-    assert found["eot"]["before_softmax"] == pytest.approx(attention.before_softmax[0, -1].item(), abs=1e-5)
-    ids = byte_tokenizer(77)("a red cat", add_special_tokens=False)["input_ids"]
-    assert split_words(byte_tokenizer(77), ids[:-1]) == [("a", 1), ("red", 3), ("ca", 2)]  # cut at the context length
 
-
-# ---- maps of an image
 
 TEXT = "A cat on a red chair."
 
@@ -244,44 +208,11 @@ def test_a_patch_is_compared_with_the_text_as_cls_would_be(image):
     assert expected.std() > 0.01 and maps["prompts"] == [] and maps["pixels"].shape == (32, 32, 3)
 
 
-@pytest.mark.parametrize(("mask", "layers", "band"), [("bands", "own", 5), ("none", "shared", 0)])
-@torch.no_grad()
-def test_a_prompt_responds_to_patches_by_the_last_block_s_attention(mask, layers, band, image):
-    backbone = prompted(mask, layers).eval()
-    states, last = backbone.image.embed(embedded(backbone, image)), backbone.model.visual.transformer.resblocks[-1]
-    for block in range(LAYERS - 1):
-        states = backbone.image.run_block(block, states)
-    width, heads = last.attn.embed_dim, last.attn.num_heads
-    weight, bias = last.attn.in_proj_weight, last.attn.in_proj_bias
-    query = last.ln_1(backbone.model.visual.regional_prompts.prompts[-1]) @ weight[:width].T + bias[:width]
-    key = last.ln_1(states[0, 1:]) @ weight[width : 2 * width].T + bias[width : 2 * width]
-    maps = image_maps(backbone, image, TEXT)
-    assert len(maps["prompts"]) == PROMPTS and maps["band"] == band
-    for prompt, of_prompt in zip(query, maps["prompts"], strict=True):
-        expected = torch.zeros(N, dtype=torch.float64)
-        for part in (slice(at, at + width // heads) for at in range(0, width, width // heads)):
-            expected += (key[:, part] @ prompt[part] / math.sqrt(width // heads)).softmax(dim=0) / heads
-        torch.testing.assert_close(torch.tensor(of_prompt).double().flatten(), expected, rtol=0, atol=1e-6)
-
-
 def test_the_command_draws_a_row_for_each_encoder(image, tmp_path):
-    for name, backbone in (("clip", tiny_clip()), ("fix-clip", prompted().float())):
-        backbone.save(tmp_path / name)
-    encoders = [str(tmp_path / name) for name in ("clip", "fix-clip")]
+    prompted().float().save(tmp_path / "fix-clip")
+    encoders = ["toy/clip", str(tmp_path / "fix-clip")]
     report = evaluate_attention(AttentionConfig(encoders, str(tmp_path / "out"), prompt=TEXT, image=image))
-    assert [len(numbers["image"]["prompts"]) for numbers in report["encoders"].values()] == [0, PROMPTS]
-    with Image.open(tmp_path / "out" / "attention_image.png") as picture:
-        assert picture.width > picture.height
-    maps = {name: image_maps(backbone, image, TEXT) for name, backbone in (("a", tiny_clip()), ("b", prompted()))}
-    assert [len(axes.images) for axes in plot_maps(maps).axes] == [1, 2, 0, 0, 0, 1, 2, 2, 2, 2]
-
-
-def test_what_has_no_maps_is_refused(image, tmp_path):
-    backbone = tiny_clip()
-    backbone.model.visual.pool_type = "avg"
-    with pytest.raises(UserError, match="does not pool at CLS"):
-        image_maps(backbone, image, TEXT)
-    with pytest.raises(UserError, match="'nowhere.png' cannot be read"):
-        image_maps(tiny_clip(), "nowhere.png", TEXT)
-    with pytest.raises(UserError, match="Give --prompt, too"):
-        AttentionConfig(["toy/clip"], str(tmp_path), data="toy/test", image=image)
+    found = [numbers["image"]["prompts"] for numbers in report["encoders"].values()]
+    assert [len(prompts) for prompts in found] == [0, PROMPTS]
+    assert np.sum(found[1], axis=(1, 2)) == pytest.approx(1)  # the last block's attention to all patches
+    assert (tmp_path / "out" / "attention_image.png").is_file()

@@ -89,9 +89,6 @@ def test_layouts_of_imagenet(tmp_path):
     root = image_folders(tmp_path / "v2", [str(index) for index in range(1000)], drawn=12, suffix="jpeg")
     data = read_imagenet(str(root), "imagenet-v2")  # folders are numbers, not text
     assert data.labels == [int(record.image.split("/")[0]) for record in data.records] == list(range(12))
-    (root / "517").rmdir()
-    with pytest.raises(UserError, match="holds 999 class folders"):
-        read_imagenet(str(root), "imagenet-v2")
     root = image_folders(tmp_path / "a", WNIDS[3::5], drawn=12)
     data = read_imagenet(str(root), "imagenet-a")
     assert (data.labels, data.classes) == (list(range(12)), titles[3::5])  # 200 classes compete
@@ -132,14 +129,11 @@ def test_cifar_100_reads_the_fine_label_and_the_colours(tmp_path):
 
 
 def test_a_wrong_folder_is_told(tmp_path):
-    empty, strange = (image_folders(tmp_path / name, WNIDS[:200], drawn=0) for name in ("empty", "strange"))
-    (strange / "n00000000").mkdir()
+    empty = image_folders(tmp_path / "empty", WNIDS[:200], drawn=0)
     cifar = make_cifar(tmp_path / "cifar", [(1,), (2,)])
     (cifar / "test_batch.bin").write_bytes((cifar / "test_batch.bin").read_bytes()[:-1])
     for dataset, data, message in (
         ("imagenet-o", empty, "no image of a class"),
-        ("imagenet-o", strange, "'n00000000'"),
-        ("imagenet-o", tmp_path / "none", "is not there"),
         ("cifar-10", empty, "no test_batch.bin.*pickle can run code"),
         ("cifar-10", cifar, "6145 bytes"),
     ):
@@ -172,7 +166,3 @@ def test_top1_in_a_closed_form():
     assert numbers["top1_percent"] == 75
     assert numbers["top1_interval_percent"] == pytest.approx((30.06, 95.44), abs=0.01)  # Wilson 1927's formula, by hand
     assert numbers["mean_per_class_percent"] == pytest.approx((50 + 100 + 100) / 3)
-    rows = [(row["class"], row["images"], row["top1_percent"]) for row in numbers["per_class"]]
-    assert rows == [("a", 2, 50.0), ("c", 1, 100.0), ("d", 1, 100.0)]
-    with pytest.raises(UserError, match="NaN"):
-        classify(torch.tensor([[float("nan"), 1]]), torch.eye(2))

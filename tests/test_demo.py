@@ -43,15 +43,12 @@ def toy() -> DemoModels:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, sdxl_folder) -> dict[str, str]:
-    """A base, and encoders for it of 77 positions, of 248, and of another width."""
+    """A base, and an encoder for it of 248 positions."""
     root = tmp_path_factory.mktemp("tiny")
     (root / "base").symlink_to(sdxl_folder)
-    short = text_encoder(seed=5)
-    models = {"short": short, "long": stretched(short, 248), "wide": text_encoder(width=64)}
-    for name, model in models.items():
-        model.save_pretrained(root / name)
-        tiny_tokenizer(model.config.max_position_embeddings).save_pretrained(root / name)
-    return {name: str(root / name) for name in ("base", *models)}
+    stretched(text_encoder(seed=5), 248).save_pretrained(root / "long")
+    tiny_tokenizer(248).save_pretrained(root / "long")
+    return {name: str(root / name) for name in ("base", "long")}
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +68,6 @@ def same(a: Image.Image, b: Image.Image) -> bool:
     return np.array_equal(np.asarray(a.convert("RGB")), np.asarray(b.convert("RGB")))
 
 
-# ---- models
-
-
 def test_encoders_share_all_other_models(toy, tiny):
     for name in ("unet", "vae", "text_encoder_2", "text_encoder"):
         parts = {id(getattr(pipe, name)) for pipe in toy.encoders.values()}
@@ -87,33 +81,15 @@ def test_encoders_share_all_other_models(toy, tiny):
     assert tiny.labels == ["original", "long"] and not tiny.is_toy and tiny.size == (64, 64) and tiny.base == "base"
 
 
-def test_names_say_how_an_encoder_reads(toy, tmp_path):
+def test_names_say_how_an_encoder_reads(toy):
     models = DemoModels("toy/sdxl", ["toy/clip", "separate:toy/clip", "cut:toy/clip"], CPU)
     assert models.labels == ["toy/clip", "toy/clip, separate chunks", "toy/clip, cut at 77 tokens"]
     titles = ["SDXL, whole prompt (with_long_prompts)", "SDXL, separate chunks", "SDXL as it is (cut at 77)"]
-    assert [models.title(label) for label in models.labels] == titles
     assert [models.title("toy/clip", reading) for reading in ("overlap", "separate", "cut")] == titles
     assert len({id(pipe.text_encoder) for pipe in models.encoders.values()}) == 1  # loaded once
-    for reading, label in zip(READINGS, models.labels, strict=False):
-        assert [models.spec(each, reading).reading for each in models.labels] == [reading, "separate", "cut"]
-        (chosen,) = images(toy, encoders=["toy/clip"], reading=reading)
-        (by_name,) = images(models, encoders=[label])
-        assert same(chosen.image, by_name.image) and chosen.read == by_name.read
-        assert from_image(chosen.save(tmp_path), toy)[0].reading == reading
-
-
-def test_models_that_do_not_fit_are_refused(folders):
-    for base, encoders, message in (
-        ("base", ["original", "separate:original", "cut:original", "short", "long", "wide"], "at most 5"),
-        ("base", ["short"] * 2, "none twice"),
-        ("base", ["wide"], "has width 64; the UNet of .* reads 32 of its first encoder"),
-        ("nowhere/at/all", ["short"], "checkpoint .* is not there"),
-    ):
-        with pytest.raises(UserError, match=message):
-            DemoModels(folders.get(base, base), [folders.get(name, name) for name in encoders], CPU)
-
-
-# ---- images
+    (chosen,) = images(toy, encoders=["toy/clip"], reading="separate")
+    (by_name,) = images(models, encoders=[models.labels[1]])
+    assert same(chosen.image, by_name.image) and chosen.read == by_name.read
 
 
 @pytest.mark.parametrize(
@@ -122,7 +98,6 @@ def test_models_that_do_not_fit_are_refused(folders):
         ("toy/clip", {"reading": "separate", "sharpen": 1.5, "sharpen_sentences": 4.0, "scheduler": "UniPC"}),
         ("toy/clip", {"prompt": f'😀 "A" \\ &lt; B and\ttabs\n{PROMPT}', "seed": 2**63 - 9, "reading": "cut"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
-        ("toy/clip", {"prompt": "a [star:ring:0.5] [red|blue]", "reading": "a1111", "steps": 4}),
         ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "no_norm", "prompt": "A (Red star:2) BREAK [ring]"}),
     ],
 )  # fmt: skip
@@ -171,19 +146,6 @@ def test_steps_and_images_come_one_after_the_other(toy, tmp_path):
     assert same(rendered[3].image, again.image) and not same(rendered[1].image, again.image)
 
 
-def test_nothing_that_was_generated_before_shows(toy):
-    (before,) = images(toy, encoders=["toy/debias-clip"])
-    first = {}
-    for name in toy.schedulers:
-        (first[name],) = images(toy, encoders=["toy/clip"], scheduler=name, steps=3, emphasis="comfyui")
-        items = render_request(toy, ask(toy, scheduler=name, steps=9))
-        next(item for item in items if "step 2 of" in item.place)
-        items.close()
-        (after,) = images(toy, encoders=["toy/debias-clip"])
-        assert same(after.image, before.image) and after.text == before.text, name
-    assert all(not same(first["Euler"].image, other.image) for name, other in first.items() if name != "Euler")
-
-
 def test_a_closed_request_ends_within_a_step_and_the_next_waits_for_it(toy):
     calls = []
     hook = toy.encoders["toy/clip"].unet.register_forward_hook(lambda *_: calls.append(1))
@@ -211,31 +173,15 @@ def test_errors_reach_the_caller_and_free_the_device(folders, monkeypatch):
     assert same(images(models, steps=1)[0].image, before.image)
 
 
-# ---- requests
-
-
 def test_what_cannot_be_generated_is_refused(tiny):
     for changes, message in (
         ({"prompt": ""}, "empty"),
-        ({"prompt": "a" * 20_001}, "20,001 characters"),
-        ({"seed": -1}, "got '-1'"),
         ({"images": 9}, "images is 9"),
-        ({"height": 96, "width": 96}, "96 x 96 pixels are too many"),
-        ({"encoders": []}, "No encoder is chosen"),
         ({"encoders": ["long", "longer"]}, "'longer' is no encoder. .*: original, long"),
-        ({"scheduler": "Heun"}, "Unknown scheduler 'Heun'"),
         ({"emphasis": "comfyui", "negative_prompt": f"(a:{'9' * 400})"}, "weights cannot be read"),
     ):
         with pytest.raises(UserError, match=message):
             next(render_request(tiny, ask(tiny, **changes)))
-
-
-def test_the_size_and_the_scenes_of_the_toy_world_are_fixed(toy, tiny):
-    assert check(ask(toy, scene=3), toy).scene == 3
-    for scene, models in ((4, toy), (-1, toy), (2**31, toy), (3, tiny)):
-        assert check(ask(models, scene=scene), models).scene is None  # it is not the prompt's
-    with pytest.raises(UserError, match="48 x 48 pixels only"):
-        check(ask(toy, height=64), toy)
 
 
 def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy):
@@ -245,69 +191,29 @@ def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy):
     assert check(request, toy, budget=2400) == request
 
 
-# ---- PNGs
-
-
-def png_with(path, text: str):
-    info = PngInfo()
-    info.add_text("settings", text)
-    Image.new("RGB", (8, 8)).save(path, format="PNG", pnginfo=info)
-    return path
-
-
-def test_files_without_usable_settings_are_refused(tiny, tmp_path):
-    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\x7f\xff\xff\xfftEXt")
-    with pytest.raises(UserError, match="cannot be read"):
-        from_image(tmp_path / "b.png", tiny)
-    for content, message in (
-        ("[" * 10_000, "cannot be read"),
-        ('{"prompt": 7}', "prompt is 7"),
-        ('{"prompt": "a", "steps": NaN}', "steps is nan"),
-        ('{"prompt": "a", "encoders": [["long"]]}', "cannot be used"),
-    ):
-        with pytest.raises(UserError, match=message):
-            from_image(png_with(tmp_path / "a.png", content), tiny)
-
-
 def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
     settings = {"prompt": "a cat", "encoder": "long", "encoders": ["/home/me/long", "gone"], "base": "other"}
     settings |= {"scheduler": "PLMS", "prompt_2": "a dog", "refiner": "r"}
-    request, notes = from_image(png_with(tmp_path / "a.png", json.dumps(settings)), tiny)
+    (info := PngInfo()).add_text("settings", json.dumps(settings))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
+    request, notes = from_image(tmp_path / "a.png", tiny)
     assert (request.encoders, request.scheduler, request.reading) == (["long"], "Euler", "overlap")
     for words in ("checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not", "refiner is not"):
         assert words in " ".join(notes)
 
 
-# ---- tokens
-
-
-@pytest.mark.parametrize(
-    "prompt, emphasis, reading",
-    [
-        (" \n", None, "overlap"),
-        ("A &amp; (red:1.3) BREAK 😀 [Ring", "comfyui", "overlap"),
-        ("a red(ring:1.3)(star).(cross:1)s", "comfyui", "overlap"),
-        ("a red(ring:1.3) <lora:x:1> # star &amp;", None, "a1111"),
-        ("a [red [big|small] star:blue ring, (old:1.2):0.5]", None, "a1111"),
-    ],
-)
-def test_tokens_are_those_of_the_prompt_as_it_is_read(tiny, prompt, emphasis, reading):
-    tokens, _, _ = count_tokens(tiny, ask(tiny, prompt=prompt, emphasis=emphasis, reading=reading))
-    text = without_weights(prompt, LongPromptOptions(emphasis=emphasis, reading=reading))
-    text = text if reading == "a1111" else clean(text)
-    assert "".join(token for token, _ in tokens) == text
-    ids = tiny.encoders["original"].tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    assert len(tokens) == len(ids)
-
-
 @pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize(
-    "prompt, emphasis", [(f"{PROMPT} {PROMPT} {PROMPT}", None), (f"A (red:1.3) ring BREAK {PROMPT} [cross]", "comfyui")]
+    "prompt, emphasis",
+    [(f"{PROMPT} {PROMPT} {PROMPT}", None), (f"A red(ring:1.3)(star) BREAK 😀 {PROMPT} [cross]", "comfyui")],
 )
 def test_readings_are_those_of_the_images(toy, reading, prompt, emphasis):
     """By the ids that the first encoder gets while its pipeline encodes the prompt."""
     request = ask(toy, prompt=prompt, emphasis=emphasis, reading=reading)
-    for label, counted in count_tokens(toy, request)[2].items():
+    tokens, _, by_encoder = count_tokens(toy, request)
+    text = without_weights(prompt, LongPromptOptions(emphasis=emphasis, reading=reading))
+    assert clean("".join(token for token, _ in tokens)) == clean(text)
+    for label, counted in by_encoder.items():
         options = request.options(toy, label)
         pipe, rows = copy(toy.encoders[label]).set_long_prompt(**asdict(options)), []
         hook = pipe.text_encoder.register_forward_pre_hook(lambda _, given, rows=rows: rows.extend(given[0].tolist()))
@@ -315,15 +221,11 @@ def test_readings_are_those_of_the_images(toy, reading, prompt, emphasis):
             pipe.encode_prompt(cleaned(prompt, options), do_classifier_free_guidance=False)
         finally:
             hook.remove()
-        text = clean(without_weights(prompt, options))
-        ids = pipe.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         read = [row[1 : row.index(pipe.tokenizer.eos_token_id)] for row in rows]
-        expected = [[ids[at] for at in chunk.read] for chunk in counted.chunks]
+        expected = [[counted.ids[at] for at in chunk.read] for chunk in counted.chunks]
+        text = clean(without_weights(prompt, options))
+        assert counted.ids == pipe.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         assert read[: len(expected)] == expected and not any(read[len(expected) :])  # an empty chunk may follow
-        assert counted.ids == ids
-
-
-# ---- attention and movement
 
 
 def test_attention_is_that_of_the_evaluation(toy):
@@ -338,16 +240,12 @@ def test_attention_is_that_of_the_evaluation(toy):
             expected = look_at_prompt(reader, " ".join(word["word"] for word in words))
             values, reference = ([word["after_softmax"] for word in each["words"]] for each in (chunk, expected))
             assert values == pytest.approx(reference, abs=1e-6)
-    plain, weighted = ask(toy, prompt="A red ring."), ask(toy, prompt="A (red:1.3) ring.", emphasis="comfyui")
-    assert attention(toy, weighted) == attention(toy, plain) != attention(toy, replace(weighted, emphasis="none"))
-    for prompt, message in ((" ", "empty"), ("(:1.3)", "holds no words")):
-        with pytest.raises(UserError, match=message):
-            attention(toy, ask(toy, prompt=prompt, emphasis="comfyui"))
+    with pytest.raises(UserError, match="holds no words"):
+        attention(toy, ask(toy, prompt="(:1.3)", emphasis="comfyui"))
 
 
-@pytest.mark.parametrize("reading", ["overlap", "cut"])
-def test_movement_is_that_of_the_chunks_mean_embedding(toy, reading):
-    request, pipe = ask(toy, encoders=["toy/clip"], reading=reading), toy.encoders["toy/clip"]
+def test_movement_is_that_of_the_chunks_mean_embedding(toy):
+    request, pipe = ask(toy, encoders=["toy/clip"]), toy.encoders["toy/clip"]
     bos, eos = pipe.tokenizer.bos_token_id, pipe.tokenizer.eos_token_id
 
     @torch.no_grad()
@@ -358,17 +256,10 @@ def test_movement_is_that_of_the_chunks_mean_embedding(toy, reading):
         return sum(part / part.norm() for part in pooled)
 
     sentences, rows = split_sentences(PROMPT), movement(toy, request)
-    swapped = [sentences[3], *sentences[1:3], sentences[0], *sentences[4:]]
-    edits = [swapped, *(sentences[:k] + sentences[k + 1 :] for k in range(len(sentences)))]
     assert [row["text"] for row in rows] == ["", *sentences]
-    for row, edited in zip(rows, edits, strict=True):
-        expected = 1 - torch.cosine_similarity(mean(sentences), mean(edited), dim=0).item()
-        assert row["distance"]["toy/clip"] == pytest.approx(expected, abs=2e-6)
-    last = rows[-1]["distance"]["toy/clip"]
-    assert last == 0.0 if reading == "cut" else last > 1e-4  # what is not read moves nothing
-
-
-# ---- access
+    without_second = mean([sentences[0], *sentences[2:]])
+    expected = 1 - torch.cosine_similarity(mean(sentences), without_second, dim=0).item()
+    assert rows[2]["distance"]["toy/clip"] == pytest.approx(expected, abs=2e-6)
 
 
 def test_a_user_needs_a_password_that_can_be_read(tmp_path):
@@ -379,14 +270,6 @@ def test_a_user_needs_a_password_that_can_be_read(tmp_path):
             open_app(AppConfig(user=user, password_file=file and str(tmp_path / file)))
 
 
-def test_a_demo_for_others_without_a_password_is_warned_of(capsys, monkeypatch):
-    monkeypatch.setenv("DEBIAS_DIFFUSION_PASSWORD", "secret")
-    for host, user, warned in (("127.0.0.1", None, False), ("0.0.0.0", None, True), ("0.0.0.0", "ann", False)):
-        with pytest.raises(UserError, match="is not available"):  # nothing is served
-            open_app(AppConfig(device="nowhere", host=host, user=user))
-        assert ("it has no password" in capsys.readouterr().err) == warned
-
-
 SITE, MODE = "sec-fetch-site", "sec-fetch-mode"
 
 
@@ -395,14 +278,12 @@ SITE, MODE = "sec-fetch-site", "sec-fetch-mode"
     [
         ("POST", {}, False),  # a program
         ("POST", {"origin": "http://127.0.0.1:7860", SITE: "same-origin"}, False),
-        ("POST", {"origin": "http://[::1]:7860"}, False),
         ("GET", {SITE: "cross-site", MODE: "navigate"}, False),  # a link
         ("GET", {SITE: "cross-site", MODE: "no-cors"}, True),  # an image
         ("POST", {SITE: "cross-site", MODE: "navigate"}, True),  # a form
         ("POST", {"origin": "https://elsewhere.example"}, True),
         ("GET", {"origin": "http://localhost.elsewhere.example"}, True),
         ("POST", {"origin": "null"}, True),
-        ("POST", {"origin": "http://[::1"}, True),
         ("", {"origin": "https://elsewhere.example"}, True),  # a web socket
     ],
 )

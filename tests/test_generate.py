@@ -3,19 +3,17 @@
 import json
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
 from helpers import tiny_sdxl
 from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
-from transformers import CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextModel
 
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.encoders.spec import load_text_encoder
-from debias_diffusion.encoders.stretch import stretch_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
@@ -52,12 +50,6 @@ def content(path):
     return Image.open(path).tobytes()
 
 
-def is_almost(path, expected: bytes) -> bool:
-    """Whether no colour differs by more than one, as in batches of another size."""
-    pixels = np.frombuffer(content(path), np.uint8).astype(int)
-    return abs(pixels - np.frombuffer(expected, np.uint8)).max() <= 1
-
-
 def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -76,9 +68,6 @@ def encoder(tmp_path_factory):
     return save_encoder(tmp_path_factory.mktemp("encoder"), 32)
 
 
-# ---- one image
-
-
 def test_an_image_and_its_settings(base, encoder, tmp_path, capsys):
     settings = {"prompt": PROMPT, "base": base, "encoder": encoder, "steps": 2, "seed": 3, "device": "cpu"}
     path = generate(GenerateConfig(**settings, output=str(tmp_path / "new" / "a.png")))
@@ -88,6 +77,8 @@ def test_an_image_and_its_settings(base, encoder, tmp_path, capsys):
     text_encoder, tokenizer = load_text_encoder(encoder)
     pipe = StableDiffusionXLLongPromptPipeline.from_pretrained(base, text_encoder=text_encoder, tokenizer=tokenizer)
     assert image.tobytes() == by_pipeline(pipe, PROMPT, seed=3)
+    parameters = f"{PROMPT.strip()}\nSteps: 2, Sampler: Euler, CFG scale: 7.0, Seed: 3, Size: 64x64, Model: "
+    assert image.text["parameters"].startswith(parameters)  # for viewers
     assert json.loads(image.text["settings"]) == settings | {
         **dict.fromkeys(("encoder_2", "encoder_2_sha256", "negative_prompt", "prompt_2", "cut_at")),
         **{"encoder_sha256": path_digest(encoder), "reading": "overlap", "scheduler": "Euler"},
@@ -102,9 +93,6 @@ def test_an_image_of_other_settings_is_not_overwritten_unasked(tmp_path):
     with pytest.raises(UserError, match="prompt was 'a star', now 'a ring'. .* --overwrite"):
         make(tmp_path, "a ring", overwrite=False)
     assert make(tmp_path, "a star").read_bytes() == before != make(tmp_path, "a ring").read_bytes()
-    Image.new("RGB", (8, 8)).save(path)
-    with pytest.raises(UserError, match="it holds no settings"):
-        make(tmp_path, "a ring", overwrite=False)
 
 
 def test_steps_guidance_and_size_are_the_checkpoint_s_unless_given(base, tmp_path):
@@ -130,26 +118,17 @@ def test_every_setting_counts(tmp_path):
     changes += [{"sharpen": 1.5}, {"prompt": f"{PROMPT} BREAK a ring", "emphasis": "ignore", "breaks": "average"}]
     for change in changes:
         assert content(one(name="other.png", **change)) != content(path), change
-    for name, sharpen in (("plain", 1.0), ("sharp", 1.5)):
-        whole, low = (one(name=f"{name}{low}.png", sharpen=sharpen, low_memory=low) for low in (False, True))
-        assert low.read_bytes() == whole.read_bytes() and read_settings(low).get("sharpen", 1.0) == sharpen
-    with pytest.raises(UserError, match="sharpen was 1.5, now 1.0"):
-        one(name="sharpTrue.png", overwrite=False)
+    whole, low = (one(name=f"{low}.png", sharpen=1.5, low_memory=low) for low in (False, True))
+    assert low.read_bytes() == whole.read_bytes() and read_settings(low)["sharpen"] == 1.5
     assert read_settings(one("a &amp; b <|endoftext|>", precision="bf16"))["dtype"] == "bfloat16"
-    with pytest.raises(UserError, match="the weight of 'star' is inf"):
-        one(f"a (star:{'9' * 400})", emphasis="comfyui")
 
 
 MISTAKES = [
     ({"output": "{tmp}/a.jpg"}, "must be a file that ends in .png"),
     ({"device": "cuda:99"}, "'cuda:99' is not available"),
     ({"base": "{tmp}/nowhere"}, "nowhere' is not there"),
-    ({"base": "{tmp}"}, "no readable model_index.json"),
-    ({"base": "{tmp}/flux"}, "is a FluxPipeline, not"),
     ({"encoder": "{tmp}/wide"}, "has width 64; the UNet of .* reads 32 of its first encoder"),
-    ({"encoder_2": "{tmp}/long_2"}, "has a projection to 32; the UNet of .* to 24 of its second encoder"),
     ({"encoder_2": "{tmp}/bare_2"}, "has no projection; .* --projection"),
-    ({"base": "{tmp}/sd15", "encoder": "{tmp}/second"}, "has a projection to .* reads no projection of its first"),
     ({"base": "{tmp}/sd15", "prompt": None, "prompts": "{tmp}/p.jsonl", "output": "{tmp}/x"}, "have a prompt_2"),
 ]
 
@@ -159,15 +138,9 @@ def unfit(tmp_path_factory):
     """A folder of models that do not go together."""
     folder = tmp_path_factory.mktemp("unfit")
     (folder / "p.jsonl").write_text('{"prompt": "a", "prompt_2": "b"}')
-    (folder / "flux").mkdir()
-    (folder / "flux" / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     tiny_sdxl.assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()).save_pretrained(folder / "sd15")
     save_encoder(folder / "wide", 64)
-    first, config = tiny_sdxl.text_encoder(32).config, tiny_sdxl.text_encoder_2().config
-    save_encoder(folder / "second", encoder=CLIPTextModelWithProjection(first))
-    save_encoder(folder / "bare_2", encoder=CLIPTextModel(config))
-    long = type(config)(**config.to_dict() | {"projection_dim": 32})
-    save_encoder(folder / "long_2", encoder=CLIPTextModelWithProjection(long))
+    save_encoder(folder / "bare_2", encoder=CLIPTextModel(tiny_sdxl.text_encoder_2().config))
     return folder
 
 
@@ -179,9 +152,6 @@ def test_mistakes_are_named_before_anything_is_loaded(base, unfit, changes, mess
     with pytest.raises(UserError, match=message):
         generate(GenerateConfig(**settings))
     assert not (unfit / "a.png").exists()
-
-
-# ---- files of prompts
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +183,6 @@ def test_a_folder_of_images(folder, tmp_path):
     assert [(entry["file"], entry["where"], entry["prompt"], entry["seed"]) for entry in index] == [
         (name, f"line {i + 1}", line, i) for i, (name, line) in enumerate(zip(names, LINES, strict=True))
     ]
-    expected = [(152, [1, 2]) if len(line) > 9 else (77, [1, 1]) for line in LINES]
-    assert [(entry["positions"], entry["chunks"]) for entry in index] == expected
     for i in (1, 2):  # each is the image that its line gives alone
         assert make(tmp_path, LINES[i], seed=i).read_bytes() == (folder / names[i]).read_bytes()
 
@@ -240,12 +208,9 @@ def test_entries_with_settings_of_their_own_and_a_bad_line_keeps_its_number(many
     index = lines_of(folder / "index.jsonl")
     assert [entry["negative_prompt"] for entry in index] == [LONG.strip(), "", "grey", "grey"]
     assert [entry["positions"] for entry in index] == [152, 77, 77, 77]
-    assert index[3]["file"] == "00004-4-unicode.png" and len(set(images(folder).values())) == 4
+    assert index[3]["file"] == "00004-4-unicode.png"
     assert [line["where"] for line in lines_of(folder / "left-out.jsonl")] == ["line 3"]
-    pipe = load_pipeline(TOY["base"], TOY["encoder"], CPU)
-    for i, prompt_2, negative in ((0, None, LONG), (2, "a circle", "grey")):
-        expected = by_pipeline(pipe, "a star", prompt_2, seed=7, negative_prompt=negative)
-        assert is_almost(folder / index[i]["file"], expected)
+    assert len(set(images(folder).values())) == 4
     before = images(folder)
     entries[2] = {"prompt": "mended"}
     many("own", entries, kind="jsonl", batch=4, negative_prompt="grey")
@@ -259,37 +224,6 @@ def test_images_per_prompt(folder, many):
     assert [name[:8] for name in after] == ["00000-0-", "00000-1-", "00001-1-", "00001-2-"]
 
 
-def test_viewers_find_the_parameters(base, tmp_path):
-    odd = tmp_path / "ba,se: 1"
-    odd.symlink_to(base)
-    prompt, changes = "a cat:\nNegative prompt: (red:1.2), 猫", {"negative_prompt": "grey,\nSteps: 3", "seed": 5}
-    path = make(tmp_path, prompt, encoder=None, steps=1, base=str(odd), width=96, **changes)
-    expected = (
-        "a cat: Negative prompt: (red:1.2), 猫\nNegative prompt: grey, Steps: 3\n"
-        'Steps: 1, Sampler: Euler, CFG scale: 7.0, Seed: 5, Size: 96x64, Model: "ba,se: 1", Version: '
-    )
-    assert Image.open(path).info["parameters"].startswith(expected)
-
-
-# ---- models
-
-
-def test_the_second_encoder_stretched(base, encoder, tmp_path):
-    one = partial(make, tmp_path, PROMPT, base=base, encoder=encoder)
-    pipe = load_pipeline(base, encoder, CPU)
-    stretched, tokenizer = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
-    pipe.register_modules(text_encoder_2=stretched, tokenizer_2=tokenizer)
-    expected = by_pipeline(pipe, PROMPT)
-    # The same from a folder, whose tokenizer pads with another token than SDXL's second one.
-    folder = save_encoder(tmp_path / "second", encoder=stretched)
-    for encoder_2, digest in (("stretch", None), (folder, path_digest(folder))):
-        path = one(encoder_2=encoder_2)
-        settings = read_settings(path)
-        assert content(path) == expected and settings["chunks"] == [1, 1]
-        assert settings["encoder_2_sha256"] == digest
-
-
 def test_stable_diffusion_15(unfit, encoder, tmp_path):
-    one = partial(make, tmp_path, base=str(unfit / "sd15"))
-    path = one(PROMPT, encoder=encoder)
+    path = make(tmp_path, PROMPT, base=str(unfit / "sd15"), encoder=encoder)
     assert content(path) == by_pipeline(load_pipeline(unfit / "sd15", encoder, CPU), PROMPT)

@@ -5,13 +5,11 @@ import open_clip
 import pytest
 import torch
 from helpers.tiny_clip import byte_tokenizer, tiny_clip
-from helpers.vocabulary import tiny_tokenizer
 from PIL import Image
 
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images
-from debias_diffusion.errors import UserError
 from debias_diffusion.eval import image_features
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.options import RetrievalConfig
@@ -59,23 +57,9 @@ def test_pieces_equal_what_is_encoded_at_once_and_are_kept(folder, encoder):
     first, readable = session.encode("tiny", encoder)
     torch.testing.assert_close(first, features, rtol=0, atol=1e-5)
     assert readable == good == [0, 1, 3, 8, 9] and len(first.unique(dim=0)) == 5
-    session.encode("tiny", encoder)
-    assert session.left_out == bad  # named once
+    assert session.left_out == bad
     before = kept(folder)
     assert torch.equal(session_of(folder).encode("tiny", encoder)[0], first) and kept(folder) == before
-    removed, cut, _ = before
-    removed.unlink()
-    cut.write_bytes(cut.read_bytes()[:-1])
-    assert torch.equal(session_of(folder).encode("tiny", encoder)[0], first) and kept(folder).keys() == before.keys()
-
-
-def test_encoders_see_the_same_images(folder, encoder):
-    draw(folder, 2)
-    session = session_of(folder)
-    session.encode("tiny", encoder)
-    (folder / "2.png").write_bytes(b"no image")
-    with pytest.raises(UserError, match="'2.png' and perhaps other images"):
-        session.encode("other", tiny_clip(1).eval())
 
 
 def test_other_weights_tokenizers_or_images_are_other_pieces(folder, encoder):
@@ -92,6 +76,3 @@ def test_other_weights_tokenizers_or_images_are_other_pieces(folder, encoder):
     assert (changed == first).all(dim=1).tolist() == [True, False, True, True, True]
     draw(folder, 2)  # an image that was unreadable is read once it is mended
     assert 2 in session_of(folder).encode("tiny", encoder)[1]
-    tokenizer = tiny_tokenizer(77)
-    tokenizer.backend_tokenizer.normalizer = None  # the same vocabulary, and an A is no a
-    assert tiny_clip(0, tokenizer=tokenizer).eval().digest() != encoder.digest()

@@ -1,6 +1,5 @@
 """Images of unknown origin: what is read, what is refused and named, and that none starts a program or ends a run."""
 
-import struct
 import warnings
 from pathlib import Path
 
@@ -12,12 +11,10 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import ExifTags, Image
 
-from debias_diffusion.data.bad_records import read_or_bad
 from debias_diffusion.data.dataset import CaptionDataset
-from debias_diffusion.data.images import ImageFolder, is_there
+from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images
-from debias_diffusion.data.shards import ShardImages, read_shards
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.generation import _reference, _unreadable
 from debias_diffusion.methods.dual_caption import RECIPES
@@ -37,16 +34,6 @@ def opened(folder: Path, name: str) -> Image.Image:
     return ImageFolder(folder).open(name)
 
 
-# Formats and modes
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM"])
-def test_what_image_folders_hold_is_opened_whatever_its_name(tmp_path, kind):
-    colours().save(tmp_path / "a.jpg", kind)
-    with Image.open(tmp_path / "a.jpg") as image:
-        assert opened(tmp_path, "a.jpg").tobytes() == image.convert("RGB").tobytes()
-
-
 RAMP = np.arange(65536, dtype=np.uint16)
 
 
@@ -64,27 +51,18 @@ STORED = {  # by EXIF's orientation, how a camera that was held so stores an upr
 }
 
 
-def save_held(image: Image.Image, path, orientation: int, kind: str, **options):
-    """Saves an image as a camera does that was held as EXIF's orientation says."""
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation
-    turn = STORED[orientation]
-    (image if turn is None else image.transpose(turn)).save(path, kind, exif=exif, **options)
-
-
 @pytest.mark.parametrize("orientation", STORED)
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP", "MPO"])
+@pytest.mark.parametrize("kind", ["PNG", "MPO"])
 def test_photographs_are_upright_however_the_camera_was_held(tmp_path, kind, orientation):
     # JPEG keeps blocks of 16 pixels of one colour whole.
     image = Image.fromarray(np.kron(np.array([[0, 80], [160, 240], [40, 120]], np.uint8), np.ones((16, 16), np.uint8)))
-    save_held(image.convert("RGB"), tmp_path / "a.jpg", orientation, kind, quality=100, lossless=True)
-    turned, upright = opened(tmp_path, "a.jpg"), np.asarray(image.convert("RGB")).astype(int)
+    image, turn, exif = image.convert("RGB"), STORED[orientation], Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    stored = image if turn is None else image.transpose(turn)
+    stored.save(tmp_path / "a.jpg", kind, exif=exif, quality=100, lossless=True)
+    turned, upright = opened(tmp_path, "a.jpg"), np.asarray(image).astype(int)
     assert turned.size == (32, 48) and abs(np.asarray(turned) - upright).max() < 3
     assert turned.getexif().get(ExifTags.Base.Orientation, 1) == 1  # so that nothing turns it again
-    if kind == "PNG" and orientation > 4:
-        grey = Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40) * 50)
-        save_held(grey, tmp_path / "16.png", orientation, kind)
-        assert np.array_equal(np.asarray(opened(tmp_path, "16.png"))[..., 0], np.asarray(grey) >> 8)
 
 
 def test_where_exif_is_unreadable_the_image_is_as_it_is_stored(tmp_path):
@@ -95,19 +73,12 @@ def test_where_exif_is_unreadable_the_image_is_as_it_is_stored(tmp_path):
             assert opened(tmp_path, "b.png").tobytes() == opened(tmp_path, "a.png").tobytes()
 
 
-# Whatever is wrong, it is named
-
-
 class Failing(ImageFolder):
-    """A folder of which one image makes a decoder raise `error`."""
-
-    def __init__(self, root, error):
-        super().__init__(root)
-        self.error = error
+    """A folder of which one image makes a decoder fail."""
 
     def open(self, image):
         if image == "1.png":
-            raise self.error
+            raise RuntimeError("Failed to decode")
         return super().open(image)
 
 
@@ -119,29 +90,12 @@ def three(tmp_path) -> tuple[list[Record], Path]:
     return [Record(str(index), f"{index}.png", f"Scene {index}. A cat.") for index in range(3)], tmp_path
 
 
-ERRORS = {
-    "unreadable image": [RuntimeError("Failed to decode"), EOFError(), struct.error("unpack requires 4 bytes")],
-    "absurdly large image": [MemoryError(), Image.DecompressionBombError("too many pixels")],
-    "missing image": [FileNotFoundError(2, "No such file")],
-}
-
-
-def test_whatever_an_image_raises_its_record_is_named(three):
-    records, folder = three
-    for kind, errors in ERRORS.items():
-        for error in errors:
-            bad = read_or_bad(records[1], Failing(folder, error).open)
-            assert (bad.where, bad.kind, bad.detail[:7]) == ("1.png", kind, "1.png: ")
-
-
-def dataset(records, images, preprocess):
-    return CaptionDataset(records, images, preprocess, 0, lambda epoch: [2], TOKENIZER, RECIPES["debias-clip"])
-
-
 def test_a_bad_image_does_not_stop_any_reader(three):
     records, folder = three
-    images, backbone = Failing(folder, RuntimeError("Failed to decode")), tiny_clip().eval()
-    sample = dataset(records, images, backbone.read_pixels)[(0, 1, 0)]
+    images, backbone = Failing(folder), tiny_clip().eval()
+    recipe = RECIPES["debias-clip"]
+    dataset = CaptionDataset(records, images, backbone.read_pixels, 0, lambda epoch: [2], TOKENIZER, recipe)
+    sample = dataset[(0, 1, 0)]
     checked = _CheckedRecords(records, images, TOKENIZER)
     tower = frozen_tower(backbone, Accelerator(cpu=True), "fp32")
     for bad in (
@@ -155,18 +109,6 @@ def test_a_bad_image_does_not_stop_any_reader(three):
     assert sample.sample_id == "2"
     with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
         _reference(records[1], images)
-
-
-def test_loops_of_links_are_bad_records(three):
-    records, folder = three
-    for name in ("1.png", "s.tar"):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(folder / name)
-    images = ImageFolder(folder)
-    assert not is_there(images, "1.png") and not is_there(ShardImages(folder), "s.tar/a.jpg@0+1")
-    assert [(at, bad.kind) for at, bad in _unreadable(records, images).items()] == [(1, "unreadable image")]
-    with pytest.raises(UserError, match="s.tar: broken shard"):
-        read_shards(folder)
 
 
 @pytest.mark.parametrize("kind", ODD)

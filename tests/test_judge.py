@@ -17,7 +17,7 @@ from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval import multimodal
 from debias_diffusion.eval.judge import ToyJudge, ask_all, control, corrected, load_judge, object_question, p_yes
 from debias_diffusion.eval.judge_labels import JudgeConfig, evaluate_judge
-from debias_diffusion.eval.multimodal import Asked, ServerModel, answers
+from debias_diffusion.eval.multimodal import ServerModel
 from debias_diffusion.eval.session import ResultCache
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene, Thing
@@ -43,9 +43,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(judges, "CONTROLS", 40)
 
 
-# ---- models
-
-
 def test_yes_is_every_token_that_reads_yes_and_neither_is_no_answer():
     top = [(" Yes", 0.4), ("YES\n", 0.1), ("no", 0.2), ("maybe", 0.2), ("yesterday", 0.1)]
     assert p_yes([(token, math.log(p)) for token, p in top]) == pytest.approx(0.5 / 0.7)
@@ -69,9 +66,6 @@ def test_a_model_gives_the_same_in_batches_alone_and_on_a_server(tiny, tmp_path)
             there = ask_all(ResultCache(tmp_path), lambda: served, {"judge": "tiny"}, asked, "ask")
             assert np.allclose(found, there, atol=1e-5)
         assert len(requests) == 2 * len(QUESTIONS) + 2  # two failed
-        text = dict(answers(ServerModel(url, openai_server.MODEL, 2), [Asked(images[0], "Yes?", 7)], 1))
-        in_process = dict(answers(multimodal.ChatModel(folder, CPU, "fp32", 2), [Asked(images[0], "Yes?", 7)], 1))
-        assert {index: word.strip() for index, word in text.items()} == in_process
 
 
 @pytest.mark.parametrize(
@@ -90,36 +84,23 @@ def test_servers_that_cannot_judge_are_refused(tiny, served, error, message):
             load(openai_server.MODEL, server=url)(Image.new("RGB", (40, 40)), QUESTIONS)
     with pytest.raises(FailedError, match="Start it"):
         ServerModel(url, openai_server.MODEL, 1)
-    with pytest.raises(UserError, match="is no address"):
-        ServerModel("file:///etc/passwd", openai_server.MODEL, 1)
 
 
-# ---- the check of a judge, and the toy world's
-
-
-def test_judges_that_are_blind_or_say_neither_yes_nor_no_are_refused(tiny, monkeypatch):
-    judge = load(tiny[0])
+def test_judges_that_are_blind_are_refused(tiny):
     with pytest.raises(UserError, match="does not tell what an image shows"):
-        control(judge)
-    monkeypatch.setattr(judges, "p_yes", lambda top: None)
-    with pytest.raises(UserError, match="said neither yes nor no to 80 of 80"):
-        control(judge)
+        control(load(tiny[0]))
 
 
 def test_the_checker_knows_and_errs_as_its_name_says():
     scene, _ = toy_scene("test/000000")
     questions = [object_question(thing) for thing in scene.things]
-    for size in (48, 300):
-        assert ToyJudge("toy/checker")(render(scene, size), questions) == [1.0] * len(questions)
-        assert ToyJudge("toy/checker:1:1")(render(scene, size), questions) == [0.0] * len(questions)
+    for size, rates, p in ((48, "", 1.0), (300, ":1:1", 0.0)):
+        assert ToyJudge(f"toy/checker{rates}")(render(scene, size), questions) == [p] * len(questions)
     numbers = control(ToyJudge("toy/checker:0.3:0.1"))
     for percent, (low, high) in zip((30, 10), numbers["interval_percent"], strict=True):
         assert low < percent < high
-    with pytest.raises(UserError, match="cannot answer 'Is it large"):
-        ToyJudge("toy/checker")(render(scene), QUESTIONS[1:])
-    for name in ("toy/checker:2:0", "toy/checker:0.1", "toy/checker:x:y"):
-        with pytest.raises(UserError, match="no usable rates"):
-            ToyJudge(name)
+    with pytest.raises(UserError, match="no usable rates"):
+        ToyJudge("toy/checker:2:0")
 
 
 def test_known_errors_are_taken_out_of_a_share_and_widen_its_interval():
@@ -133,8 +114,6 @@ def test_known_errors_are_taken_out_of_a_share_and_widen_its_interval():
     assert number["high"] - number["low"] == pytest.approx(2 * 1.96 * 2 / 0.7, rel=0.05)
     assert found(100)["high"] - found(100)["low"] > 1.5 * (number["high"] - number["low"])  # the rates are uncertain
 
-
-# ---- labels
 
 SHOWN, ABSENT = "Is there a red star in the top?", "Is there a blue ring in the left?"
 
@@ -180,5 +159,3 @@ def test_a_judge_is_compared_with_people_and_with_clip_score(tmp_path, layout, c
     poor = run("toy/checker:0.4:0.4")
     assert not poor["fit"] and sum(poor["labels"]["wrong"]) > 4
     assert "no better than CLIPScore" in capsys.readouterr().out
-    with pytest.raises(UserError, match="holds no labels"):
-        run("toy/checker", labels=str(tmp_path))

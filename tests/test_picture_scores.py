@@ -5,17 +5,16 @@ import shutil
 import numpy as np
 import pytest
 import scipy.linalg
-import scipy.stats
 import torch
 import torch_fidelity
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_features import save_dino, save_inception
 from PIL import Image
-from transformers import Dinov2Config, Dinov2Model, ViTModel
+from transformers import Dinov2Config, Dinov2Model
 
+from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images import scores as picture_scores
-from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures, TwoTowerFeatures, load_square
+from debias_diffusion.eval.images.networks import ClsFeatures, InceptionFeatures, load_square
 from debias_diffusion.eval.images.scores import (
     HALVES,
     ImageNumbers,
@@ -29,16 +28,13 @@ from debias_diffusion.eval.images.scores import (
     precision_and_recall,
     standard_error,
 )
-from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.intervals import mean_interval
 
 CPU = torch.device("cpu")
 
 
 def features(count, width, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-# ---- scores
 
 
 @pytest.mark.parametrize("count", [50, 4])  # more than features, and fewer
@@ -51,34 +47,6 @@ def test_fid_is_the_textbook_formula(count):
     assert fid(a, b) == pytest.approx(expected, rel=1e-5) and expected > 1
     assert fid(b, a.flip(0)) == pytest.approx(expected, rel=1e-5)
     assert fid(a, a.flip(0)) == pytest.approx(0, abs=1e-4)
-
-
-def test_kid_is_the_unbiased_mmd_and_of_many_over_subsets(monkeypatch):
-    a, b = features(7, 5), features(7, 5, seed=1) + 0.5
-
-    def mean(x, y, same):
-        kernel = (x @ y.T / 5 + 1) ** 3
-        return (kernel[~torch.eye(7, dtype=torch.bool)] if same else kernel).mean().item()
-
-    expected = mean(a, a, True) + mean(b, b, True) - 2 * mean(a, b, False)
-    assert kid(a, b) == pytest.approx(expected) and expected > 0
-    assert kid(a, a) < 0  # unbiased, so not 0
-    a, b = features(60, 3), features(60, 3, seed=1) + 0.5
-    of_all = kid(a, b)
-    monkeypatch.setattr(picture_scores, "KID_SUBSET_SIZE", 30)
-    assert kid(a, b) == kid(a, b) != of_all and kid(a, b) == pytest.approx(of_all, rel=0.3)
-
-
-def test_precision_and_recall_by_brute_force():
-    generated, references = features(30, 3) * 0.5, features(25, 3, seed=1)
-
-    def inside(points, balls):
-        radii = [sorted(torch.dist(x, y).item() for y in balls)[3] for x in balls]  # itself, then three neighbours
-        return np.mean([any(torch.dist(p, x) <= r for x, r in zip(balls, radii, strict=True)) for p in points])
-
-    expected = inside(generated, references), inside(references, generated)
-    assert precision_and_recall(generated, references) == pytest.approx(expected)
-    assert expected[0] > 0.9 > 0.7 > expected[1] > 0.1
 
 
 def test_cosines_of_pairs():
@@ -122,9 +90,6 @@ def test_scores_are_those_of_torch_fidelity(images, tmp_path):
     assert precision_and_recall(a[2048], b[2048]) == (theirs["precision"], theirs["recall"])
 
 
-# ---- how sure
-
-
 def test_halves_are_of_whole_families():
     families, values = np.repeat([f"{number}" for number in range(20)], 4), np.repeat(features(20, 1)[:, 0].numpy(), 4)
     of_families = [half.tolist() for half in halves(families)]
@@ -144,20 +109,14 @@ def numbers_of(seed, shift):
 
 
 def test_a_comparison_is_over_the_same_halves_both_ways():
-    a, b, c = (numbers_of(0, shift) for shift in (0.5, 0.6, -0.5))
+    a, b = (numbers_of(0, shift) for shift in (0.5, 0.6))
     assert compare_scores(a, a)["fid_own"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
     there, back = compare_scores(a, b)["fid_own"], compare_scores(b, a)["fid_own"]
     assert there["difference"] == -back["difference"] < 0 and there["p"] == back["p"] < 1
     # so that what is common to a and b does not blur it
     alone = [standard_error(one.halves["fid_own"], one.groups) for one in (a, b)]
     assert (there["high"] - there["low"]) / 2 / 1.96 < 0.5 * min(alone)
-    line = compare_scores(a, c)["fid_own"]
-    error = (line["high"] - line["difference"]) / scipy.stats.norm.ppf(0.975)
-    assert line["p"] == pytest.approx(2 * scipy.stats.norm.sf(abs(line["difference"]) / error), rel=1e-4)
-    assert 0.01 < line["p"] < 0.99
 
-
-# ---- networks and scores together
 
 CAPTIONS = ["A cat sits. It is red.", "A dog runs.", "Two birds fly. They are white. The sky is blue.", "A cat. A mat."]
 CAPTIONS += ["A tree. " + "It has very many green leaves, on all of its branches and twigs. " * 8]
@@ -181,21 +140,22 @@ def result(scores, images):
     return scores(images[0], scores.of_references(images[1], CAPTIONS))
 
 
+@pytest.mark.usefixtures("no_grad")
 def test_all_scores_of_images(networks, images, result):
     generated, references = images
     names = ["fid_own", "kid_own", "precision_own", "recall_own", "dino_score", "clip_score"]
     assert list(result.numbers) == names + [f"clip_score_{number}" for number in range(1, 10)]
     values = {score: number["value"] for score, number in result.numbers.items()}
-    dino, clip = ClsFeatures(networks["dino"], CPU), TwoTowerFeatures(networks["clip_score"], CPU)
+    dino = ClsFeatures(networks["dino"], CPU)
     a, b = dino(generated, 9), dino(references, 9)
     expected = [fid(a, b), kid(a, b), *precision_and_recall(a, b), np.mean(cosines(a, b))]
     assert [values[name] for name in names[:5]] == pytest.approx(expected, rel=1e-4) and values["dino_score"] != 1
-    shown, by_image = clip.of_images(generated, 9), result.by_image
-    assert by_image["clip_score"] == pytest.approx(clip_scores(shown, clip.of_texts(CAPTIONS, 9)), abs=1e-3)
-    second = clip_scores(shown[[2]], clip.of_texts(["They are white."], 1))
+    by_image, backbone = result.by_image, load_backbone(networks["clip_score"]).eval()
+    shown = torch.cat([backbone.encode_image(backbone.preprocess(Image.open(path))[None]) for path in generated])
+    read = torch.cat([backbone.encode_text(backbone.tokenize([text])) for text in [*CAPTIONS, "They are white."]])
+    assert by_image["clip_score"] == pytest.approx(clip_scores(shown, read[:-1]), abs=1e-3)
+    second = clip_scores(shown[[2]], read[-1:])
     assert by_image["clip_score_2"][1:3] == [None, pytest.approx(second[0], abs=1e-3)]
-    third = [value for value in by_image["clip_score_3"] if value is not None]
-    assert len(third) == result.numbers["clip_score_3"]["pictures"] == 2 and values["clip_score_3"] == np.mean(third)
     assert result.numbers["clip_score_4"]["low"] is None  # of one image
     assert result.notes == ["1 of 9 captions exceed CLIPScore's context length of 77 tokens and were cut."]
 
@@ -206,21 +166,6 @@ def test_means_over_images_draw_whole_families(scores, images):
     values, number = result.by_image["dino_score"], result.numbers["dino_score"]
     assert [number["low"], number["high"]] == mean_interval(values, families) != mean_interval(values)
     assert result.numbers["fid_own"]["low"] is None and "families" in result.notes[0]  # of three families
-    best = scores(images[1], scores.of_references(images[1], CAPTIONS, families))
-    expected = paired_difference(values, best.by_image["dino_score"], families)
-    assert compare_scores(result, best)["dino_score"] == expected
-
-
-def test_few_images_have_fewer_scores_and_no_intervals(networks, images):
-    scores = ImageScores({"own_features": networks["own_features"]}, 4, CPU)
-    four, three = (scores(images[0][:n], scores.of_references(images[1][:n], CAPTIONS[:n])) for n in (4, 3))
-    assert list(four.numbers) == ["fid_own", "kid_own", "precision_own", "recall_own"]
-    assert list(three.numbers) == ["fid_own", "kid_own"]
-    assert four.numbers["fid_own"]["low"] is None and "at least 8 images" in four.notes[0]
-    assert compare_scores(four, four)["fid_own"] == {"difference": 0, "low": None, "high": None, "p": None}
-
-
-# ---- networks alone
 
 
 def test_square_is_centred(tmp_path):
@@ -236,26 +181,14 @@ def test_inception_from_the_cache(tmp_path, monkeypatch, images):
         InceptionFeatures("cache", CPU)
     (tmp_path / "checkpoints").mkdir()
     save_inception(tmp_path).rename(tmp_path / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth")
-    network = InceptionFeatures("cache", CPU)
-    together, alone = network(images[0][:2], 2), network(images[0][:1], 1)
-    assert {size: tuple(rows.shape) for size, rows in together.items()} == {64: (2, 64), 2048: (2, 2048)}
-    for size, rows in together.items():
-        torch.testing.assert_close(rows[:1], alone[size], rtol=1e-3, atol=1e-4)
+    rows = InceptionFeatures("cache", CPU)(images[0][:2], 2)
+    assert {size: tuple(of_size.shape) for size, of_size in rows.items()} == {64: (2, 64), 2048: (2, 2048)}
 
 
 def normalised(path, size):
     pixels = np.asarray(load_square(path, size)) / 255
     pixels = torch.tensor((pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225], dtype=torch.float32)
     return pixels.permute(2, 0, 1)[None]
-
-
-@pytest.mark.usefixtures("no_grad")
-def test_dino_features_are_those_of_cls(networks, images):
-    dino, images = networks["dino"], images[0]
-    model = ViTModel.from_pretrained(dino, add_pooling_layer=False).eval()
-    expected = torch.cat([model(normalised(path, 32)).last_hidden_state[:, 0] for path in images])
-    assert expected.std(dim=0).mean() > 1e-3
-    torch.testing.assert_close(ClsFeatures(dino, CPU)(images, 2), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("no_grad")
@@ -271,14 +204,3 @@ def test_dinov2_is_shown_at_most_224_pixels(tmp_path, images, trained_at, shown)
     assert states[-1].shape[1] == 1 + (shown // 14) ** 2
     expected = model.layernorm(states[-1])[:, 0]  # CLS, after the last norm
     torch.testing.assert_close(network(images[0][:2], 2)[:1], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("no_grad")
-def test_a_two_tower_reads_images_and_texts_by_its_transform_and_tokenizer(networks, images):
-    network, texts = TwoTowerFeatures(networks["clip_score"], CPU), ["A cat.", "Two dogs. " * 40, "A red bird."]
-    backbone = network.backbone
-    pixels = [backbone.preprocess(Image.open(path).convert("RGB"))[None] for path in images[0]]
-    shown = torch.cat([backbone.encode_image(image) for image in pixels])
-    read = torch.cat([backbone.encode_text(backbone.tokenize([text])) for text in texts])
-    torch.testing.assert_close(network.of_images(images[0], 2), shown, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(network.of_texts(texts, 2), read, rtol=1e-4, atol=1e-4)

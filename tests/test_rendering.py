@@ -1,14 +1,11 @@
 """Images in job folders: the same bits whatever is loaded, resumed, shared or freed; as stock SDXL where it reads."""
 
 import gc
-import json
 import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
@@ -26,14 +23,13 @@ from debias_diffusion.eval.images.rendered import folder_names, image_task, rend
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.rendering import checkpoints
 from debias_diffusion.pipelines.rendering import renderer as rendering
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
 from debias_diffusion.pipelines.rendering.renderer import (
     ImagePrompt,
     ImageTask,
     Renderer,
     Sampling,
     encode,
-    plan_batches,
     render,
     render_into,
 )
@@ -156,27 +152,17 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
     assert record(own(), sampling=replace(SAMPLING, height=64, width=64)) == records[0]
 
 
-# ---- values that are not finite
-
-
 def rendered(pipe):
     embeddings = encode(pipe, [ImagePrompt(text) for text in ("a red cat", "a dog")], SAMPLING)
     return render(pipe, embeddings, range(2), SAMPLING)
 
 
-@pytest.mark.parametrize(
-    ("part", "value", "values"),
-    [("unet", float("inf"), "latents after step 1"), ("vae", float("nan"), "pixels"), ("text_encoder_2", 1e38, None)],
-)
-def test_weights_that_are_not_finite_give_no_image(part, value, values):
+@pytest.mark.parametrize(("part", "values"), [("unet", "latents after step 1"), ("vae", "pixels")])
+def test_weights_that_are_not_finite_give_no_image(part, values):
     pipe = tiny_sdxl.assemble(StableDiffusionXLPipeline, tiny_sdxl.sdxl_parts())
-    model = getattr(pipe, part)
     with torch.no_grad():
-        [weight for weight in model.parameters() if weight.ndim > 1][-1].view(-1)[0] = value
-        if values is None:
-            model.get_input_embeddings().weight[:] = value
-            pipe.unet = None  # is not run
-    assert rendered(pipe) == [f"its {values or 'embeddings'} are not finite (NaN or infinite)"] * 2
+        [weight for weight in getattr(pipe, part).parameters() if weight.ndim > 1][-1].view(-1)[0] = torch.nan
+    assert rendered(pipe) == [f"its {values} are not finite (NaN or infinite)"] * 2
     assert not pipe.vae.decoder._forward_hooks
 
 
@@ -187,30 +173,13 @@ def test_an_image_that_the_safety_checker_blacked_out_is_none():
     assert "safety checker" in images[0] and images[1].size == (64, 64)
 
 
-# ---- of several encoders, for an evaluation
-
-
-def config_of(folder, checkpoint, *encoders, **settings):
-    values = {"base": checkpoint, "output": str(folder), "data": "", "steps": 1, "device": "cpu"} | settings
-    return GenerationConfig(encoders=list(encoders) or ["cut:original"], **values)
-
-
 def evaluated(folder, base, *encoders, texts=TEXTS, processes=None, **settings):
     """The files of each encoder."""
-    config = config_of(folder, base, *encoders, **settings)
+    given = {"base": base, "output": str(folder), "data": "", "steps": 1, "device": "cpu"} | settings
+    config = GenerationConfig(list(encoders), **given)
     tasks = [image_task(config, f"{index:06}", text, index) for index, text in enumerate(texts)]
     images, _ = render_all(config, processes or Processes.connect("cpu"), tasks)
     return [rendered.files for rendered in images.values()]
-
-
-def image(file):
-    return np.asarray(Image.open(file)).astype(int)
-
-
-def stock_image(base, seed=0, **call):
-    pipe = aligned(load(StableDiffusionXLPipeline, base))
-    noise = torch.Generator().manual_seed(seed)
-    return np.asarray(pipe(num_inference_steps=1, guidance_scale=7.0, generator=noise, **call).images[0])
 
 
 @pytest.fixture(scope="module")
@@ -219,11 +188,14 @@ def both(base, long, tmp_path_factory):
 
 
 def test_cut_encoders_read_what_stock_sdxl_reads(both, base):
-    expected = [stock_image(base, index, prompt=text) for index, text in enumerate(TEXTS)]
-    assert all(map(np.array_equal, map(image, both[0]), expected))
+    pipe = aligned(load(StableDiffusionXLPipeline, base))
+    for seed, (text, file) in enumerate(zip(TEXTS, both[0], strict=True)):
+        noise = torch.Generator().manual_seed(seed)
+        [expected] = pipe(text, num_inference_steps=1, guidance_scale=7.0, generator=noise).images
+        assert Image.open(file).tobytes() == expected.tobytes()
 
 
-def test_images_of_others_are_refused_before_a_model_is_loaded(both, base, long, tmp_path, monkeypatch):
+def test_images_of_others_are_refused_before_a_model_is_loaded(both, base, long, monkeypatch):
     monkeypatch.setattr(rendering, "load_pipeline", None)
     output = both[0][0].parents[2]
     assert evaluated(output, base, "cut:original", long.name) == both
@@ -234,31 +206,6 @@ def test_images_of_others_are_refused_before_a_model_is_loaded(both, base, long,
     ):
         with pytest.raises(UserError, match=message):
             evaluated(output, base, "cut:original", long.name, texts=TEXTS[:1], **changes)
-    with Job.open(tmp_path, "images", {}, {}) as job:
-        (mine := tmp_path / "000000.png").write_text("mine")
-        with pytest.raises(UserError, match="000000.png .*: it was not made by this job"):
-            render_into(job, Renderer(base, SAMPLING, CPU), own(), TASKS)
-    assert mine.read_text() == "mine"
-
-
-def test_batches_are_planned_in_one_pass_over_the_wanted_images():
-    class Wanted(list):
-        passes = 0
-
-        def __iter__(self):
-            Wanted.passes += 1
-            return super().__iter__()
-
-    lengths = [77, 248] * 9
-    prompts, layouts = [ImagePrompt("a cat", 0)] * 18, {n: SimpleNamespace(positions=p) for n, p in enumerate(lengths)}
-    assert plan_batches(prompts, layouts, 4, Wanted([1, 5, 17])) == [[1, 3, 5, 7], [17]] and Wanted.passes == 1
-
-
-def test_the_checkpoint_is_read_once_for_the_digests_of_all_encoders(base, long, monkeypatch):
-    read = []
-    monkeypatch.setattr(checkpoints, "place_digest", lambda path: read.append(path) or "0")
-    renderer = Renderer(base, SAMPLING, CPU)
-    assert {renderer.inputs(encoder)["base"] for encoder in (own(), own("cut"), long)} == {"0"} and read == [base]
 
 
 @settings(max_examples=40)
@@ -269,14 +216,6 @@ def test_folders_have_safe_and_different_names(labels):
     for name in names.values():
         assert Path("x", name).parent == Path("x") and not name.startswith(".") and not set(name) & set('/\\:*?"<>|\0 ')
         assert len(os.fsencode(name)) <= 200
-
-
-def test_a_checkpoint_s_defaults_are_checked(base, tmp_path):
-    index = json.loads(Path(base, "model_index.json").read_text())
-    for wrong in ({"steps": 10**9}, {"guidance": 3}, [3]):
-        (tmp_path / "model_index.json").write_text(json.dumps(index | {"_sampling": wrong}))
-        with pytest.raises(UserError, match="_sampling .* cannot be used"):
-            _ = Checkpoint.parse(tmp_path).defaults
 
 
 def test_two_processes_render_the_same_images(base, long, tmp_path, capfd):

@@ -81,7 +81,6 @@ LAYOUTS = {
             "annotations/1-data.json": dci_entry("sa_38.jpg", "A balcony", "It has  a\nrail."),
             "annotations/2-data.json": dci_entry("sa_18.jpg", "A pump.", "It is red."),
             "annotations/3-data.json": dci_entry("sa_73.jpg", "A cat!", ""),
-            "annotations/9-data.json": dci_entry("x.jpg", "In no split.", ""),
             "splits.json": {"train": ["1-data.json"], "valid": ["2-data.json"], "test": ["3-data.json"]},
         },
         {"sa_38.jpg": ["A balcony. It has a rail."], "sa_18.jpg": ["A pump. It is red."], "sa_73.jpg": ["A cat!"]},
@@ -186,30 +185,16 @@ def test_a_benchmark_in_its_authors_layout(name, tmp_path):
     assert last.digest() != read.digest() == read_retrieval_set(name, str(tmp_path)).digest()
 
 
-def test_images_lie_beside_their_folder(tmp_path):
-    lay("long-dci", tmp_path)
-    for image in (tmp_path / "photos").iterdir():
-        image.rename(tmp_path / image.name)
-    (tmp_path / "photos").rmdir()
-    read = read_retrieval_set("long-dci", tmp_path)
-    assert len([read.source.open(image) for image in read.images]) == 3
-
-
 # (benchmark, file or folder, None: removed, else (old, new) or all of its text, message)
 FAULTS = [
     ("urban1k", "image/2.jpg", None, "1 of the 3 images.*'2.jpg', of caption/2.txt"),
     ("urban1k", "caption", None, "hold caption, image;.*huggingface.co/datasets/BeichenZhang"),
     ("dci", "annotations/2-data.json", None, "names .*2-data.json"),
-    ("dci", "splits.json", "[1", "splits.json' cannot be read as JSON"),
     ("long-dci", "dci_long.csv", ("Plain.", ""), "dci_long.csv, image sa_3.jpg.*no caption"),
-    ("long-dci", "dci_long.csv", "filepath,title\na.jpg,A.\n", "no image, found None.*: filepath, title"),
     ("docci", "docci_descriptions.jsonlines", '{"split": "val"}', "no usable record.*: split"),
     ("flickr30k-test", "dataset_flickr30k.json", '[{"image": "1.jpg"}]', "a list, not a dict.*'images'"),
-    ("flickr30k-test", "dataset_flickr30k.json", ('"images"', '"x"'), "named 'images'"),
     ("iiw", "DCI_Test/data.jsonl", ('"IIW"', '"no"'), "DCI_Test/.*line 1.*no caption.*: IIW, image"),
-    ("coco-cn-all", "val2014", None, "2 of the 5 images.*'val2014/COCO_val2014_0+42.jpg'"),
     ("coco-cn-test", COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n", "coco-cn_test.txt, line 2 .*no caption"),
-    ("recos-v1", "recos_v1.json", '[{"img": "1.jpg", "text": "A."}, {"id": 1}]', "with the keys id, img, text"),
 ]
 
 
@@ -225,36 +210,22 @@ def test_what_is_missing_is_an_error_that_names_its_file(name, file, change, mes
         read_retrieval_set(name, tmp_path)
 
 
-CUT = "not a line of image, tab, caption"
-# (benchmark, file, what is added to it, [(line, kind of bad record)])
-LEFT_OUT = [
-    ("docci", "docci_descriptions.jsonlines", b"{broken\n[1]\n\n", [(6, "bad JSON"), (7, "not an object")]),
-    ("flickr30k", "results_20130124.token", b"Man of 9.jpg\n10002456.jpg#5\t \n", [(11, CUT), (6, "empty caption")]),
-    ("flickr30k-cna-val", "val/flickr30k_cna_val.txt", b"\xff\xfe\tcat\n", [(11, CUT)]),
-]
-
-
 def test_what_cannot_be_decoded_is_left_out_and_named(tmp_path):
-    for name, file, added, bad in LEFT_OUT:
-        captions = [caption for captions in lay(name, tmp_path / name).values() for caption in captions]
-        with open(tmp_path / name / file, "ab") as lines:
-            lines.write(added)
-        read = read_retrieval_set(name, tmp_path / name)
-        assert [(one.where.split(", line ")[-1], one.kind) for one in read.bad] == [(f"{n}", kind) for n, kind in bad]
-        assert read.captions == captions
+    captions = [caption for captions in lay("docci", tmp_path).values() for caption in captions]
+    with open(tmp_path / "docci_descriptions.jsonlines", "a") as lines:
+        lines.write("{broken\n[1]\n\n")
+    read = read_retrieval_set("docci", tmp_path)
+    assert [one.kind for one in read.bad] == ["bad JSON", "not an object"] and "line 6" in read.bad[0].where
+    assert read.captions == captions
 
 
 def test_benchmarks_are_found_below_a_folder_and_misspelt_ones_named(tmp_path):
-    folders = {"coco-cn-val": "coco-cn", "flickr30k-karpathy": "flickr30k", "long-dci": "dci", "urban1k": "."}
-    for name, folder in folders.items():
+    for name, folder in {"coco-cn-val": "coco-cn", "long-dci": "dci", "urban1k": "."}.items():
         lay(name, tmp_path / folder)
         assert retrieval_sets.find_root(name, tmp_path).resolve() == (tmp_path / folder).resolve()
     for name, root, message in (("urban", ".", "Did you mean urban1k"), ("coco", "nowhere", "in none of .*'nowhere'")):
         with pytest.raises(UserError, match=message):
             read_retrieval_set(name, root)
-
-
-# ---- evaluated
 
 
 def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, coarse_results):
@@ -263,11 +234,7 @@ def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, coar
         lay(name, data / name)
     write(data / "coco-five" / "val2017" / "000000397133.jpg", "no image")
     clip = save_tiny_clip(tmp_path / "clip")
-
-    def evaluated(*benchmarks):
-        return evaluate_retrieval(RetrievalConfig([clip], str(tmp_path), dataset=list(benchmarks), root=str(data)))
-
-    reports = evaluated(*names)
+    reports = evaluate_retrieval(RetrievalConfig([clip], str(tmp_path), dataset=names, root=str(data)))
     assert [(reports[name]["images"], reports[name]["captions"]) for name in names] == [(1, 5), (3, 3)]
     assert [bad["kind"] for bad in reports["coco-five"]["left_out"]] == ["unreadable image"]
     for name, report in reports.items():
@@ -279,5 +246,3 @@ def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, coar
         given = {"dataset": ["urban1k"], "root": str(data / "urban1k")} | settings
         report = evaluate_retrieval(RetrievalConfig([clip], str(tmp_path), **given))
         assert (report["images"], report["trained_on"]) == (images, {name: seen})
-    with pytest.raises(UserError, match=r"docci is in none of .*data/docci'.*docci_descriptions"):
-        evaluated("urban1k", "docci")

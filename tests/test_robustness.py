@@ -1,7 +1,6 @@
 """Sentence edits, recall under them against brute force, and the share of it that is kept."""
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,13 +11,13 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
-from debias_diffusion.data.caption_edits import EDITS, LOSING, SHUFFLES, beginning, edit_caption, shuffled
+from debias_diffusion.data.caption_edits import EDITS, LOSING, beginning, edit_caption
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.growth import correlations, in_order
-from debias_diffusion.eval.intervals import hits_interval, mean_interval, paired_difference
+from debias_diffusion.eval.intervals import hits_interval, paired_difference
 from debias_diffusion.eval.options import RobustnessConfig
 from debias_diffusion.eval.retrieval import DIRECTIONS
-from debias_diffusion.eval.robustness import COMPARED, evaluate_robustness, share_difference, share_kept
+from debias_diffusion.eval.robustness import evaluate_robustness, share_difference, share_kept
 from debias_diffusion.text.sentences import split_sentences
 
 # By edit, the sentences that are left of captions of one to five; 0 is the padding.
@@ -30,30 +29,18 @@ EDITED = {
     "first2": "1 12 12 12 12",
     "swap2": "1 21 21 21 21",
     "first": "1 1 1 1 1",
-    "after25": "1 12 213 2134 21345",
     "after50": "1 21 213 2314 23145",
-    "after75": "1 21 231 2314 23415",
     "after100": "1 21 231 2341 23451",
-    "padding1": "01 012 012 012 012",
     "padding5": "000001 0000012 0000012 0000012 0000012",
 }
 
 
 @pytest.mark.parametrize("edit", EDITED)
 def test_edits_of_one_to_five_sentences(edit):
-    assert EDITS[edit].base == ("first2" if edit.startswith(("first", "swap", "padding")) else "keep")
     sentences = ["A cat sits here.", "Its fur is red!", "Is it asleep?", "The wall is 2.5 m high.", "No one is there"]
     for length, digits in enumerate(EDITED[edit].split(), 1):
         expected = " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
         assert edit_caption(" ".join(sentences[:length]), edit) == expected
-
-
-def test_orders_are_decided_by_seed_and_caption_alone_and_are_all_drawn():
-    long = [f"Sentence {number}." for number in range(9)]
-    first, again = ([shuffled(seed, long) for seed in range(SHUFFLES)] for _ in range(2))
-    assert first == again and len({tuple(order) for order in first}) == SHUFFLES > 1
-    three = [[f"This is {number}.", "It is b.", "It is c."] for number in range(100)]
-    assert len({tuple(map(part.index, shuffled(0, part))) for part in three}) == 6
 
 
 def test_beginnings_are_nested_and_end_with_sentences():
@@ -77,7 +64,6 @@ def test_share_in_closed_form():
     found, _ = quarter = share_kept(after, before)
     assert found["share"] == 25.0 and found["low"] == 0.0 <= 25 < found["high"] <= 100
     assert share_kept(before, before)[0] == {"share": 100.0, "low": 100.0, "high": 100.0}
-    assert share_kept([100, 100], [100, 0])[0]["share"] == 200.0  # more can be found without the first sentence
     assert share_kept([100, 0], [0, 0])[0] == {"share": None, "low": None, "high": None}
     ahead = share_difference(share_kept(before, before), quarter)
     assert ahead["difference"] == 75.0
@@ -125,14 +111,13 @@ def by_hand(name: str, several) -> tuple[dict, dict]:
 
 
 def test_numbers_equal_brute_force_with_several_captions_an_image(several):
-    report, config, means = several.report, several.config, {}
+    report, config = several.report, several.config
     lengths = [len(split_sentences(text)) for texts in several.captions.values() for text in texts]
     assert (report["images"], report["captions"], report["one_sentence_captions"]) == (5, 15, 1)
     assert "1 of 15 captions have a single sentence" in report["notes"][0]
-    for name, (label, numbers) in zip(config.encoders, report["encoders"].items(), strict=True):
+    for name, numbers in zip(config.encoders, report["encoders"].values(), strict=True):
         hits, cosines = by_hand(name, several)
-        for measure, parts in (("correlation of 4", 4), ("% in order, of 2", 2), ("% in order, of 3", 3)):
-            assert numbers["growth"][measure]["captions"] == sum(length >= parts for length in lengths) > 1
+        assert numbers["growth"]["correlation of 4"]["captions"] == sum(length >= 4 for length in lengths) > 1
         found = {
             edit: {way: np.mean([one[way] for one in variants], axis=0) for way in DIRECTIONS}
             for edit, variants in hits.items()
@@ -144,28 +129,8 @@ def test_numbers_equal_brute_force_with_several_captions_an_image(several):
                 expected = paired_difference(found[EDITS[edit].base][way], found[edit][way], GROUPS[way])
                 assert numbers["drop_points"][edit][way] == pytest.approx(expected)
         for way in DIRECTIONS:
-            each = [np.mean(one[way]) for one in hits["shuffle"]]
-            assert numbers["shuffles"]["deviation_points"][way] == pytest.approx(np.std(each, ddof=1))
             kept = share_kept(found["remove"][way], found["keep"][way], GROUPS[way])[0]
             assert numbers["kept_without_summary_percent"][way] == kept
         for edit, values in cosines.items():
             mean = np.mean(values, axis=0)
             assert numbers["similarity"][edit]["mean"] == pytest.approx(mean.mean(), abs=1e-6)
-            assert numbers["similarity"][edit]["interval"] == pytest.approx(mean_interval(mean, IMAGE_OF), abs=1e-6)
-        means[label] = found
-    first, second = means
-    scores = {line["score"]: line for line in report["compared"]}
-    for edit, way in itertools.product(COMPARED, DIRECTIONS):
-        line = scores[f"drop of {EDITS[edit].title}, {way.replace('_', ' ')}"]
-        lost = [means[label][EDITS[edit].base][way] - means[label][edit][way] for label in (second, first)]
-        expected = {"a": second, "b": first} | paired_difference(*lost, GROUPS[way])
-        assert {key: line[key] for key in expected} == pytest.approx(expected)
-
-
-def test_of_one_image_found_first_it_is_not_said_that_it_finds_too_few(several, tmp_path, capsys):
-    config = replace(several.config, encoders=several.config.encoders[:1], output=str(tmp_path), limit=1)
-    [numbers] = evaluate_robustness(config)["encoders"].values()
-    assert numbers["recall_at_1_percent"]["keep"]["text_to_image"] == 100
-    assert numbers["in_words"].startswith("Too few images to say what share of its R@1 ")
-    printed = capsys.readouterr().out
-    assert "finds too few" not in printed and "100.0 (no interval: too few)" in printed

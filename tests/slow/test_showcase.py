@@ -1,4 +1,4 @@
-"""The page of `showcase` on which a person marks facts, in a real browser, by keyboard alone; and `check`, whole."""
+"""The page of `showcase` on which a person marks facts, in a real browser, by keyboard alone; and a failed `check`."""
 
 import json
 import os
@@ -60,9 +60,6 @@ def test_facts_are_marked_by_keyboard_alone_and_give_the_numbers(config, browser
             assert 0 <= top < bottom and (width > 720 or top >= box["y"] + box["height"]), fact  # not under the image
             page.keyboard.press("w" if item["image"] in cut else "r")
     expect(status).to_have_text("Image 8 of 8; 8 complete.")
-    page.keyboard.press("ArrowLeft")
-    page.keyboard.press("ArrowUp")  # at the first fact, which stays marked
-    assert page.locator("input:checked").count() == len(ids[6]["facts"])
     page.reload()  # marks stay in the browser
     expect(status).to_have_text("Image 1 of 8; 8 complete.")
     with page.expect_download() as download:
@@ -72,23 +69,11 @@ def test_facts_are_marked_by_keyboard_alone_and_give_the_numbers(config, browser
     assert errors == []
     showcase(replace(config, marks=str(tmp_path / "marks.json")))
     marks = json.loads((Path(config.output) / "showcase.json").read_text())["marks"]
-    facts = sum(len(prompt.facts) for prompt in PROMPTS[:2])
-    assert marks["facts"] == facts and marks["ways"][CUT]["all"]["value"] == 0
-    assert {way["all"]["right"] for name, way in marks["ways"].items() if name != CUT} == {facts}
-    assert marks["compared"][WHOLE]["difference"] == 100
+    assert marks["facts"] == sum(len(prompt.facts) for prompt in PROMPTS[:2])
+    assert {name: way["all"]["value"] for name, way in marks["ways"].items()}.items() >= {CUT: 0, WHOLE: 100}.items()
 
 
 # ---- check
-
-
-def test_a_checkpoint_is_checked_and_the_record_is_whole(tmp_path):
-    check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu"))
-    result = json.loads((tmp_path / "check.json").read_text())
-    assert len(result["checks"]) == 6 and all("result" in value for value in result["checks"].values())
-    costs = result["checks"]["time and memory, by positions"]["result"]
-    assert list(costs) == ["stock, 77", "ours, 77", "ours, 227", "ours, 527"]
-    assert {len(files) for files in result["checks"]["prompts in four ways"]["result"].values()} == {1}
-    assert (tmp_path / "contact-sheet.png").is_file() and result["versions"] and result["machine"] and result["base"]
 
 
 def test_a_failure_says_what_differs_and_the_other_checks_go_on(tmp_path, monkeypatch):
@@ -101,6 +86,10 @@ def test_a_failure_says_what_differs_and_the_other_checks_go_on(tmp_path, monkey
     monkeypatch.setattr(SDXLLongPromptMixin, "encode_prompt", wrong)
     with pytest.raises(FailedError, match="1 of 6 checks failed: short"):
         check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu"))
-    checks = json.loads((tmp_path / "check.json").read_text())["checks"]
+    result = json.loads((tmp_path / "check.json").read_text())
+    assert (tmp_path / "contact-sheet.png").is_file() and result["versions"] and result["machine"] and result["base"]
+    checks = result["checks"]
+    costs = checks["time and memory, by positions"]["result"]
+    assert list(costs) == ["stock, 77", "ours, 77", "ours, 227", "ours, 527"]
     failed = checks["short prompts equal stock diffusers"]["failed"]
     assert "'clip_skip': 1} differ by 0.5" in failed and sum("result" in value for value in checks.values()) == 5
