@@ -52,7 +52,7 @@ def unicode(text, order="be"):
 # ---- A1111 and Forge
 
 
-@pytest.mark.parametrize("place", ["PNG", "JPEG", "JPEG, little-endian", "WEBP"])
+@pytest.mark.parametrize("place", ["PNG", "JPEG", "JPEG, little-endian"])
 def test_an_infotext_in_each_kind_of_file(tmp_path, place):
     kind, _, order = place.partition(", ")
     path = tmp_path / "a.image"
@@ -68,11 +68,8 @@ HIRES = ', Hires upscale: 2, ADetailer prompt: "x, Seed: 5"'
 INFOTEXTS = [
     (f"a\n\nb\n{SHORT}", {"prompt": "a\n\nb", "negative_prompt": None, "emphasis": "original"}, ""),
     (SHORT, {"prompt": "", "scheduler": "Euler a", "width": 512}, ""),
-    (f"a\nNegative prompt: n\n{SHORT}", {"prompt": "a", "negative_prompt": "n"}, ""),
     (f"a\n{SHORT.replace('Euler a', 'DPM++ 2M SDE Karras')}", {"scheduler": "DPM++ 2M SDE", "karras": True}, ""),
-    (f"a\n{SHORT}, Schedule type: Exponential", {"scheduler": "Euler a"}, "'Exponential'"),
     (f"a\n{SHORT}{HIRES}", {"seed": 1}, "Hires upscale, ADetailer prompt"),
-    (f"a\n{SHORT}, Clip skip: 3", {"clip_skip": 3}, "Forge follows Clip skip"),
     (f'a <lora:x:1>\n{SHORT}, Lora hashes: "x: 12, y: 3"', {"prompt": "a"}, "<lora:x:1>: give the folder"),
     (f"a\n{SHORT}, Version: f2.0.1v1.10.1-previous-1", {"reading": "a1111"}, ""),
 ]
@@ -153,31 +150,19 @@ def changed(**nodes):
 
 BOMB = chunk(b"zTXt", b"parameters\0\0" + zlib.compress(b"a" * 2**22))
 HOSTILE = {
-    "empty": b"",
     "a length beyond the file": raw_png(chunk(b"tEXt", b"parameters\0a", length=2**31 - 1)),
     "a text that grows": raw_png(BOMB),
     "pixels that grow": raw_png(chunk(b"tEXt", b"parameters\0" + SHORT.encode()), side=60_000),
     "no text": {},
-    "another program's": {"parameters": '{"sui_image_params": {"prompt": "a"}}'},
     "too long": {"parameters": "a" * 4_000_001 + f"\n{SHORT}"},
     "deep": {"settings": "[" * 100_000},
-    "list": {"prompt": "[]"},
     "deep field": infotext(f", Seed: {'[' * 100_000}"),
-    "half a comment": unicode("a") + b"\xd8",
     "no encoding": b"ASCII\0\0\0\xff\xfe",
     "circle": changed(_3={"model": ["3", 0]}),
-    "no such node": changed(_9={"positive": ["99", 0]}),
     "unhashable": changed(_9={"positive": [["5"], 0]}),
-    "no sampler": {"prompt": json.dumps({"1": node("SaveImage")})},
     "no nodes": {"prompt": '{"1": 3}'},
-    "steps": infotext("9", "many"),
     "seed": infotext("Seed: 1", "Seed: 1e999"),
-    "size": infotext("512x512", "1x2x3"),
-    "emphasis": infotext(", Emphasis: odd"),
-    "cfg": changed(_9={"cfg": ["1", 0], "noise_seed": 1}),
-    "layer": changed(_4={"stop_at_clip_layer": "x"}),
     "prompt": {"settings": '{"prompt": 7}'},
-    "no prompt": changed(_5={"text": ["1", 0]}),
 }
 
 
@@ -186,7 +171,7 @@ def test_damaged_and_hostile_files_get_one_clear_error(tmp_path, name):
     content, path = HOSTILE[name], tmp_path / "a.png"
     if isinstance(content, dict):
         png(path, **content)
-    elif name in ("half a comment", "no encoding"):
+    elif name == "no encoding":
         photograph(path, "JPEG", content)
     else:
         path.write_bytes(content)

@@ -2,8 +2,7 @@
 
 import diffusers
 import pytest
-from helpers.matrix import CASES, CELLS, FEATURES, REFUSED, applies, check
-from helpers.pages import ROOT
+from helpers.matrix import CASES, CELLS, FEATURES, REFUSED, check
 
 from debias_diffusion.pipelines import with_long_prompts
 
@@ -24,11 +23,3 @@ def test_a_class_that_encodes_otherwise_is_refused_with_what_works_instead(name)
     instead = "" if name in ("FluxPipeline", "StableDiffusion3Pipeline") else ".* It can be given .*prompt_embed"
     with pytest.raises(ValueError, match=f"{name} does not encode prompts{instead}"):
         with_long_prompts(cls.__new__(cls))
-
-
-def test_the_page_says_which_class_lacks_what():
-    rows = [row for row in (ROOT / "docs" / "pipelines.md").read_text().splitlines() if row.startswith("| `")]
-    for name in CASES:
-        row = next(row for row in rows if f"`{name.removesuffix('Pipeline')}`" in row)
-        lacking = ", ".join(feature for feature in FEATURES if not applies(name, feature))
-        assert row.endswith(f"| all but {lacking} |" if lacking else "| all |"), name

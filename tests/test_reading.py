@@ -1,9 +1,6 @@
-"""How toy captions tell their objects: chunks against those of a reading, ceilings against closed forms."""
+"""How toy captions tell their objects, against closed forms."""
 
 import random
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from debias_diffusion.eval.images.mentions import (
     ACROSS,
@@ -19,14 +16,9 @@ from debias_diffusion.eval.images.mentions import (
     refers_back,
     sentences_by_chunk,
 )
-from debias_diffusion.text.chunks import split_text
-from debias_diffusion.text.reading import tokenize_text
-from debias_diffusion.text.tokens import clean, clip_tokenizer
 from debias_diffusion.toyworld.claims import Claim, Reference
-from debias_diffusion.toyworld.grammar import STYLES, Caption, Sentence, long_caption
+from debias_diffusion.toyworld.grammar import Caption, Sentence, long_caption
 from debias_diffusion.toyworld.scenes import draw_scene
-
-SLOTS = 75  # of a chunk, without BOS and EOS
 
 
 def referring(seed: int, style: str = "referring") -> Caption:
@@ -37,31 +29,6 @@ def words(text: str) -> int:
     """A token a word."""
     return len(text.split())
 
-
-# ---- where a text is cut
-
-TOKENIZER = clip_tokenizer(77)  # CLIP's own, of which every toy sentence has fewer tokens than a chunk
-
-
-def tokens(text: str) -> int:
-    return len(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
-@settings(max_examples=40)
-@given(seed=st.integers(0, 2**40), style=st.sampled_from(STYLES))
-def test_chunks_are_those_that_an_encoder_reads(seed, style):
-    caption = referring(seed, style)
-    ids = [TOKENIZER(clean(part.text), add_special_tokens=False)["input_ids"] for part in caption.sentences]
-    text, _ = tokenize_text(clean(caption.text), TOKENIZER)
-    expected = [[text.ids[at] for at in chunk.read] for chunk in split_text(text, SLOTS, "separate")]
-    chunks = sentences_by_chunk(caption, tokens)
-    assert [[token for number in chunk for token in ids[number]] for chunk in chunks] == expected
-    read = sentences_by_chunk(caption, tokens, "cut")[0]
-    assert read == chunks[0][: len(read)] and sum(len(ids[number]) for number in read) <= SLOTS
-    assert read == list(range(len(ids))) or sum(len(ids[number]) for number in [*read, len(read)]) > SLOTS
-
-
-# ---- what is told, and what can be known of it
 
 STAR = Claim(Reference("top"), (("kind", "star"),))
 IT_IS_BLUE = Claim(Reference(), (("colour", "blue"),))

@@ -1,4 +1,4 @@
-"""What becomes of weights and positions in the readings of other programs, and what they take out.
+"""Readings of other programs: what they take out, repeat and average.
 
 Their ids, cuts and weights are in conformance/. data/readings.json holds for test_conformance.py what the programs' own
 code did: for each program and prompt, and for both of SDXL's encoders, the number of tokens of text in each row of 77,
@@ -13,27 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.text.chunks import Chunk, positions_of, weigh
+from debias_diffusion.text.chunks import Chunk, positions_of
 from debias_diffusion.text.tokens import clip_tokenizer
-
-CHUNKS = [Chunk(range(75), range(75)), Chunk(range(75, 80), range(75, 80))]
 
 
 @pytest.fixture(scope="module")
 def pipe():
     return tiny_sdxl.assemble(StableDiffusionXLLongPromptPipeline, tiny_sdxl.sdxl_parts(vocabulary=clip_tokenizer))
-
-
-def test_weights_multiply_keep_the_mean_or_move_away_from_the_empty_text():
-    states, weights, empty = torch.rand(2, 77, 8), torch.ones(2, 77), torch.rand(77, 8)
-    weights[0, 3:5] = 1.4
-    multiplied, moved = states.clone(), states.clone()
-    multiplied[0, 3:5] *= 1.4
-    moved[0, 3:5] += 0.4 * (states[0, 3:5] - empty[3:5])
-    assert_close(weigh(states, weights, empty, "no_norm"), multiplied)
-    assert_close(weigh(states, weights, empty, "comfyui"), moved)
-    factor = states[0].mean() / multiplied[0].mean()  # of one chunk: the other has a mean of its own
-    assert_close(weigh(states, weights, empty, "original"), torch.stack([multiplied[0] * factor, states[1]]))
 
 
 def test_a1111_takes_out_comments_and_tags(pipe):
@@ -52,14 +38,10 @@ def test_a1111_takes_out_comments_and_tags(pipe):
     pipe.set_long_prompt()
 
 
-def test_kohya_gives_all_text_positions_and_the_last():
-    for length, more in ((152, range(153, 154)), (227, [*range(155, 230), 230])):
-        assert positions_of(CHUNKS, 77, length, "kohya") == [0, *range(1, 76), *range(78, 153), *more]
-
-
 def test_a_repeated_text_leaves_attention_as_it_is(pipe):
     states, query = torch.randn(1, 154, 8), torch.randn(1, 5, 8)
-    repeated = states[:, positions_of(CHUNKS, 77, 6 * 77, "a1111")]
+    chunks = [Chunk(range(75), range(75)), Chunk(range(75, 80), range(75, 80))]
+    repeated = states[:, positions_of(chunks, 77, 6 * 77, "a1111")]
     attended = (scaled_dot_product_attention(query, keys, keys) for keys in (states, repeated))
     assert_close(*attended, atol=1e-6, rtol=0)
     pipe.set_long_prompt(reading="a1111")

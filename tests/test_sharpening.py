@@ -1,34 +1,44 @@
-"""`sharpen`: cross-attention of long prompts, against keys scaled by hooks, in all that pipelines may be."""
+"""`sharpen` and `sharpen_sentences`: cross-attention of long prompts, against hooks and attention written out."""
 
 import copy
 import math
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from diffusers import StableDiffusionXLPipeline
+from accelerate.hooks import ModelHook, add_hook_to_module
+from diffusers import StableDiffusionXLPAGPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
 from helpers.draw import LONG, SHORT, draw, embed
-from helpers.tiny_sdxl import assemble
+from helpers.tiny_sdxl import assemble, assemble_copy
 from peft import LoraConfig
 
 from debias_diffusion.pipelines import (
     StableDiffusionLongPromptPipeline,
+    StableDiffusionXLLongPromptControlNetPipeline,
     StableDiffusionXLLongPromptPipeline,
     sharpened,
+    with_long_prompts,
 )
+from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, encode, render
+from debias_diffusion.pipelines.sharpening import choose
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 FACTOR = 2.0  # a power of two, by which rounding commutes
+POWER = 3.0
+EACH_OPTION = [{"sharpen": FACTOR}, {"sharpen_sentences": POWER}]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return tiny_sdxl.sdxl_parts()
 
 
 @pytest.fixture
-def pipe():
+def pipe(parts):
     """Of models that a test may change."""
-    return assemble(StableDiffusionXLLongPromptPipeline, tiny_sdxl.sdxl_parts())
+    return assemble_copy(StableDiffusionXLLongPromptPipeline, parts)
 
 
 def keys_of(unet):
@@ -36,8 +46,12 @@ def keys_of(unet):
 
 
 def traces(pipe):
-    """What is set on the UNet's modules, of which `forward` may be."""
-    return [(sorted(vars(module)), vars(module).get("forward")) for module in pipe.unet.modules()]
+    """What is set on the UNet's modules, of which `forward` and processors may be."""
+    own = [vars(module) for module in pipe.unet.modules()]
+    return [(sorted(each), each.get("forward"), each.get("processor")) for each in own]
+
+
+# ---- written out
 
 
 def drawn_with_scaled_keys(pipe, prompt=LONG, **call):
@@ -49,6 +63,47 @@ def drawn_with_scaled_keys(pipe, prompt=LONG, **call):
     return image
 
 
+class Literal:
+    """diffusers' processor, written out, that raises the share of each sentence of the conditional rows."""
+
+    def __init__(self, sentences, guided=True):
+        self.sentences, self.guided = sentences, guided
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **_):
+        text = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = (
+            layer(states).unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+            for layer, states in ((attn.to_q, hidden_states), (attn.to_k, text), (attn.to_v, text))
+        )
+        weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
+        if encoder_hidden_states is not None:
+            prompts = len(self.sentences)
+            for row in range(prompts * self.guided, len(text)):
+                self.raise_shares(weights[row], self.sentences[row % prompts])
+        return attn.to_out[0]((weights @ v).transpose(1, 2).flatten(2))
+
+    def raise_shares(self, weights, numbers):
+        spans = [[at for at, of in enumerate(numbers) if of == number] for number in range(max(numbers) + 1)]
+        shares = torch.stack([weights[..., span].sum(-1) for span in spans])
+        raised = shares**POWER
+        raised *= shares.sum(0) / raised.sum(0)
+        for span, before, after in zip(spans, shares, raised, strict=True):
+            weights[..., span] *= (after / before)[..., None]
+
+
+def chosen(pipe, prompt=LONG, **call):
+    """The image with `sharpen_sentences`, and the one that is written out."""
+    ours = draw(pipe.set_long_prompt(sharpen_sentences=POWER), prompt, **call)
+    images, before = call.get("num_images_per_prompt", 1), pipe.unet.attn_processors
+    sentences = [row for row in pipe.prompt_layout(prompt).sentences for _ in range(images)]
+    guided = call.get("guidance_scale", 5) > 1
+    literal = {name: Literal(sentences, guided) if "attn2" in name else own for name, own in before.items()}
+    pipe.set_long_prompt().unet.set_attn_processor(literal)
+    expected = draw(pipe, prompt, **call)
+    pipe.unet.set_attn_processor(before)
+    return ours, expected
+
+
 def test_the_keys_of_cross_attention_are_scaled(pipe):
     """Which is the formula's softmax(factor * q k^T / sqrt(d)) v."""
     for each in (pipe, assemble(StableDiffusionLongPromptPipeline, tiny_sdxl.sd15_parts())):
@@ -57,36 +112,68 @@ def test_the_keys_of_cross_attention_are_scaled(pipe):
         assert np.array_equal(sharp, expected) and not np.array_equal(sharp, plain)
 
 
-@pytest.mark.parametrize("factor, prompt", [(FACTOR, SHORT), (1.0, LONG)])
-def test_short_prompts_and_a_factor_of_one_stay_as_they_are(pipe, factor, prompt):
+def test_shares_of_sentences_are_raised_and_nothing_else():
+    weights = torch.rand((1, 2, 5, 9), generator=torch.Generator().manual_seed(0)).softmax(-1)
+    numbers = torch.tensor([[-1, 0, 0, 1, 1, 1, 2, -1, -1]])
+    member = (numbers[..., None] == torch.arange(3)).float()
+    raised, words = choose(weights, member, 2.0), numbers[0] >= 0
+    torch.testing.assert_close(raised.sum(-1), weights.sum(-1))
+    assert torch.equal(raised[..., ~words], weights[..., ~words])
+    before, after = ((of @ member[:, None]) for of in (weights, raised))
+    torch.testing.assert_close(after / after.sum(-1, keepdim=True), before**2 / (before**2).sum(-1, keepdim=True))
+    assert choose(torch.eye(9)[None, None], member, 2.0).isfinite().all()  # where no word is looked at
+
+
+def test_the_layout_numbers_sentences(pipe):
+    texts = [SHORT, *["The sky is grey, the house is old."] * 9, "In front of it stands a yellow bicycle."]
+    counts = [len(pipe.tokenizer(text.lower(), add_special_tokens=False).input_ids) for text in texts]
+    numbers = [number for number, count in enumerate(counts) for _ in range(count)]
+    long, short = pipe.prompt_layout([LONG, SHORT]).sentences
+    assert long == (-1, *numbers, *[-1] * (151 - len(numbers)))
+    assert short == (-1, *[0] * counts[0], *[-1] * (151 - counts[0]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"prompt": [LONG, SHORT, f"{SHORT} {LONG}"]},
+        {"prompt": LONG, "num_images_per_prompt": 2, "negative_prompt": LONG[::-1]},
+        {"prompt": LONG, "guidance_scale": 1.0},
+    ],
+)
+def test_choosing_is_attention_written_out(pipe, call):
+    ours, expected = chosen(pipe, **call)
+    assert np.abs(ours - expected).max() < 1e-4 < 1e-3 < np.abs(ours - draw(pipe, **call)).max()
+
+
+# ---- where nothing changes
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [*((each, SHORT) for each in EACH_OPTION), ({"sharpen": 1.0}, LONG), ({"sharpen_sentences": 1.0}, LONG)],
+)
+def test_short_prompts_and_a_factor_of_one_stay_as_they_are(pipe, options, prompt):
     plain = draw(pipe, prompt)
-    assert np.array_equal(draw(pipe.set_long_prompt(sharpen=factor), prompt), plain)
+    assert np.array_equal(draw(pipe.set_long_prompt(**options), prompt), plain)
 
 
-def test_nothing_stays_behind(pipe):
+@pytest.mark.parametrize("options", EACH_OPTION)
+def test_nothing_stays_behind(pipe, options):
     before, plain = traces(pipe), draw(pipe, LONG)
 
     def fail(*_):
         assert traces(pipe) != before
         raise KeyboardInterrupt
 
-    pipe.set_long_prompt(sharpen=FACTOR)
+    pipe.set_long_prompt(**options)
     with pytest.raises(KeyboardInterrupt):
         draw(pipe, LONG, callback_on_step_end=fail)
     assert traces(pipe) == before
     assert np.array_equal(draw(pipe.set_long_prompt(), LONG), plain)
 
 
-class Own(StableDiffusionXLLongPromptPipeline):
-    def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs)
-
-
-def test_the_call_of_a_subclass_scales_once(pipe):
-    expected = draw(pipe.set_long_prompt(sharpen=FACTOR), LONG)
-    own = Own(**pipe.components).set_long_prompt(sharpen=FACTOR)
-    own.set_progress_bar_config(disable=True)
-    assert np.array_equal(draw(own, LONG), expected)
+# ---- pipelines that share a UNet
 
 
 def sharing(pipe, cls=StableDiffusionXLLongPromptPipeline):
@@ -113,44 +200,6 @@ def test_a_plain_pipeline_in_a_step_of_a_sharpened_one(pipe, run):
     assert len(images) == 2 and all(np.array_equal(image, plain) for image in images)
 
 
-def test_a_plain_pipeline_in_the_middle_of_a_sharpened_forward(pipe):
-    other, sharp_thread, images = sharing(pipe), threading.current_thread(), []
-    plain, alone = draw(other, LONG), draw(pipe.set_long_prompt(sharpen=FACTOR), LONG)
-
-    def meanwhile(*_):
-        if threading.current_thread() is sharp_thread:
-            images.append(in_thread(lambda: draw(other, **embeds)))
-
-    embeds = embed(pipe, LONG)
-    pipe.unet.mid_block.register_forward_pre_hook(meanwhile)
-    assert np.array_equal(draw(pipe, LONG), alone)
-    assert len(images) == 2 and all(np.array_equal(image, plain) for image in images)
-
-
-def test_two_sharpened_pipelines_of_which_one_ends_first(pipe):
-    first, last = (sharing(pipe).set_long_prompt(sharpen=factor) for factor in (FACTOR, 3.0))
-    before, alone = traces(pipe), [draw(first, LONG), draw(last, LONG)]
-    last_has_begun, first_has_ended = threading.Event(), threading.Event()
-
-    def begin_last(*_):
-        if not last_has_begun.is_set():
-            drawn.append(pool.submit(draw, last, LONG, callback_on_step_end=wait))
-            assert last_has_begun.wait(60)
-        return {}
-
-    def wait(*_):
-        last_has_begun.set()
-        assert first_has_ended.wait(60)
-        return {}
-
-    drawn = []
-    with ThreadPoolExecutor(1) as pool:
-        image = draw(first, LONG, callback_on_step_end=begin_last)
-        first_has_ended.set()
-        assert np.array_equal(image, alone[0]) and np.array_equal(drawn[0].result(), alone[1])
-    assert traces(pipe) == before
-
-
 def test_contexts(pipe):
     """Of several UNets, but not twice of one; a pipeline's own factor holds instead of the context's."""
     other = assemble(StableDiffusionXLLongPromptPipeline, {**pipe.components, "unet": tiny_sdxl.unet(seed=1)})
@@ -164,9 +213,12 @@ def test_contexts(pipe):
     assert np.array_equal(draw(pipe, LONG), plain)
 
 
+# ---- with other things in the UNet
+
+
 def with_lora(pipe):
     torch.manual_seed(0)
-    pipe.unet.add_adapter(LoraConfig(target_modules=["attn2.to_k", "attn2.to_v"], init_lora_weights=False))
+    pipe.unet.add_adapter(LoraConfig(target_modules=["attn2.to_q", "attn2.to_k", "to_out.0"], init_lora_weights=False))
 
 
 def with_ip_adapter(pipe):
@@ -182,7 +234,7 @@ def with_hooks(pipe):
 
 
 @pytest.mark.parametrize("prepare", [with_lora, with_ip_adapter, with_hooks])
-def test_with_other_things_in_the_unet(pipe, prepare):
+def test_sharpening_with_other_things_in_the_unet(pipe, prepare):
     call = prepare(pipe) or {}
     before, expected = traces(pipe), drawn_with_scaled_keys(pipe, **call)
     sharp = draw(pipe.set_long_prompt(sharpen=FACTOR), LONG, **call)
@@ -190,28 +242,60 @@ def test_with_other_things_in_the_unet(pipe, prepare):
     assert np.array_equal(sharp, expected)
 
 
-def test_hooks_that_go_in_a_call(pipe):
-    plain = draw(pipe, LONG)
-    with_hooks(pipe)
-
-    def remove(pipe, *_):
-        for layer in keys_of(pipe.unet):
-            remove_hook_from_module(layer)
-        return {}
-
-    draw(pipe.set_long_prompt(sharpen=FACTOR), LONG, callback_on_step_end=remove)
-    assert np.array_equal(draw(pipe.set_long_prompt(), LONG), plain)
-
-
 def test_fused_projections(pipe):
-    expected = drawn_with_scaled_keys(pipe)
+    expected, (_, choosing) = drawn_with_scaled_keys(pipe), chosen(pipe)
     pipe.fuse_qkv_projections(vae=False)
     assert np.abs(draw(pipe.set_long_prompt(sharpen=FACTOR), LONG) - expected).max() < 1e-5
+    assert np.abs(draw(pipe.set_long_prompt(sharpen_sentences=POWER), LONG) - choosing).max() < 1e-4
 
 
-def test_other_factors_are_refused(pipe):
-    for factor in (0.0, -1.0, 4.1, math.nan, math.inf):
-        with pytest.raises(ValueError, match="sharpen is .* at most 4"):
-            pipe.set_long_prompt(sharpen=factor)
-    with pytest.raises(ValueError, match="sharpen is"), sharpened(pipe.unet, 0.0):
-        pass
+def test_choosing_with_a_lora_a_controlnet_and_perturbed_attention_guidance(pipe, parts):
+    """Of which the last has each prompt three times, the negative one first."""
+    with_lora(pipe)
+    controlled = parts | {"controlnet": tiny_sdxl.controlnet(parts["unet"])}
+    controlled = assemble_copy(StableDiffusionXLLongPromptControlNetPipeline, controlled)
+    guided = with_long_prompts(assemble(StableDiffusionXLPAGPipeline, parts))
+    for each, call in ((pipe, {}), (controlled, {"image": tiny_sdxl.picture()}), (guided, {"pag_scale": 2.0})):
+        ours, expected = chosen(each, **call)
+        assert np.abs(ours - expected).max() < 1e-4
+
+
+def test_an_ip_adapter_keeps_its_attention_where_sentences_are_chosen(pipe):
+    call = with_ip_adapter(pipe)
+    plain = draw(pipe, LONG, **call)
+    with pytest.warns(UserWarning, match="IPAdapterAttnProcessor"):
+        assert np.array_equal(draw(pipe.set_long_prompt(sharpen_sentences=POWER), LONG, **call), plain)
+
+
+# ---- sentences of embeddings that are passed in, and of the renderer
+
+
+def test_embeddings_that_are_passed_in(pipe):
+    """With the sentences of `prompt_layout`; without them attention stays as it is, and says so."""
+    embeds, plain = embed(pipe, LONG), draw(pipe, LONG)
+    expected = draw(pipe.set_long_prompt(sharpen_sentences=POWER), LONG, num_images_per_prompt=2)
+    sentences = torch.tensor(pipe.prompt_layout(LONG).sentences)
+    assert np.array_equal(draw(pipe, **embeds, sentences=sentences, num_images_per_prompt=2), expected)
+    with pytest.warns(UserWarning, match="sentences=torch.tensor"):
+        assert np.array_equal(draw(pipe, **embeds), plain)
+
+
+def test_the_renderer_passes_sentences_on(pipe):
+    size = {"height": 32, "width": 32}
+    sampling = Sampling(steps=2, guidance_scale=5.0, sharpen_sentences=POWER, **size)
+    [expected] = draw(pipe.set_long_prompt(sharpen_sentences=POWER), LONG, output_type="pil", **size)
+    [image] = render(pipe, encode(pipe, [ImagePrompt(LONG)], sampling), [0], sampling)
+    assert np.array_equal(image, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"sharpen": factor} for factor in (0.0, 4.1, math.nan)),
+        *({"sharpen_sentences": power} for power in (0.0, 16.5, math.nan)),
+        *({"sharpen_sentences": 4.0} | other for other in ({"reading": "a1111"}, {"breaks": "average"})),
+    ],
+)
+def test_what_cannot_be_is_refused(pipe, options):
+    with pytest.raises(ValueError, match="sharpen.* is"):
+        pipe.set_long_prompt(**options)
