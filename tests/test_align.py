@@ -5,32 +5,25 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler
-from helpers.training_runs import is_the_same_run, killed_copy, lines_of, log, losses
+from helpers.training_runs import is_the_same_run, killed_copy, lines_of, log
 from PIL import Image
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from debias_diffusion.app.align.command import Alignment, align
-from debias_diffusion.app.align.data import PART, collate, frozen_vae
-from debias_diffusion.app.generate import generate
-from debias_diffusion.app.options import AlignConfig, GenerateConfig
+from debias_diffusion.app.align.data import collate
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.clip.weight_files import weights_digest
-from debias_diffusion.data.records import Record
 from debias_diffusion.data.seen import read_seen, write_seen
 from debias_diffusion.data.sources import data_digest, read_captions
 from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, encode, render
-from debias_diffusion.processes import Processes
-from debias_diffusion.text.tokens import clean
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
 
@@ -107,50 +100,6 @@ def test_latents_are_those_of_the_checkpoints_autoencoder(settings, tmp_path):
     torch.testing.assert_close(run.dataset[(0, 2, 2)].latents, latents, rtol=0, atol=1e-5)
 
 
-def test_latents_of_another_configuration_have_another_key(settings, tmp_path):
-    """Of equal weights: a second checkpoint with other latents does not read the first one's from the cache."""
-    run, keys = Alignment(config := settings(tmp_path), make_accelerator(config)), []
-    for change in ({}, {"scaling_factor": 0.5}, {"shift_factor": 0.1}, {"latents_mean": [0.1] * 4}):
-        before = {name: getattr(run.vae.config, name, None) for name in change}
-        run.vae.register_to_config(**change)
-        keys.append(frozen_vae(run.vae, 64, run.accelerator).key)
-        run.vae.register_to_config(**before)
-    assert len({str(key) for key in keys}) == 4
-
-
-def test_states_and_features_are_compared_with_where_they_must_stay(settings, tmp_path):
-    """A first encoder: states with the base's, features with its own. A second: both with the base's."""
-    run = prepared(settings(tmp_path))
-    batch, (first, second) = samples(run, 4), run.slots
-    texts = [text[0] for text in batch.texts]
-    states, pooled = first.reader.read(texts, 77)
-    assert (first.state_errors(states, texts, 77) > 0.01).all()
-    assert first.feature_distances(pooled, texts, 77).abs().max() < 1e-6
-    texts = [text[1] for text in batch.texts]
-    states, pooled = second.reader.read(texts, 77)
-    base_states, base_pooled = second.base.read(texts, 77, overlap=True)
-    expected = 1 - F.cosine_similarity(pooled, base_pooled)
-    torch.testing.assert_close(second.feature_distances(pooled, texts, 77), expected)
-    end = 1 + len(texts[0].ids)
-    error = (states[0, :end] - base_states[0, :end]).square().mean() / base_states[0, 1:end].var(0, correction=0).mean()
-    assert second.state_errors(states, texts, 77)[0].item() == pytest.approx(error.item(), rel=1e-4)
-
-
-def test_captions_are_read_whole_and_half_of_them_in_part_too(settings, tmp_path):
-    run = prepared(settings(tmp_path))
-    caption = " ".join(f"House number {n} has {n} red windows." for n in range(1, 18))
-    run.dataset.records = [Record(str(n), run.records[0].image, caption) for n in range(200)]
-    batch = samples(run, 200)
-    ids = run.slots[0].fitted.tokenizer(caption.lower(), add_special_tokens=False)["input_ids"]
-    assert len(ids) > 150 and all(tokens.ids == ids for text in batch.texts for tokens in text)
-    parts = [part for part in batch.parts if part]
-    assert len(parts) == pytest.approx(200 * PART, abs=30)
-    assert all(1 < len(tokens.ids) <= 75 for part in parts for tokens in part)
-    one, again, other = (run.dataset[key] for key in ((0, 5, 5), (0, 5, 5), (1, 5, 5)))
-    assert torch.equal(one.noise, again.noise) and (one.shares, one.parts) == (again.shares, again.parts)
-    assert not torch.equal(one.noise, other.noise) and one.shares != other.shares
-
-
 def test_chunks_and_recomputed_activations_change_no_gradient(settings, tmp_path):
     def gradients_of(run, chunk=None):
         run.config.chunk = chunk
@@ -224,12 +173,6 @@ def test_a_killed_run_resumes_bit_identically_with_the_same_checkpoint_alone(fin
         assert weights_digest(load_text_encoder(run / name)[0]) == weights_digest(load_text_encoder(finished / name)[0])
 
 
-def test_mixed_precision_gives_nearly_the_same_losses(finished, settings, tmp_path):
-    align(settings(tmp_path, precision="bf16", max_steps=2))
-    assert losses(tmp_path) == pytest.approx(losses(finished)[:2], rel=0.02)
-    assert load_text_encoder(tmp_path / "encoder")[0].dtype == torch.float32
-
-
 def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
     images = shutil.copytree(world[2], tmp_path / "images", copy_function=shutil.copyfile)
     for name in ("9.png", "1.png"):  # trained on, and held out
@@ -237,23 +180,3 @@ def test_bad_images_are_replaced_and_named(settings, world, tmp_path):
     align(settings(tmp_path / "run", images=str(images), batch=10, max_steps=2, max_bad=0.1))  # all once
     assert {line["where"] for line in lines_of(tmp_path / "run" / "bad-records.jsonl")} == {"1.png", "9.png"}
     assert [line["pairs"] for line in log(tmp_path / "run") if "pairs" in line] == [3, 3]
-
-
-def test_evaluations_and_generate_take_both_encoders_from_its_folder(finished, settings, tmp_path):
-    prompt, base = "A red cat sits on a wide green sofa. " * 12, settings(finished).base
-
-    def rendered(encoder):
-        config = GenerationConfig([str(encoder)], base=base, output=str(tmp_path / "out"), data="", steps=2)
-        images, _ = render_all(config, Processes.connect("cpu"), [image_task(config, "0", prompt, 0)])
-        return np.asarray(Image.open(next(iter(images.values())).files[0]))
-
-    pipe = load_pipeline(base, str(finished / "encoder"), CPU, encoder_2=str(finished / "encoder_2"))
-    sampling = Sampling(steps=2, guidance_scale=7.0)
-    image = np.asarray(render(pipe, encode(pipe, [ImagePrompt(clean(prompt))], sampling), [0], sampling)[0])
-    assert np.array_equal(image, rendered(finished))
-    generate(GenerateConfig(prompt, base, str(finished), str(tmp_path / "p.png"), steps=2, device="cpu"))
-    png = Image.open(tmp_path / "p.png")
-    assert np.array_equal(image, np.asarray(png))
-    assert json.loads(png.text["settings"])["encoder_2"] == str(finished / "encoder_2")
-    # The first one alone has the checkpoint's second encoder.
-    assert not np.array_equal(image, rendered(finished / "encoder"))

@@ -51,13 +51,6 @@ def test_any_start_and_any_number_of_processes_see_the_same(size, seed, data):
     assert together == list(batches.iterate())[start:]
 
 
-def test_epochs_and_seeds_differ_and_max_steps_ends_a_run_early():
-    steps = [list(GlobalBatches(50, 50, 2, seed).iterate()) for seed in (0, 1)]
-    assert len({tuple(index for _, index, _ in step) for run in steps for step in run}) == 4
-    batches = GlobalBatches(10, 3, 5, 0, max_steps=4)
-    assert len(list(batches.iterate())) == batches.total_steps == 4 and batches.remainder == 0
-
-
 def test_learning_rate_warms_up_to_the_peak_and_ends_at_nothing():
     rates = [learning_rate(step, 1000, 2.0, 200) for step in range(1000)]
     assert rates[199] == max(rates) == 2.0 and learning_rate(0, 10, 2.0, 0) == 2.0

@@ -7,11 +7,10 @@ from itertools import permutations
 from math import comb
 
 import pytest
-from helpers.vocabulary import BOS, EOS, tiny_tokenizer
+from helpers.vocabulary import BOS, tiny_tokenizer
 from scipy.stats import chisquare
 
-from debias_diffusion.errors import UserError
-from debias_diffusion.methods import METHODS, find_method
+from debias_diffusion.methods import METHODS
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, find_padding
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator, find_sampler, random_subset
 from debias_diffusion.text.tokens import PAD, CaptionTokenizer
@@ -58,12 +57,6 @@ def test_a_sampler_draws_what_its_definition_says_as_often_as_it_says(name):
     if len(expected) > 1:
         observed = [counts[choice] for choice in expected]
         assert chisquare(observed, [draws * p for p in expected.values()]).pvalue > 1e-3
-
-
-def test_a_caption_of_one_sentence_keeps_it():
-    for name in DEFINITIONS.keys() - {"summary-as-released"}:
-        drawn = [find_sampler(name)(sentences, random.Random(0)) for sentences in ([], ["S."])]
-        assert drawn == [[], ["S."]]
 
 
 def test_draws_depend_on_seed_epoch_and_sample_and_on_nothing_else():
@@ -121,30 +114,3 @@ def test_fixed_padding_is_as_many_as_fit_and_stands_behind_sot():
         rows[name] = recipe.collate([draw(recipe, sample_id="3")], TOKENIZER).padded()[1].tolist()
     assert rows["pad-3"][:4] == [BOS, PAD, PAD, PAD] and PAD not in (rows["pad-3"][4], rows["none"][1])
     assert rows["pre-sot"][0] == PAD and rows["pre-sot"].index(BOS) > 0
-
-
-def test_a_long_caption_fits_the_window_and_ends_in_eot():
-    """Of any caption: tests/fuzz/test_texts.py."""
-    for padding in ("random", "none", "pad-20", "pre-sot"):
-        recipe = replace(RECIPES["debias-clip"], sampling="details", padding=padding)
-        drawn = draw(recipe, "A scene. " + "The cat is red. " * 90)
-        for row, one in zip(recipe.collate([drawn], TOKENIZER).padded().tolist(), drawn, strict=True):
-            assert len(row) == 60 and row.count(BOS) == row.count(EOS) == 1
-            assert row.index(EOS) == 1 + len(one.ids) + one.n_pre and set(row[row.index(EOS) + 1 :]) <= {PAD}
-
-
-def test_unknown_samplings_and_paddings_are_named():
-    for changes, message in (
-        ({"sampling": "randm"}, "Did you mean random"),
-        ({"sampling": "keep-0"}, "another N from 1"),
-        ({"padding": "pad-x"}, "another N from 0"),
-    ):
-        with pytest.raises(UserError, match=message):
-            replace(RECIPES["debias-clip"], **changes)
-
-
-def test_parts_with_components_of_their_own_must_be_large_enough():
-    recipe = find_method("long-clip", {"component_parts": 4})
-    assert recipe.fit(256, 512) is recipe and recipe.fit(128, 512).components == 15  # half of at most 30
-    with pytest.raises(UserError, match="components is 32, .* less than 31"):
-        recipe.check(128, 512)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import open_clip
 import pytest
 import torch
 from helpers.ranks import forked
-from helpers.tiny_clip import CONFIG, correct, registered, tiny_clip, tiny_siglip
+from helpers.tiny_clip import CONFIG, registered, tiny_clip
 from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import (
     STEPS,
@@ -32,14 +31,13 @@ from helpers.training_runs import (
 from PIL import Image
 
 from debias_diffusion.app.options import AlignConfig
-from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import OutOfMemory, UserError
 from debias_diffusion.training import loop, stop
-from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone, train
+from debias_diffusion.training.loop import prepare_backbone, train
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.plan import Moment, Pace, state_bytes
+from debias_diffusion.training.plan import Moment
 
 CPU = torch.device("cpu")
 
@@ -88,16 +86,6 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
     assert json.loads((tmp_path / "best" / "scores.json").read_text())["step"] == 3
 
 
-def test_positions_and_pooling_stay_with_the_model(world, finished_run, tmp_path):
-    train(config(world, tmp_path / "run", pooling="average", keep_positions=0, max_steps=1))
-    last = load_backbone(str(tmp_path / "run" / "last"))
-    assert (last.context_length, last.kept_positions, last.pooling) == (308, 0, "average")
-    # A model that is stretched already is trained as it is, and captions are counted for the length that is trained.
-    run = config((str(finished_run / "last"), *world[1:]), tmp_path)
-    tokenizers = load_base_tokenizer(run), prepare_backbone(load_base_model(run), run)[0].tokenizer
-    assert [tokenizer.context_length for tokenizer in tokenizers] == [248, 248]
-
-
 def test_the_recipe_says_what_weight_decay_acts_on(world, finished_run, tmp_path, capsys):
     train(config(world, tmp_path, recipe="debias-clip-as-released", batch=16, components=1, max_steps=1))
     assert "1 components of each of 4 parts, eot pooling, weight decay on all parameters" in capsys.readouterr().out
@@ -115,7 +103,7 @@ CONTINUED = {  # what a checkpoint holds, and what a run draws
 
 @pytest.mark.parametrize("case", CONTINUED)
 def test_a_killed_run_continues_bit_for_bit(world, finished_run, tmp_path, case):
-    """With features of a frozen tower, bad records, and compiled towers: below, and in test_compiled_training."""
+    """With compiled towers: test_compiled_training."""
     settings, whole, again = CONTINUED[case], tmp_path / "whole", tmp_path / "again"
     train(config(world, whole, **settings))
     if "precision" in settings:
@@ -125,54 +113,7 @@ def test_a_killed_run_continues_bit_for_bit(world, finished_run, tmp_path, case)
     is_the_same_run(again, whole)
 
 
-def test_a_run_may_be_continued_with_less_memory(world, finished_run, tmp_path):
-    train(config(world, killed_copy(finished_run, tmp_path / "run"), chunk=2, checkpoint_activations=True, keep=1))
-    assert losses(tmp_path / "run") == pytest.approx(losses(finished_run), rel=1e-4)
-    assert [path.name for path in (tmp_path / "run").glob("checkpoint*")] == ["checkpoint-00000007"]
-
-
-def test_siglip_trains_with_its_own_loss_window_and_scale(world, tmp_path):
-    base = tiny_siglip()
-    base.save(tmp_path / "base")
-    world = (str(tmp_path / "base"), *world[1:])
-    train(config(world, tmp_path / "run", max_steps=3))
-    last, line = load_backbone(str(tmp_path / "run" / "last")), log(tmp_path / "run")[1]
-    assert (last.context_length, last.loss) == (196, "sigmoid") and last.logit_bias.item() != base.logit_bias.item()
-    expected = base.logit_scale.exp().item(), base.logit_bias.item()
-    assert (line["logit_scale"], line["logit_bias"]) == pytest.approx(expected, rel=1e-3)
-    with pytest.raises(UserError, match="label_smoothing is 0.1"):
-        train(config(world, tmp_path / "other", label_smoothing=0.1))
-
-
 # ---- what a run takes
-
-
-def test_the_first_steps_and_those_that_compile_are_not_measured():
-    double, given = torch.compile(lambda number: 2 * number, backend="eager", dynamic=False), torch.ones(3)
-    pace, due, lines = Pace(100, 8, CPU), {}, {}
-    for step in range(1, 21):
-        double(given[: 2 + (step > 7)]) if step > 1 else None  # compiles in steps 2 and 8
-        seconds = 100.0 if step in (1, 2, 3, 8) else 0.5 + step / 100
-        numbers, line = pace.add(step, seconds, waited=seconds / (5 if step < 10 else 20))
-        if numbers:
-            due[step], lines[step] = numbers["seconds"], line
-    assert due[5] == {"step": 0.545, "waiting": 0.109, "left": 51.8}
-    means = {step: numbers["step"] for step, numbers in due.items()}
-    assert means == pytest.approx({5: 0.545, 10: (0.59 + 0.60) / 2, 20: 0.655}, abs=1e-4)
-    assert "20% of the time waiting for data; 52 s to the end; more --workers" in lines[5]
-    assert lines[20].endswith("5% of the time waiting for data; 52 s to the end")
-
-
-def test_the_bytes_of_weights_gradients_and_averages_are_counted_exactly():
-    model, frozen = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)), torch.nn.Linear(4, 4)
-    model[1].requires_grad_(False)
-    optimizer = AdamW(dict(model.named_parameters()), 0.0, (0.9, 0.999), 1e-8)
-    model(torch.ones(1, 3)).sum().backward()
-    held = [*model.parameters(), *frozen.parameters(), *(weight.grad for weight in model[0].parameters())]
-    optimizer.adamw.step()
-    held += [state[name] for state in optimizer.adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    run = SimpleNamespace(model=model, modules=None, frozen=list(frozen.parameters()))
-    assert state_bytes(run) == sum(tensor.nbytes for tensor in held)
 
 
 def test_too_little_memory_names_a_chunk_and_leaves_nothing(world, finished_run, tmp_path, monkeypatch):
@@ -238,7 +179,6 @@ def test_a_step_that_is_not_finite_is_left_out_and_its_samples_named_by_two_proc
     before, after = load_backbone(world[0]).model.state_dict(), saved(alone, "last")
     wrong = {name for name, tensor in after.items() if not tensor.isfinite().all()}
     assert wrong == {"token_embedding.weight"} and not torch.equal(after["ln_final.weight"], before["ln_final.weight"])
-    assert after["token_embedding.weight"].isfinite().all(dim=1).logical_not().sum() == 1  # the word's own row
 
     forked(2, lambda _: str(train(config(world, shared, **settings))))
     for name in ("not-finite.jsonl", "bad-records.jsonl"):
@@ -253,22 +193,6 @@ def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, poison):
         with pytest.raises(UserError, match=r"loss of step 3 is not finite.*like the 2 before it.*not-finite.jsonl"):
             train(config(world, tmp_path / "run", validation=0, eval_every=9))
         assert len(lines_of(tmp_path / "run" / "not-finite.jsonl")) == 3
-
-
-def test_a_frozen_image_tower_stays_and_its_features_are_shared_between_runs(world, finished_run, tmp_path):
-    settings = dict(freeze_image_tower=True, feature_cache=str(tmp_path / "cache"))
-    first = tmp_path / "first"
-    train(config(world, first, **settings))
-    base, last = (load_backbone(str(folder)).model.state_dict() for folder in (world[0], first / "last"))
-    changed = {name for name, tensor in base.items() if not torch.equal(last[name], tensor)}
-    assert "token_embedding.weight" in changed and not any(name.startswith("visual") for name in changed)
-    # The first step's loss needs no gradient: it is that of a run without freezing.
-    assert losses(first)[0] == pytest.approx(losses(finished_run)[0], rel=1e-4)
-    assert recalls(first)[0]["t2i_r1"] == recalls(finished_run)[0]["t2i_r1"]
-    written = set((tmp_path / "cache").rglob("*.safetensors"))
-    train(config(world, killed_copy(first, tmp_path / "again"), **settings))
-    is_the_same_run(tmp_path / "again", first)
-    assert set((tmp_path / "cache").rglob("*.safetensors")) == written != set()
 
 
 def test_a_second_ctrl_c_stops_at_once(world, tmp_path, monkeypatch):
@@ -296,26 +220,8 @@ def test_tensorboard_has_what_the_log_has(world, tmp_path):
 # ---- data
 
 
-def test_every_pair_and_stand_in_of_an_epoch_survive_workers_and_restarts(world, tmp_path, capsys):
-    world, run, again = world_with(world, tmp_path, count=38, broken=[17, 30]), tmp_path / "run", tmp_path / "again"
-    settings = dict(max_steps=None, epochs=2, max_bad=0.1, checkpoint_every=1, keep=9)
-    train(config(world, run, **settings))
-    out = capsys.readouterr().out
-    assert "32 to train on; 6 held out" in out and "8 of 8 pairs (2.00 epochs)" in out
-    named = (run / "bad-records.jsonl").read_text().splitlines()
-    assert {json.loads(line)["where"] for line in named} == {"17.png", "30.png"} and len(named) == 2
-    killed_copy(run, again, 8)
-    for step in range(2, 8):
-        (again / f"checkpoint-{step:08}").unlink()
-    with open(again / "bad-records.jsonl", "a") as file:
-        file.write('{"where": "1')  # a kill
-    train(config(world, again, workers=2, **settings))
-    is_the_same_run(again, run)
-    assert sorted((again / "bad-records.jsonl").read_text().splitlines()) == sorted([*named, '{"where": "1'])
-
-
 def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys):
-    world, shards = world_with(world, tmp_path, captions={9: " "}), tmp_path / "shards"
+    world = world_with(world, tmp_path, captions={9: " "})
     settings = config(world, tmp_path / "run", check_data=True, max_bad=0)
     Path(settings.images, "7.png").write_text("not an image")
     with pytest.raises(UserError, match=r"2 of 24 records cannot be used.*--max-bad"):
@@ -325,13 +231,6 @@ def test_check_data_reads_everything_and_trains_nothing(world, tmp_path, capsys)
     assert train(replace(settings, output=str(tmp_path / "allowed"), max_bad=0.1)) is None
     assert "22 of 24 pairs can be used" in capsys.readouterr().out
 
-    write_shards(ShardsConfig(data=world[1], images=world[2], output=str(shards), size=32, max_bad=0.5))
-    content = bytearray((shards / "shard-000000.tar").read_bytes())
-    content[600] ^= 1  # within the first image: a byte that decoding may well not notice
-    (shards / "shard-000000.tar").write_bytes(content)
-    train(config((world[0], str(shards), None), tmp_path / "shared", check_data=True, max_bad=0.5))
-    assert "shard-000000.tar: changed shard" in capsys.readouterr().out
-
 
 def test_bad_settings_are_named(world, tmp_path):
     resnet = CONFIG | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}}
@@ -340,30 +239,11 @@ def test_bad_settings_are_named(world, tmp_path):
             ({"keep_best": 11}, "24 usable pairs less 17 held out leave 7"),
             ({"components": 8}, "at least 1 and less than 7"),
             ({"model": "ResNet", "pretrained": "none"}, "batch normalisation"),
-            ({"model": "ResNet"}, "without weights"),
-            ({"model": "toy/long-clip"}, "not in open_clip's layout"),
             ({"keep_positions": 76}, r"keep must be in \[0, 75\]"),
             ({"images": str(Path(__file__).parent)}, "18 are missing, for example '6.png'"),
         ):
             with pytest.raises(UserError, match=message):
                 train(replace(config(world, tmp_path / "run"), **settings))
-
-
-def test_too_many_bad_records_end_with_what_mends_their_kind(world, tmp_path):
-    """Not with images to be mended where the data have no short captions."""
-    entries = json.loads(Path(world[1]).read_text())
-    (tmp_path / "data.json").write_text(json.dumps([*entries, {"image": "0.png"}, {"image": "1.png"}]))
-    shutil.copytree(world[2], tmp_path / "images")
-    for name in ("0.png", "1.png"):
-        (tmp_path / "images" / name).unlink()
-    for data, given, message in (
-        (world[1:], {"sampling": "given"}, "Add a short_caption .* --sampling, such"),
-        ((str(tmp_path / "data.json"), world[2]), {}, "Mend them in the data"),
-        ((world[1], str(tmp_path / "images")), {}, "Mend the images"),
-    ):
-        with pytest.raises(UserError, match=message) as error:
-            train(config((world[0], *data), tmp_path / "run", check_data=True, **given))
-        assert str(error.value).count("Mend") == ("Mend" in message)
 
 
 AUTO = dict(validation="auto", batch="auto", components=None, warmup="auto", max_steps=None)
@@ -386,14 +266,8 @@ def test_twelve_pairs_train_with_the_defaults_and_are_told_that_it_is_little(wor
     few = world_with(world, tmp_path, count=12)
     train(config(few, tmp_path / "run", **AUTO | dict(epochs=3)))
     out = capsys.readouterr().out
-    for part in (
-        "3 components, eot pooling; as many components as the batch allows (--components)",
-        "4 of 8 pairs (auto: 256, of small data fewer; --batch) (2.91 epochs)",
-        "; 0 of warm-up",
-    ):
-        assert part in out
-    line = "Little will have changed after 4 steps; --epochs 219 makes 300."
-    assert f"  {line}\n" in out and f"records were replaced, and the last 1 pairs filled no step. {line} Give it" in out
+    assert "as many components as the batch allows" in out and "4 of 8 pairs (auto: 256" in out
+    assert out.count("Little will have changed after 4 steps; --epochs 219 makes 300.") == 2
     recorded = {"batch": 8, "components": 3, "warmup": 0, "validation": 1}
     assert {name: settings_of(tmp_path / "run")[name] for name in recorded} == recorded
     # Continued with these numbers, given or not.
@@ -405,34 +279,13 @@ def test_twelve_pairs_train_with_the_defaults_and_are_told_that_it_is_little(wor
 # ---- runs that continue from what was changed, damaged or left unfinished since they stopped
 
 
-def test_another_base_model_preprocessing_or_tokenizer_is_refused_and_a_moved_one_is_not(
-    world, finished_run, copy_of, tmp_path
-):
+def test_another_base_model_is_refused_and_a_moved_one_is_not(world, finished_run, copy_of, tmp_path):
     run, moved = killed_copy(finished_run, tmp_path / "run"), copy_of(Path(world[0]), tmp_path / "moved")
-    tiny_clip(seed=1).save(tmp_path / "weights")
-    others = [tmp_path / "weights"]
-    for part in ("preprocess_cfg", "tokenizer"):
-        others.append(copy_of(moved, tmp_path / part))
-        correct(others[-1], part)
-    for other in others:
-        with pytest.raises(UserError, match="contents of base model: "):
-            train(config((str(other), *world[1:]), run))
+    tiny_clip(seed=1).save(tmp_path / "other")
+    with pytest.raises(UserError, match="contents of base model: "):
+        train(config((str(tmp_path / "other"), *world[1:]), run))
     train(config((str(moved), *world[1:]), run))
     is_the_same_run(run, finished_run)
-
-
-def test_a_run_stopped_by_max_bad_continues_with_a_larger_one(world, tmp_path):
-    world = world_with(world, tmp_path, count=40, broken=range(10, 35, 5))
-    Path(world[2], "35.png").unlink()
-    settings = dict(max_steps=12, max_bad=0.1)
-    with pytest.raises(UserError, match="with a larger --max-bad: the run continues"):
-        train(config(world, tmp_path / "run", **settings))
-    (*_, stopped_at) = sorted((tmp_path / "run").glob("checkpoint*"))
-    train(config(world, tmp_path / "run", **settings | {"max_bad": 0.3}))
-    steps = [line["step"] for line in log(tmp_path / "run") if "loss" in line]
-    assert steps == list(range(1, 13)) and int(stopped_at.name[-8:]) < 12
-    kinds = {line["where"]: line["kind"] for line in lines_of(tmp_path / "run" / "bad-records.jsonl")}
-    assert len(kinds) == 6 and (kinds["10.png"], kinds["35.png"]) == ("unreadable image", "missing image")
 
 
 def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finished_run, tmp_path):

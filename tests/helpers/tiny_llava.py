@@ -1,11 +1,4 @@
-"""A LLaVA-NeXT of a few ten thousand parameters, with a tokenizer and a chat template: random, or taught a few scenes.
-
-`python tests/helpers/tiny_llava.py FOLDER` writes one that has learned four scenes of the toy world, for the README's
-kind of first run: it describes any image as one of these.
-"""
-
-import sys
-from pathlib import Path
+"""A tiny LLaVA-NeXT with a tokenizer and a chat template: random, or taught a few scenes."""
 
 import numpy as np
 import torch
@@ -125,10 +118,6 @@ def build(folder, steps=130):
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return loss
-
-
-if __name__ == "__main__":
-    print(f"loss {build(Path(sys.argv[1])):.4f}")
 
 
 def save_judge(folder, questions):
