@@ -17,7 +17,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from debias_diffusion.app.demo.launch import AppConfig, is_of_other_site, open_app
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.demo.reading import attention, count_tokens, movement
+from debias_diffusion.app.demo.reading import attention, count_tokens
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, render_request
 from debias_diffusion.app.demo.request import Request, check, demo_scene, from_image, without_weights
 from debias_diffusion.app.generate import generate
@@ -28,7 +28,6 @@ from debias_diffusion.eval.attention import load_caption_reader, look_at_prompt
 from debias_diffusion.pipelines import LongPromptOptions
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.renderer import cleaned
-from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import clean
 
 CPU = torch.device("cpu")
@@ -242,24 +241,6 @@ def test_attention_is_that_of_the_evaluation(toy):
             assert values == pytest.approx(reference, abs=1e-6)
     with pytest.raises(UserError, match="holds no words"):
         attention(toy, ask(toy, prompt="(:1.3)", emphasis="comfyui"))
-
-
-def test_movement_is_that_of_the_chunks_mean_embedding(toy):
-    request, pipe = ask(toy, encoders=["toy/clip"]), toy.encoders["toy/clip"]
-    bos, eos = pipe.tokenizer.bos_token_id, pipe.tokenizer.eos_token_id
-
-    @torch.no_grad()
-    def mean(parts: list[str]) -> torch.Tensor:
-        read = count_tokens(toy, replace(request, prompt=" ".join(parts)))[2]["toy/clip"]
-        rows = [torch.tensor([[bos, *(read.ids[at] for at in chunk.read), eos]]) for chunk in read.chunks]
-        pooled = [pipe.text_encoder(row).pooler_output[0].double() for row in rows]
-        return sum(part / part.norm() for part in pooled)
-
-    sentences, rows = split_sentences(PROMPT), movement(toy, request)
-    assert [row["text"] for row in rows] == ["", *sentences]
-    without_second = mean([sentences[0], *sentences[2:]])
-    expected = 1 - torch.cosine_similarity(mean(sentences), without_second, dim=0).item()
-    assert rows[2]["distance"]["toy/clip"] == pytest.approx(expected, abs=2e-6)
 
 
 def test_a_user_needs_a_password_that_can_be_read(tmp_path):

@@ -29,7 +29,6 @@ from research.reproduce.papers import read_tables
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
-DOCS = ROOT / "docs"
 
 
 # ---- command lines

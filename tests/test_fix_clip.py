@@ -40,7 +40,6 @@ WITH_GROUPS, WITH_PROMPTS = {"groups": GROUPS, "first_group": 1}, {"prompts": PR
 # (recipe, what is changed in it): rows of the paper's Table 4, and ways that it does not name.
 CASES = {
     "all off": ("long-clip", {}),
-    "HF": ("long-clip", WITH_GROUPS),
     "HF+RP": ("long-clip", WITH_GROUPS | WITH_PROMPTS | {"prompt_mask": "none"}),
     "DB+RP+UM": ("fix-clip", {"groups": 0} | WITH_PROMPTS),
     "all": ("fix-clip", WITH_GROUPS | WITH_PROMPTS),

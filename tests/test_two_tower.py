@@ -108,20 +108,3 @@ def test_images_are_prepared_as_the_processor_says_or_it_is_refused(tmp_path):
             load_two_tower(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     assert load_two_tower(tmp_path).preprocess.transforms[-1].mean == open_clip.OPENAI_DATASET_MEAN
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vision_config": {"hidden_act": "gelu"}}, "activations quick_gelu and gelu"),
-        ({"model_type": "siglip"}, "of type 'siglip'; .*ViT-B-16-SigLIP2:webli"),
-        ({"model_type": "clip_text_model"}, "of type 'clip_text_model'.*export --to clip"),
-    ],
-)
-def test_what_is_no_whole_clip_is_refused(tmp_path, change, message):
-    as_openai(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    change = {name: config[name] | value if isinstance(value, dict) else value for name, value in change.items()}
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(UserError, match=message):
-        load_two_tower(tmp_path)

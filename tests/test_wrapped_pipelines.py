@@ -25,7 +25,6 @@ from helpers.vocabulary import BOS, EOS, tiny_tokenizer
 
 from debias_diffusion.pipelines import (
     SDXLLongPromptMixin,
-    StableDiffusionLongPromptImg2ImgPipeline,
     StableDiffusionLongPromptPipeline,
     StableDiffusionXLLongPromptPipeline,
     with_long_prompts,
@@ -225,14 +224,3 @@ def test_clip_skip_stops_early_and_keeps_the_final_norm(sd15, skip, prompt, same
     expected = getattr(encoder, "text_model", encoder).final_layer_norm(states)
     torch.testing.assert_close(embeds[:, :same], expected[:, :same], rtol=1e-5, atol=1e-5)
     assert torch.equal(negatives, encode(ours, prompt, negative_prompt=OTHER)[1])
-
-
-def test_strict_counts_the_prompts_that_are_used_and_is_kept_by_from_pipe(sd15):
-    strict = StableDiffusionLongPromptPipeline(**sd15).set_long_prompt(strict=True)
-    other = StableDiffusionLongPromptImg2ImgPipeline.from_pipe(strict, requires_safety_checker=False)
-    assert strict.prompt_layout("cat", negative_prompt=TOKENS)[:3] == (1, 152, (1,))
-    for pipe, prompt, negative in ((strict, "cat", TOKENS), (other, TOKENS, None)):
-        with pytest.raises(ValueError, match="a text of 123 tokens takes 3 chunks .* 77 positions, and `strict`"):
-            encode(pipe, prompt, negative_prompt=negative)
-    embeds, negatives = strict.encode_prompt(SHORT, None, 1, False, TOKENS)
-    assert embeds.shape[1] == 77 and negatives is None

@@ -1,7 +1,10 @@
 """`python -m research`: its commands, and that options are read as those of the package are."""
 
+from importlib import import_module
+
 import pytest
 import yaml
+from helpers.modules import ROOT
 
 from debias_diffusion.app.cli import main
 from research.__main__ import COMMANDS
@@ -27,3 +30,8 @@ def test_options_are_read_and_mistakes_explained(capsys):
     read = yaml.safe_load(capsys.readouterr().out)
     assert (read["target"], read["seeds"]) == (["table-S4", "claims"], [0, 2])
     assert run("reproduc") == 2 and "Did you mean reproduce" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [path.stem for path in (ROOT / "research" / "studies").glob("*.py")])
+def test_every_study_can_be_imported(name):
+    import_module(f"research.studies.{name}")

@@ -1,27 +1,22 @@
 """`reproduce`: one table from end to end on tiny data, names of results, wrong files, claims and their page."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers.small_papers import count_compared, write_small_papers
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import make_tiny_data
 from PIL import Image
 
-from debias_diffusion.data.retrieval import images_digest
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.intervals import paired_difference
 from debias_diffusion.files import read_json_object
-from debias_diffusion.jobs import Job
 from research.options import ReproduceConfig
-from research.reproduce import claims, contents, measuring, units
+from research.reproduce import claims, units
 from research.reproduce import papers as files
 from research.reproduce.availability import missing_parts
 from research.reproduce.building import Work
@@ -30,7 +25,7 @@ from research.reproduce.command import write_table
 from research.reproduce.evidence import evidence_page
 from research.reproduce.listing import reproduce
 from research.reproduce.papers import Base, Claim, Claims, Column, Comparison, Model, PaperTable, Queries, Row, World
-from research.reproduce.units import RESULT, commit_of, program
+from research.reproduce.units import RESULT, program
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 ROOT = Path(__file__).parents[2]
@@ -68,22 +63,6 @@ def test_a_table_is_executed_and_what_is_damaged_or_edited_is_computed_again(wri
     assert reproduce(ReproduceConfig(["table-S4"], **settings)) == written
     assert {file: file.read_bytes() for file in output.rglob(RESULT)} == before
     assert "to do: 0 trainings, 2 other pieces" in capsys.readouterr().out
-
-
-def test_a_result_is_named_by_all_that_decides_it(papers, tmp_path):
-    """Another root, another number of pairs, another seed: never the old number."""
-    world = files.read_world(papers, "toy")
-    real = {"docci": world.evaluations["docci"] | {"data": "{root}/docci.json"}}
-    models = Model("b"), Model("b", training={}), Model("b", ablation={})
-
-    def named(root="data", seed=0, **changes):
-        work = Work(replace(world, bases={"b": Base("toy/clip")}, **changes), tmp_path / root, tmp_path / "output")
-        return [work.add(model, "docci", seed) for model in models]
-
-    names = [*named(evaluations=real), *named("other", evaluations=real), *named(seed=1)[1:], *named()]
-    assert len(set(names)) == len(names) and named(evaluations=real) == names[:3]
-    pairs = named(pairs=8), named(held_out=3), named()
-    assert len({of[1] for of in pairs}) == 3 and len({of[0] for of in pairs}) == 1  # of the training alone
 
 
 def test_results_are_named_by_the_contents_of_data_and_models_not_by_their_places(papers, tmp_path):
@@ -127,22 +106,6 @@ def test_results_are_named_by_the_contents_of_data_and_models_not_by_their_place
         before = now
 
 
-def test_images_are_read_once_and_by_no_plan(tmp_path, monkeypatch):
-    data, images = make_tiny_data(tmp_path / "root", 2)
-    settings, read = {"data": data, "images": images}, []
-    monkeypatch.setattr(
-        contents, "images_digest", lambda records, source: read.append(1) or images_digest(records, source)
-    )
-    with Job.open(tmp_path / "output", "reproduce", shared=True) as job:
-        planned = contents.Contents(job, read=False).of(settings)
-        assert not read
-        found = [contents.Contents(job).of(settings) for _ in range(2)]
-        assert len(read) == 1 and found[0] == found[1] == contents.Contents(job, read=False).of(settings) != planned
-        image = next(Path(images).iterdir())
-        os.utime(image)  # as a copy would
-        assert contents.Contents(job).of(settings) == found[0] and len(read) == 2
-
-
 def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(written, settings, copy_of, monkeypatch):
     output = copy_of(Path(settings["output"]))
     results = {file: read_json_object(file) for file in output.rglob(RESULT)}
@@ -159,43 +122,12 @@ def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(w
     assert reproduce(ReproduceConfig(["table-S4"], mixed=True, **given)) == [table]
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_a_commit_is_of_the_checkout_that_a_file_belongs_to(tmp_path):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
-    file, other = tmp_path / "a.py", tmp_path / "environment.py"
-    file.write_text("1")
-    other.write_text("1")
-    assert commit_of(file) == ""
-    for command in (["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *command], check=True)
-    assert len(commit_of(file)) == 12 and commit_of(other) == ""
-    file.write_text("2")
-    assert commit_of(file).endswith("-dirty")
-
-
 def test_only_what_a_row_reads_is_missing(papers, tmp_path):
     world = files.read_world(papers, "real")
     lines = "\n".join(missing_parts(world, tmp_path, [Model(training={})], [Column("coco")]))
     assert "1246k_1107.json' is not there. Get it with: hf download" in lines and "coco" in lines
     assert "dino" not in lines and "COLA" not in lines
     assert "COLA" in "\n".join(missing_parts(world, tmp_path, [Model()], [Column("cola-gqa")]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rowz": {}}, "unknown key 'rowz'. Did you mean rows"),
-        ({"rows": {"a": {"base": "openai-b61"}}}, "no base model 'openai-b61'"),
-        ({"rows": {"a": {"ablation": {}, "training": {}}}}, "both a training"),
-        ("a: [", "cannot be read as YAML"),
-    ],
-)
-def test_a_wrong_table_is_explained(settings, tmp_path, change, message):
-    shutil.copy(Path(settings["papers"]) / "world-toy.yaml", tmp_path)
-    table = {"paper": "P", "title": "T", "source": "S", "columns": {"c": {"evaluation": "docci"}}, "rows": {}}
-    (tmp_path / "mine.yaml").write_text(change if isinstance(change, str) else yaml.safe_dump(table | change))
-    with pytest.raises(UserError, match=message):
-        reproduce(ReproduceConfig(["mine"], **settings | {"papers": str(tmp_path), "plan": True}))
 
 
 # ---- claims
@@ -289,25 +221,6 @@ def test_a_claim_holds_if_each_of_its_comparisons_does(tmp_path):
     assert decided("up down", c="up", d="down", sign="=", margin=0.1) == UNDECIDED
     with pytest.raises(UserError, match="unknown model 'upp'. Did you mean up"):
         decided("upp down")
-
-
-def test_a_score_that_was_not_measured_is_missing(monkeypatch):
-    """Without a network there is no FID, not a perfect one. Scores of images keep each image's counts and group."""
-    scores = {"objects_right": {"value": 75.0}, "fid_64": {"value": None}, "clip_score_4": {"value": 0.5}}
-    by_image = {"objects_right": {"above": [2, 1], "below": [2, 2]}, "clip_score_4": [None, 0.5]}
-    report = {"encoders": {"toy/clip": {"scores": scores, "by_image": by_image}}}
-    report["records"] = {"image": ["a", "b"], "group": ["a", "a"]}
-    monkeypatch.setattr(measuring, "evaluate_generation", lambda config: report)
-    settings = {"encoders": ["toy/clip"], "output": "x", "base": "toy/sdxl", "data": "toy/test"}
-    assert measuring.generation_scores(settings) == {
-        "objects_right": {"above": [200.0, 100.0], "below": [2, 2], "groups": ["a", "a"]},
-        "clip_score_4": {"above": [0.5], "below": [1.0], "groups": ["a"]},
-    }
-
-
-def test_the_slope_of_attention_is_that_of_the_line():
-    numbers = {"captions_at_position": [10, 10, 9, 5, 0], "before_softmax": {"positions": [3.0, 2.0, 1.0, 0.0, 90.0]}}
-    assert measuring.attention_slope(numbers) == pytest.approx(-100.0)
 
 
 def test_the_page_is_of_the_committed_results():
