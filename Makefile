@@ -35,8 +35,8 @@ mutants: .venv/installed  ## do the tests notice the faults of tests/mutants/fau
 
 lowest: .venv-lowest/installed  ## pipelines, loading and export with the oldest diffusers and transformers that may be installed
 	$(LOWEST)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile \
-		tests/test_long_prompt.py tests/test_modular.py tests/test_wrapped_pipelines.py tests/test_interchange.py \
-		tests/slow/test_light_install.py
+		tests/test_long_prompt.py tests/test_sharpening.py tests/test_modular.py tests/test_wrapped_pipelines.py \
+		tests/test_interchange.py tests/slow/test_light_install.py
 
 comfyui: .venv-comfyui/installed  ## the node in ComfyUI's own text encoders, and in its server: COMFYUI=FOLDER
 	COMFYUI="$(abspath $(COMFYUI))" $(COMFY)/python -m pytest --durations=10 tests/test_comfyui.py tests/slow/test_comfyui.py
