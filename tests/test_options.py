@@ -56,7 +56,6 @@ REFUSED = [
     (evaluate.GenerationConfig, {"encoders": ["chunks:toy/clip"]}, "reads long prompts: overlap, separate, cut"),
     (evaluate.RetrievalConfig, {"data": None, "dataset": ["coco"]}, "Given is dataset ['coco']"),
     (app.ExportConfig, {"to": "modular"}, "Leave out --model"),
-    (app.GenerateConfig, {"steps": 10**9}, "steps is 1000000000, but must be a whole number, from 1 to 1000, or null."),
     (app.GenerateConfig, {"encoder": "cut:toy/clip", "reading": "separate"}, "both say how prompts are read"),
     (app.GenerateConfig, {"prompt": None}, "not neither"),
     (ReproduceConfig, {"target": []}, "Give a table"),
