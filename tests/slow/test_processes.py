@@ -138,6 +138,7 @@ EXITS = """
 import atexit, sys
 from dataclasses import dataclass
 
+import torch
 
 atexit.register(lambda: print(f"group at exit: {torch.distributed.is_initialized()}"))  # after all registered later
 
