@@ -9,22 +9,17 @@ import sys
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    AutoPipelineForImage2Image,
-    DiffusionPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLImg2ImgPipeline,
-    StableDiffusionXLPipeline,
-)
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.utils import dynamic_modules_utils
 from helpers import tiny_sdxl
 from helpers.draw import LONG, OTHER, SHORT, draw
-from helpers.tiny_flux import t5
 from helpers.tiny_sdxl import assemble
 from helpers.vocabulary import BOS, EOS, tiny_tokenizer
+from transformers import T5Config, T5EncoderModel
 
 from debias_diffusion.pipelines import (
     SDXLLongPromptMixin,
+    StableDiffusionLongPromptImg2ImgPipeline,
     StableDiffusionLongPromptPipeline,
     StableDiffusionXLLongPromptPipeline,
     with_long_prompts,
@@ -33,6 +28,7 @@ from debias_diffusion.pipelines import (
 from debias_diffusion.text.reading import encode_texts, last_states
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+T5_SIZES = T5Config(vocab_size=10, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +126,7 @@ def test_a_class_that_never_calls_encode_prompt_is_refused(sdxl):
     with pytest.raises(ValueError, match="Weighted never calls its `encode_prompt`"):
         with_long_prompts(assemble(Weighted, sdxl))
     with pytest.raises(ValueError, match="The `text_encoder` of .* is a T5EncoderModel, which is no CLIP"):
-        with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl, text_encoder=t5()[0]))
+        with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl, text_encoder=T5EncoderModel(T5_SIZES)))
 
 
 def test_an_exported_class_needs_nothing_of_ours_and_draws_what_the_class_draws(sdxl, tmp_path, monkeypatch):
@@ -153,9 +149,11 @@ def test_an_exported_class_needs_nothing_of_ours_and_draws_what_the_class_draws(
     assert wrapped.encode_prompt(LONG)[0].shape[1] == 154 and custom.encode_prompt(LONG)[0].shape[1] == 152
 
 
-def test_auto_pipelines_find_a_class_by_the_name_of_diffusers(sdxl):
-    image_to_image = AutoPipelineForImage2Image.from_pipe(assemble(StableDiffusionXLLongPromptPipeline, sdxl))
-    assert type(image_to_image) is StableDiffusionXLImg2ImgPipeline
+def test_from_pipe_takes_the_options_over(sd15):
+    strict = StableDiffusionLongPromptPipeline(**sd15).set_long_prompt(strict=True)
+    other = StableDiffusionLongPromptImg2ImgPipeline.from_pipe(strict, requires_safety_checker=False)
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        encode(other, LONG)
 
 
 # ---- pickled and saved
