@@ -522,8 +522,8 @@ class LongPromptMixin(SharpenedMixin):
         dtype = embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
         embeds, pooled = _repeat(embeds.to(dtype=dtype, device=device), repeats), _repeat(pooled, repeats)
         if self._long_prompt.sharpen_sentences != 1:
-            numbers = None if tokens is None else torch.tensor(sentences(tokens[0], length), device=device)
-            note_sentences(self, numbers, repeats)
+            numbers = None if tokens is None else torch.tensor(sentences(tokens[0], length))
+            note_sentences(self, numbers, repeats, embeds)
         if guided:
             negative_embeds = _repeat(negative_embeds.to(dtype=dtype, device=device), repeats)
             negative_pooled = _repeat(negative_pooled, repeats)

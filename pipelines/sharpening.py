@@ -108,6 +108,7 @@ def _views(pipe: SharpenedMixin, sentences: torch.Tensor | None) -> Iterator[Non
         sentences: of embeddings that are passed in, see `note_sentences`.
     """
     factor, power = pipe._long_prompt.sharpen, pipe._long_prompt.sharpen_sentences
+    member = None if sentences is None or power == 1 else _member(sentences)
     with ExitStack() as stack:
 
         @functools.cache
@@ -128,24 +129,30 @@ def _views(pipe: SharpenedMixin, sentences: torch.Tensor | None) -> Iterator[Non
             object.__setattr__(view, "__dict__", vars(unet))
             return view
 
-        for values, value in ((_VIEWS, view_of), (_SENTENCES, sentences)):
+        for values, value in ((_VIEWS, view_of), (_MEMBER, member)):
             stack.callback(setattr, values, "value", values.value)
             values.value = values.value | {id(pipe): value}
         yield
 
 
-def note_sentences(pipe: SharpenedMixin, sentences: torch.Tensor | None, repeats: int) -> None:
+def note_sentences(pipe: SharpenedMixin, sentences: torch.Tensor | None, repeats: int, embeds: torch.Tensor) -> None:
     """Says which sentences the embeddings have that a call of `pipe` goes on with, if one is under way in this thread.
 
     Args:
         sentences: the number of each position's sentence, from 0, [prompts, positions]; -1 for BOS, EOS and pads. None:
             those that were passed to the call.
         repeats: images of each prompt.
+        embeds: what the UNet reads, on its device.
     """
-    if id(pipe) in _SENTENCES.value:
-        sentences = _SENTENCES.value[id(pipe)] if sentences is None else sentences
-        repeated = None if sentences is None else sentences.repeat_interleave(repeats, 0)
-        _SENTENCES.value = _SENTENCES.value | {id(pipe): repeated}
+    if id(pipe) in _MEMBER.value:
+        member = _MEMBER.value[id(pipe)] if sentences is None else _member(sentences)
+        member = None if member is None else member.repeat_interleave(repeats, 0).to(embeds)
+        _MEMBER.value = _MEMBER.value | {id(pipe): member}
+
+
+def _member(sentences: torch.Tensor) -> torch.Tensor:
+    """See `Choice`."""
+    return (sentences[..., None] == torch.arange(max(1, int(sentences.max()) + 1), device=sentences.device)).float()
 
 
 class ThreadValue(threading.local):
@@ -155,7 +162,7 @@ class ThreadValue(threading.local):
         self.value = value
 
 
-_VIEWS, _SENTENCES = ThreadValue({}), ThreadValue({})  # by the id of the pipeline, of calls under way
+_VIEWS, _MEMBER = ThreadValue({}), ThreadValue({})  # by the id of the pipeline, of calls under way
 
 
 @contextmanager
@@ -266,16 +273,15 @@ class Choice(NamedTuple):
 
 
 def _choice(pipe: SharpenedMixin, power: float) -> Choice | None:
-    sentences = _SENTENCES.value.get(id(pipe))
-    if sentences is None:
+    member = _MEMBER.value.get(id(pipe))
+    if member is None:
         warnings.warn(
             "sharpen_sentences is not used: pass sentences=torch.tensor(pipe.prompt_layout(...).sentences) beside"
             " `prompt_embeds`, which do not say where sentences end.",
             stacklevel=2,
         )
         return None
-    member = sentences[..., None] == torch.arange(max(1, int(sentences.max()) + 1), device=sentences.device)
-    return Choice(member.float(), power, int(getattr(pipe, "do_classifier_free_guidance", True)))
+    return Choice(member, power, int(getattr(pipe, "do_classifier_free_guidance", True)))
 
 
 class ChoosingProcessor:
