@@ -30,6 +30,11 @@ def between(kind: type, least: float, most: float) -> Any:
     return Annotated[kind, Rule(f"from {least} to {most}", lambda value: least <= value <= most)]
 
 
+def above_zero(most: float) -> Any:
+    """The type of numbers above 0, at most `most`."""
+    return Annotated[float, Rule(f"above 0, at most {most:g}", lambda value: 0 < value <= most)]
+
+
 Tower = Literal["image", "text"]
 Layer = Literal["penultimate", "last"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -46,7 +51,7 @@ PositiveInt = at_least(int, 1)
 NonNegativeInt = at_least(int, 0)
 NonNegativeFloat = at_least(float, 0)
 PositiveFloat = Annotated[float, Rule("above 0", lambda value: value > 0, MOST)]
-LearningRate = Annotated[float, Rule("above 0, at most 1", lambda rate: 0 < rate <= 1)]
+LearningRate = above_zero(1)
 Share = between(float, 0, 1)
 BelowOne = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Steps = between(int, 1, MOST_STEPS)

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from debias_diffusion.text.chunks import (
     KOHYA_POSITIONS,
+    MOST_BETWEEN_SENTENCES,
+    MOST_SHARPENING,
     PROGRAMS,
     TRAINED_POSITIONS,
     WHOLE_ROWS,
@@ -137,7 +139,8 @@ class LongPromptOptions:
         for name, allowed in choices.items():
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} is {given!r}, but must be {' or '.join(map(str, allowed))}.")
-        check_sharpening(self.sharpen, self.sharpen_sentences)
+        check_sharpening("sharpen", self.sharpen, MOST_SHARPENING, 1.5)
+        check_sharpening("sharpen_sentences", self.sharpen_sentences, MOST_BETWEEN_SENTENCES, 4)
         if self.sharpen_sentences != 1 and (self.reading in PROGRAMS or self.breaks == "average"):
             raise ValueError(
                 f"sharpen_sentences is {self.sharpen_sentences:g}, which needs sentences that are read one after the"
@@ -520,10 +523,11 @@ class LongPromptMixin(SharpenedMixin):
         model = getattr(self, "text_encoder_2", self.text_encoder)
         model = self.unet if model is None else model  # a compiled model has no truth value
         dtype = embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
-        embeds, pooled = _repeat(embeds.to(dtype=dtype, device=device), repeats), _repeat(pooled, repeats)
+        embeds = embeds.to(dtype=dtype, device=device)
         if self._long_prompt.sharpen_sentences != 1:
             numbers = None if tokens is None else torch.tensor(sentences(tokens[0], length))
             note_sentences(self, numbers, repeats, embeds)
+        embeds, pooled = _repeat(embeds, repeats), _repeat(pooled, repeats)
         if guided:
             negative_embeds = _repeat(negative_embeds.to(dtype=dtype, device=device), repeats)
             negative_pooled = _repeat(negative_pooled, repeats)

@@ -13,22 +13,19 @@ import torch.nn.functional as F
 from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 
-from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING, TRAINED_POSITIONS
+from debias_diffusion.text.chunks import MOST_SHARPENING, TRAINED_POSITIONS
 
 # Attention without parts of its own, such as an IP-Adapter's, for which another way to choose can stand in.
 _PLAIN = ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "XFormersAttnProcessor")
 
 
-def check_sharpening(factor: float, between_sentences: float = 1.0) -> None:
-    """Raises ValueError for a factor that is not above 0 and at most 4, or a power that is not at most 16."""
-    given = {"sharpen": (factor, MOST_SHARPENING, 1.5)}
-    given["sharpen_sentences"] = (between_sentences, MOST_BETWEEN_SENTENCES, 4)
-    for name, (value, most, usual) in given.items():
-        if not 0 < value <= most:  # nor NaN
-            raise ValueError(
-                f"{name} is {value!r}, but must be above 0 and at most {most:g}; 1 changes nothing, and {usual:g} makes"
-                " attention sharper."
-            )
+def check_sharpening(name: str, value: float, most: float, usual: float) -> None:
+    """Raises ValueError for a value that is not above 0 and at most `most`."""
+    if not 0 < value <= most:  # nor NaN
+        raise ValueError(
+            f"{name} is {value!r}, but must be above 0 and at most {most:g}; 1 changes nothing, and {usual:g} makes"
+            " attention sharper."
+        )
 
 
 @contextmanager
@@ -49,7 +46,7 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
     Raises:
         ValueError: another factor, or a context within a context of this UNet.
     """
-    check_sharpening(factor)
+    check_sharpening("sharpen", factor, MOST_SHARPENING, 1.5)
     if factor == 1:
         yield
         return

@@ -3,11 +3,11 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from debias_diffusion.encoders.spec import may_be_hub_id
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import Checked, Guidance, Rule, Side, Steps, between
+from debias_diffusion.limits import Checked, Guidance, Side, Steps, above_zero, between
 from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING
 from debias_diffusion.toyworld.shipped import shipped
 
@@ -21,13 +21,7 @@ Scheduler = Literal[
 ]
 KARRAS = ("EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler")  # have its noise levels
 ClipSkip = between(int, 1, 24)  # as A1111 and ComfyUI count layers, of which CLIP bigG has 32
-Sharpening = Annotated[
-    float, Rule(f"above 0, at most {MOST_SHARPENING:g}", lambda factor: 0 < factor <= MOST_SHARPENING)
-]
-
-SentenceSharpening = Annotated[
-    float, Rule(f"above 0, at most {MOST_BETWEEN_SENTENCES:g}", lambda power: 0 < power <= MOST_BETWEEN_SENTENCES)
-]
+Sharpening, SentenceSharpening = above_zero(MOST_SHARPENING), above_zero(MOST_BETWEEN_SENTENCES)
 
 
 def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
