@@ -102,26 +102,24 @@ class Choosing(AttnProcessor):
         return attn.to_out[0](attn.batch_to_head_dim(weights @ v))
 
 
-def group_words(kind: str, ends: Sequence[int], positions: int, index: int) -> torch.Tensor:
+def group_words(kind: str, sentences: Sequence[int], index: int) -> torch.Tensor:
     """The number of each position's group, [positions].
 
     Args:
-        ends: how many tokens the prompt has up to the end of each sentence; they follow BOS.
+        sentences: that of each position, see `PromptLayout`.
         index: of the scene, seeds what is at random.
     """
-    words = [
-        number for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) for _ in range(start, end)
-    ]
+    words = [number for number in sentences if number >= 0]
     count = len(words)
     if kind == "random":
         random.Random(index).shuffle(words)
     elif kind == "chunks":
         words = [at // CHUNK for at in range(count)]
     elif kind == "windows":
-        size = round(count / len(ends))
+        size = round(count / (max(words) + 1))
         words = [(at + size // 2) // size for at in range(count)]
-    groups = torch.full((positions,), -1)
-    groups[1 : count + 1] = torch.tensor(words)
+    groups = torch.tensor(sentences)
+    groups[groups >= 0] = torch.tensor(words)
     return groups
 
 
@@ -153,16 +151,14 @@ class Scenes:
                 for name in pipe.unet.attn_processors
             }
         )
-        told = [toy_scene(name)[1] for name in self.names]
-        prompts = [ImagePrompt(clean(caption.text), self.seed + at) for at, caption in enumerate(told)]
+        texts = [clean(toy_scene(name)[1].text) for name in self.names]
+        prompts = [ImagePrompt(text, self.seed + at) for at, text in enumerate(texts)]
         layouts = {at: pipe.prompt_layout(prompt.prompt) for at, prompt in enumerate(prompts)}
         seen: dict[int, Comparison] = {}
         for batch in tqdm(plan_batches(prompts, layouts, BATCH, layouts), f"{self.split}, {setting.name}"):
-            positions = layouts[batch[0]].positions
-            processor.groups = torch.stack(
-                [group_words(setting.groups, sentence_ends(pipe, told[at]), positions, at) for at in batch]
-            )
-            chooses = partial(set_step, processor, setting if positions > TRAINED_POSITIONS else PLAIN)
+            processor.groups = torch.stack([group_words(setting.groups, layouts[at].sentences[0], at) for at in batch])
+            is_long = layouts[batch[0]].positions > TRAINED_POSITIONS
+            chooses = partial(set_step, processor, setting if is_long else PLAIN)
             chooses(0, STEPS)
             batch_prompts = [prompts[at] for at in batch]
             embeddings, seeds = encode(pipe, batch_prompts, sampling), [prompt.seed for prompt in batch_prompts]
@@ -177,12 +173,6 @@ class Scenes:
 def set_step(processor: Choosing, setting: Setting, done: int, steps: int) -> None:
     first, last = (round(share * steps) for share in setting.steps)
     processor.tau = setting.tau if first <= done < last else 1.0
-
-
-def sentence_ends(pipe, told) -> list[int]:
-    """How many tokens a caption has up to the end of each sentence."""
-    texts = [sentence.text for sentence in told.sentences]
-    return [pipe.prompt_layout(clean(" ".join(texts[:end]))).tokens for end in range(1, len(texts) + 1)]
 
 
 class Study:
