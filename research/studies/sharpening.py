@@ -11,7 +11,7 @@ Writes research/results/sharpening_attention.md and .json, and draws docs/sharpe
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Renderer, Sampling, encode, render
-from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.scenes import PLACES
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
@@ -75,7 +74,7 @@ def measure(positions: int, encoder: str, count: int) -> dict[float, dict[str, f
         if layout.positions == positions:
             prompts.append(prompt)
             tokens.append(layout.tokens)
-            sentences.append(spans(told, lambda text: pipe.prompt_layout(text).tokens))
+            sentences.append(spans(told, layout.sentences[0]))
     embeddings, results = encode(pipe, prompts, sampling), {}
     for factor in FACTORS[: 1 if positions == 77 else None]:
         sums = defaultdict(list)
@@ -86,10 +85,9 @@ def measure(positions: int, encoder: str, count: int) -> dict[float, dict[str, f
     return results
 
 
-def spans(told: Caption, count: Callable[[str], int]) -> dict[str, slice]:
+def spans(told: Caption, sentences: Sequence[int]) -> dict[str, slice]:
     """{place: the tokens of the sentence that first mentions its object}"""
-    texts = [sentence.text for sentence in told.sentences]
-    ends = [0, *(count(clean(" ".join(texts[:end]))) for end in range(1, len(texts) + 1))]
+    ends = [sum(0 <= sentence < end for sentence in sentences) for end in range(len(told.sentences) + 1)]
     return {place: slice(ends[number], ends[number + 1]) for place, number in told.first_mentions().items()}
 
 
