@@ -51,21 +51,11 @@ def open_app(config: AppConfig):
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from debias_diffusion.devices import DTYPES, pick_device
-    from debias_diffusion.eval.options import TOY_BASE
-    from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, default_dtype
 
     from . import page
     from .models import DemoModels
 
-    device = pick_device(config.device)
-    dtype = DTYPES.get(config.precision) or default_dtype(device)
-    checkpoint = Checkpoint.parse(config.base)
-    if config.base != TOY_BASE and (weights := checkpoint.count_weights()):
-        memory = f"{weights / 1e6:,.0f} million weights take {weights * dtype.itemsize / 1e9:.2f} GB on {device}"
-        # of SDXL: counted, see docs/cost.md
-        more = "; an image of 1024 x 1024 pixels, up to 3.2 GB more" if checkpoint.size == (1024, 1024) else ""
-        print(f"Loading {config.base}: {memory}{more}", flush=True)
-    models = DemoModels(config.base, config.encoders, device, dtype)
+    models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
     from starlette.middleware import Middleware  # comes with gradio, which is missed first where it is missing
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 

@@ -67,6 +67,14 @@ class DemoModels:
         self.is_toy, self.size, self.base = base == TOY_BASE, checkpoint.size, str(checkpoint.file or base)
         if os.path.exists(self.base):
             self.base = os.path.basename(self.base)
+        if not self.is_toy and (weights := checkpoint.count_weights()):
+            taken = weights * self.renderer.dtype.itemsize / 1e9
+            # of SDXL: counted, see docs/cost.md
+            more = "; an image of 1024 x 1024 pixels, up to 3.2 GB more" if self.size == (1024, 1024) else ""
+            print(
+                f"Loading {base}: {weights / 1e6:,.0f} million weights take {taken:.2f} GB on {device}{more}",
+                flush=True,
+            )
         by_model = {spec.name: spec for spec in specs}
         # The first one comes with the checkpoint; the others replace its encoders.
         models = sorted(by_model.values(), key=lambda spec: (spec.kind is not Kind.ORIGINAL, bool(spec.fitted_second)))
