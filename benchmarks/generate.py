@@ -182,10 +182,8 @@ def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int)
         embeds[positions] = dict(zip(names, results, strict=True))
 
     def draw(positions: int, power: float = 1.0) -> None:
-        generator, sentences = torch.Generator().manual_seed(0), marks[positions]
-        pipe.set_long_prompt(sharpen_sentences=power)
-        call = embeds[positions] | ({} if power == 1 else {"sentences": sentences})
-        pipe(**call, num_inference_steps=steps, generator=generator, output_type="latent")
+        call = embeds[positions] | {"sentences": marks[positions], "generator": torch.Generator().manual_seed(0)}
+        pipe.set_long_prompt(sharpen_sentences=power)(**call, num_inference_steps=steps, output_type="latent")
 
     kinds = {"encode": encode, "plain": draw, "sentences": partial(draw, power=4.0)}
     variants = {f"{n} {kind}": partial(run, n) for n in POSITIONS for kind, run in kinds.items()}
