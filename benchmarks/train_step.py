@@ -17,8 +17,9 @@ masked patches replaced and discarded (Table 5).
 
 Same weights, samples, dtype and optimizer; (a) to (d) use PyTorch's scaled_dot_product_attention, (e) what it uses.
 On a GPU each turn is five steps in a row, as `train` makes them: a batch lies in pinned memory, and the host waits for
-a step when it has given the next. Memory is what a step takes beside weights and AdamW's averages. They take turns, so
-that what else the machine does falls on all. Prints a table and writes it to benchmarks/results/.
+a step when it has given the next; idle is the share of a step in which no kernel runs. Memory is what a step takes
+beside weights and AdamW's averages. They take turns, so that what else the machine does falls on all. Prints a
+table and writes it to benchmarks/results/.
 """
 
 import argparse
@@ -35,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from harness import PeakMemory, by_turns, publish, read_options
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from debias_diffusion.clip.backbone import Backbone
@@ -231,18 +233,25 @@ def by_turns_with_memory(steps_of: Callable[[int], dict], repeats: int, device: 
     return times, peaks
 
 
+def busy_seconds(step: Callable[[], Moment]) -> float:
+    """What a GPU's kernels take of one step."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        in_a_row(step, IN_A_ROW)
+        torch.cuda.synchronize()
+    return sum(kernel.self_device_time_total for kernel in profiled.key_averages()) / 1e6 / IN_A_ROW
+
+
 def publish_steps(
     options: argparse.Namespace, title: str, times: dict, peaks: dict, baseline: str, shares: dict, **further
 ) -> None:
-    """Writes what all steps took: times, bytes, shares of the peak FLOP/s, and further numbers of the run."""
+    """Writes what all steps took: times, bytes, shares by what they are of, and further numbers of the run."""
     device = Accelerator().device
     medians = {name: statistics.median(values) for name, values in times.items()}
     columns = {
         "samples_per_second": {name: round(options.batch / value, 3) for name, value in medians.items()},
         f"seconds_to_{baseline}": {name: round(value / medians[baseline], 3) for name, value in medians.items()},
         "step_gb": {name: round(max(values) / 1e9, 2) for name, values in peaks.items() if None not in values},
-        "share_of_peak_flops": shares,
-    }
+    } | shares
     settings = {name: getattr(options, name) for name in ("model", "batch", "precision", "repeats")}
     rounded = {name: [round(value, 3) for value in values] for name, values in times.items()}
     table = Table(["step", *columns], [[name, *(column.get(name) for column in columns.values())] for name in times])
@@ -341,7 +350,12 @@ def main() -> None:
             one()
         flops[name] = counter.get_total_flops()
     times, peaks = by_turns_with_memory(steps_of, options.repeats, device)
-    shares = {name: round(count / statistics.median(times[name]) / peak, 3) for name, count in flops.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    busy = {name: busy_seconds(step) for name, step in steps_of(0).items()} if device.type == "cuda" else {}
+    shares = {
+        "share_of_peak_flops": {name: round(count / medians[name] / peak, 3) for name, count in flops.items()},
+        "share_idle": {name: round(1 - value / medians[name], 3) for name, value in busy.items()},
+    }
     share = round(sum(computed) / sum(padded), 3)
     further = {"window": backbone.context_length, "text_tokens_computed_share": share}
     publish_steps(options, "train_step", times, peaks, "padded", shares, **further)
