@@ -12,7 +12,7 @@ from helpers.training_runs import checkpoint, config, log, saved, settings_of
 from debias_diffusion.app.cli import main
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods import find_method
+from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.keep_states import Teacher, state_errors
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.text.reading import tokenize_text
@@ -120,6 +120,13 @@ def stretched(**changes):
     backbone = tiny_clip()
     backbone.stretch(**changes)
     return backbone
+
+
+def test_a_step_reads_the_ids_of_kept_texts_without_a_wait_for_the_device():
+    views = {"state_tokens": torch.zeros(1, 2, 3, dtype=torch.long), "is_masked": torch.zeros(1, 4, dtype=torch.bool)}
+    batch = Batch([(0, 0, 0)], ["a"], torch.zeros(1, 3, 2, 2), tiny_clip().tokenizer(["a"]), [], views)
+    on_device = batch.to(torch.device("meta")).views
+    assert [view.device.type for view in on_device.values()] == ["cpu", "meta"]
 
 
 @pytest.mark.parametrize("text", ["A red cat.", LONG])

@@ -36,7 +36,8 @@ class Batch:
         tokens: the method's captions, one kind after the other: `len(tokens)` is a multiple of the batch, and all rows
             share one prefix.
         bad: the bad records that were replaced.
-        views: what `Method.views` drew, stacked: each [batch, ...].
+        views: what `Method.views` drew, stacked: each [batch, ...]. Integers, such as ids, stay on the CPU, where a
+            step can read them without a wait for the device.
         cached_features: whether `images` holds features of a frozen image tower instead of pixels.
     """
 
@@ -52,7 +53,10 @@ class Batch:
         return len(self.keys)
 
     def to(self, device: torch.device) -> "Batch":
-        views = {name: view.to(device, non_blocking=True) for name, view in self.views.items()}
+        views = {
+            name: view if view.dtype == torch.long else view.to(device, non_blocking=True)
+            for name, view in self.views.items()
+        }
         images = self.images.to(device, non_blocking=True)
         return replace(self, images=images, tokens=self.tokens.to(device), views=views)
 
@@ -128,6 +132,7 @@ class Method(Checked, ABC):
     ) -> dict[str, Tensor]:
         """Whatever else is drawn for one sample, such as masks, crops or noise: tensors of one shape for all samples.
 
+        `encode` gets them on its device, but integers on the CPU.
         A pure function of its arguments; torch's generator must not be used, or workers would change what is drawn.
 
         Args:

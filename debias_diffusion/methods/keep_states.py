@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..clip.backbone import Backbone
 from ..clip.text_tower import TextTower
+from ..devices import to_device
 from ..errors import UserError
 from ..limits import NonNegativeFloat
 from ..text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
@@ -57,8 +58,9 @@ class Teacher(nn.Module):
     def forward(self, texts: Sequence[Tokens], tokenizer: CaptionTokenizer) -> tuple[Tensor, Tensor]:
         """Penultimate states of SOT [1, width], and of all texts' tokens [tokens, width], in chunks that overlap."""
         chunks = [(text, chunk) for text in texts for chunk in split_text(text, self.positions - 2)]
-        rows = without_eot([[text.ids[at] for at in chunk.read] for text, chunk in chunks], tokenizer)
-        sot, states = TextTower(self).token_states(rows.to(self.positional_embedding.device))
+        ids = [[text.ids[at] for at in chunk.read] for text, chunk in chunks]
+        rows = without_eot(ids, tokenizer, self.positional_embedding.device)
+        sot, states = TextTower(self).token_states(rows)
         parts = zip(states.split(rows.lengths.tolist()), chunks, strict=True)
         return sot, torch.cat([part[chunk.again :] for part, (_, chunk) in parts])
 
@@ -75,8 +77,8 @@ def state_errors(
         texts: of at least two tokens, and at most as many as the tower reads at once, less SOT and EOT.
     """
     expected_sot, expected = teacher(texts, tokenizer)
-    rows = without_eot([text.ids for text in texts], tokenizer)
-    sot, states = text_tower.token_states(rows.to(expected.device))
+    rows = without_eot([text.ids for text in texts], tokenizer, expected.device)
+    sot, states = text_tower.token_states(rows)
     lengths = rows.lengths.tolist()
     pairs = zip(states.split(lengths), expected.split(lengths), strict=True)
     return torch.stack(
@@ -96,11 +98,13 @@ def relative_error(states: Tensor, expected: Tensor) -> Tensor:
     return (states - expected).square().mean() / variance
 
 
-def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> TokenBatch:
+def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer, device: torch.device) -> TokenBatch:
     """Texts of which only SOT and the tokens are computed; under a causal mask nothing later changes their states."""
+    empty = tokenizer.batch([[]] * len(rows))
     return replace(
-        tokenizer.batch([[]] * len(rows)),
-        ids=torch.tensor([token for row in rows for token in row], dtype=torch.long),
+        empty,
+        prefix_ids=to_device(empty.prefix_ids, device),
+        ids=to_device(torch.tensor([token for row in rows for token in row], dtype=torch.long), device),
         lengths=torch.tensor([len(row) for row in rows], dtype=torch.long),
     )
 
@@ -145,13 +149,13 @@ class KeepStates(Method):
         if not self.keep_states:
             return {}
         rows = batch.views["state_tokens"]
-        is_drawn = rows[:, 0, 0] != _NOTHING
-        counts = is_drawn.to(backbone.logit_scale.dtype)
+        is_drawn, device = rows[:, 0, 0] != _NOTHING, backbone.logit_scale.device
+        counts = to_device(is_drawn.to(backbone.logit_scale.dtype), device)
         errors = torch.zeros_like(counts)
         texts = [_tokens(*row) for row in rows[is_drawn].tolist()]
         if texts:
             drawn_errors = state_errors(backbone.text, modules["teacher"], texts, backbone.tokenizer)
-            errors = errors.index_put((is_drawn.nonzero().flatten(),), drawn_errors.to(errors))
+            errors = errors.index_put((to_device(is_drawn.nonzero().flatten(), device),), drawn_errors.to(errors))
         return {"state_error": errors, "state_drawn": counts}
 
     def losses(
