@@ -18,7 +18,8 @@ from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import FailedError, reason
 from debias_diffusion.files import write_json
 from debias_diffusion.machine import cost
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.renderer import EMBEDDINGS
 
 from .options import CheckConfig

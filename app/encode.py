@@ -30,8 +30,9 @@ from debias_diffusion.devices import DTYPES, explain_memory, pick_device
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import atomic_file, bytes_digest, json_digest, open_regular, write_text
-from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptReader
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.prompt_reader import LongPromptOptions, PromptReader
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.chunks import Tokens
 from debias_diffusion.text.schedules import find_schedules
 

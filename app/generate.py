@@ -17,13 +17,12 @@ from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines.rendering.checkpoints import PIPELINES, SDXL
+from debias_diffusion.pipelines.rendering.checkpoints import KINDS, SDXL
 from debias_diffusion.pipelines.rendering.loras import LoraFolder
 from debias_diffusion.pipelines.rendering.png import first_difference, read_settings, write_png
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 from debias_diffusion.pipelines.rendering.renderer import (
     USUAL,
-    ImagePrompt,
-    ImageTask,
     Renderer,
     Sampling,
     explain_failures,
@@ -100,7 +99,7 @@ def generate(config: GenerateConfig) -> Path:
         loras=config.loras and LoraFolder(config.loras),
         refiner=config.refiner,
     )
-    kind = renderer.checkpoint.check_kind(PIPELINES)
+    kind = renderer.checkpoint.check_kind(KINDS)
     if kind != SDXL and any(first.prompt.prompt_2 for first in firsts):
         raise UserError(
             f"The prompts have a prompt_2, and the SDXL checkpoint {config.base!r} is a {kind}, which has one text "

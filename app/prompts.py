@@ -15,7 +15,7 @@ from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.captions import parse_object
 from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.files import read_file
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 from debias_diffusion.text.tokens import clean
 
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show

@@ -11,9 +11,9 @@ from transformers import CLIPTokenizer
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec, Kind
 from debias_diffusion.errors import explain_failure
-from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptLayout, PromptReader
-from debias_diffusion.pipelines.rendering.checkpoints import PIPELINES, SDXL, Checkpoint
-from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.pipelines.prompt_reader import LongPromptOptions, PromptLayout, PromptReader
+from debias_diffusion.pipelines.rendering.checkpoints import KINDS, SDXL, Checkpoint
+from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.text.chunks import Reading
 
 from .options import TokensConfig
@@ -58,7 +58,7 @@ def load_tokenizers(checkpoint: Checkpoint, first: EncoderSpec) -> list[tuple[CL
     if first.kind is Kind.CHINESE_CLIP:
         raise first.refusal()
     given = {"text_encoder": None if first.kind is Kind.ORIGINAL else first}
-    if checkpoint.check_kind(PIPELINES) == SDXL:
+    if checkpoint.check_kind(KINDS) == SDXL:
         given["text_encoder_2"] = EncoderSpec.parse(first.fitted_second) if first.fitted_second else None
     encoders = []
     for slot, spec in given.items():

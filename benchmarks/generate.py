@@ -25,7 +25,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from debias_diffusion.eval.report import Table
 from debias_diffusion.machine import seconds
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.tokens import clip_tokenizer
 
 WINDOW, STOCK = 248, 77

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-from debias_diffusion.pipelines.long_prompt import LongPromptOptions, PromptReader
+from debias_diffusion.pipelines.prompt_reader import LongPromptOptions, PromptReader
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, join_runs, positions_of
 from debias_diffusion.text.reading import encode_texts
 from debias_diffusion.text.sentences import sentence_ends

@@ -11,7 +11,8 @@ from diffusers.loaders import TextualInversionLoaderMixin
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
 from diffusers.modular_pipelines.stable_diffusion_xl.encoders import StableDiffusionXLTextEncoderStep
 
-from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
+from .long_prompt import SDXLLongPromptMixin
+from .prompt_reader import LongPromptOptions
 
 # `sharpened` does that here, of all attention.
 _OPTIONS = [option for option in fields(LongPromptOptions) if not option.name.startswith("sharpen")]

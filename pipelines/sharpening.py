@@ -15,17 +15,10 @@ from diffusers.models.attention_processor import Attention
 
 from debias_diffusion.text.chunks import MOST_SHARPENING, TRAINED_POSITIONS
 
+from .prompt_reader import check_sharpening
+
 # Attention without parts of its own, such as an IP-Adapter's, for which another way to choose can stand in.
 _PLAIN = ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "XFormersAttnProcessor")
-
-
-def check_sharpening(name: str, value: float, most: float, usual: float) -> None:
-    """Raises ValueError for a value that is not above 0 and at most `most`."""
-    if not 0 < value <= most:  # nor NaN
-        raise ValueError(
-            f"{name} is {value!r}, but must be above 0 and at most {most:g}; 1 changes nothing, and {usual:g} makes"
-            " attention sharper."
-        )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import read_source
-from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.stop import StopRequest
 

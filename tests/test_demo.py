@@ -27,7 +27,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_caption_reader, look_at_prompt
 from debias_diffusion.pipelines import LongPromptOptions
 from debias_diffusion.pipelines.rendering.png import read_settings
-from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.text.tokens import clean
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from debias_diffusion.encoders.spec import load_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.png import read_settings
 
 CPU = torch.device("cpu")

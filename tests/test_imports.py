@@ -25,6 +25,8 @@ LAYERS = (
     ("data",),
     ("training",),
     ("ablation",),
+    ("pipelines.prompt_reader",),
+    tuple(f"pipelines.rendering.{name}" for name in ("options", "loras", "prompts", "checkpoints")),  # for `tokens`
     ("pipelines",),
     ("eval.intervals", "eval.report"),
     ("eval.session", "eval.image_features", "eval.images.rendered"),

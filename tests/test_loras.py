@@ -14,10 +14,10 @@ from debias_diffusion.app.options import GenerateConfig
 from debias_diffusion.app.prompts import expand
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
-from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.loras import Lora, lora_tags, read_lora
 from debias_diffusion.pipelines.rendering.png import read_settings
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 
 CPU = torch.device("cpu")
 LAYERS = {

@@ -6,7 +6,7 @@ import pytest
 
 from debias_diffusion.app.prompts import MAX_SEED, parse_seed, read_prompts
 from debias_diffusion.errors import UserError
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, ImageTask
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 
 ENTRIES = [
     {"prompt": "one", "negative_prompt": "n", "seed": 7, "prompt_2": "two"},

@@ -17,7 +17,8 @@ from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.pipelines.rendering.png import read_settings
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Renderer, Sampling
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
 from debias_diffusion.processes import Processes
 
 CPU, STEPS = torch.device("cpu"), 5

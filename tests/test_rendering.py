@@ -21,18 +21,11 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines.rendering import checkpoints
+from debias_diffusion.pipelines.rendering import loading
 from debias_diffusion.pipelines.rendering import renderer as rendering
-from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import (
-    ImagePrompt,
-    ImageTask,
-    Renderer,
-    Sampling,
-    encode,
-    render,
-    render_into,
-)
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, render, render_into
 from debias_diffusion.processes import Processes
 
 CPU = torch.device("cpu")
@@ -128,7 +121,7 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
     word = tokenizer("alone", add_special_tokens=False).input_ids[0]
     with torch.no_grad():
         text_encoder.get_input_embeddings().weight[word] = float("nan")
-    monkeypatch.setattr(checkpoints, "load_text_encoder", lambda name: (text_encoder, tokenizer))
+    monkeypatch.setattr(loading, "load_text_encoder", lambda name: (text_encoder, tokenizer))
     fresh = Renderer(renderer.base, SAMPLING, CPU, batch=2)
     fresh._pipe, fresh._loaded = renderer.pipeline(own()), (None, None)
     tasks, left_out = [*TASKS, ImageTask("alone", ImagePrompt("alone", 5), "line 9")], {}

@@ -21,7 +21,8 @@ from debias_diffusion.pipelines import (
     sharpened,
     with_long_prompts,
 )
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Sampling, encode, render
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
+from debias_diffusion.pipelines.rendering.renderer import Sampling, encode, render
 from debias_diffusion.pipelines.sharpening import choose
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -20,8 +20,9 @@ from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.pipelines.long_prompt import PromptReader
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint, load_pipeline
+from debias_diffusion.pipelines.prompt_reader import PromptReader
+from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.tokens import clip_tokenizer
 

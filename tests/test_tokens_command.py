@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from debias_diffusion.app import cli
-from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
+from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.toyworld.shipped import shipped
 
 # Tokens: 48 that end with a sentence, 16 that end with a comma, 7 words, 5 in brackets, and 2 words.

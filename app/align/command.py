@@ -17,7 +17,8 @@ from debias_diffusion.devices import DTYPES
 from debias_diffusion.encoders.spec import FIRST, ORIGINAL, READINGS, SECOND, EncoderSpec
 from debias_diffusion.encoders.text_encoders import import_text_encoder, make_encoder, prefixed_state
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
-from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint, load_pipeline
+from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.logs import make_accelerator
 from debias_diffusion.training.optimizer import AdamW

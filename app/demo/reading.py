@@ -10,8 +10,8 @@ from transformers import CLIPTokenizer
 from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.sampling import join_sentences
-from debias_diffusion.pipelines.long_prompt import PromptReader
-from debias_diffusion.pipelines.rendering.renderer import cleaned
+from debias_diffusion.pipelines.prompt_reader import PromptReader
+from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.text.chunks import Chunk
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import CaptionTokenizer, clean

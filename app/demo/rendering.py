@@ -13,7 +13,8 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.rendering.png import settings_text, write_png
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, encode, read_layout, render
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
+from debias_diffusion.pipelines.rendering.renderer import encode, read_layout, render
 
 from ..options import AppConfig
 from .models import DemoModels

@@ -9,7 +9,7 @@ from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
-from debias_diffusion.pipelines.long_prompt import PromptReader
+from debias_diffusion.pipelines.prompt_reader import PromptReader
 from debias_diffusion.pipelines.rendering.infotext import read_image
 from debias_diffusion.pipelines.rendering.options import ImageOptions
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings

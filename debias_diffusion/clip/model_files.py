@@ -7,19 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
-import torch
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
-from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..errors import UserError, reason
 from ..files import read_json
 
-_Model = TypeVar("_Model", bound=PreTrainedModel)
+if TYPE_CHECKING:  # their imports take seconds
+    import torch
+    from transformers import PreTrainedModel
+
+_Model = TypeVar("_Model", bound="PreTrainedModel")
 
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -49,6 +51,14 @@ def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None
         _raise_exceptions_for_connection_errors=False,
     )
     return file and Path(file)
+
+
+def find_tokenizer(folder: Path, *places: Path) -> Path:
+    """The first of the places with a tokenizer. Raises UserError, which names the folder, if there is none."""
+    for place in places:
+        if (place / "tokenizer_config.json").is_file():
+            return place
+    raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
 
 
 def check_folder(source: str | Path, label: str, subfolder: str = "", size: int = 0) -> None:
@@ -128,7 +138,7 @@ def find_cached(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
+def check_finite(tensors: Iterable[tuple[str, "torch.Tensor"]], label: str) -> None:
     """Raises UserError, which names the first of them, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
 
     Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision.

@@ -26,13 +26,13 @@ from ..ablation.heads import Ablation, suppressed_heads
 from ..clip.backbone import Backbone
 from ..clip.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..clip.families import find_family
-from ..clip.model_files import find_file, load_pretrained
+from ..clip.model_files import find_file, find_tokenizer, load_pretrained
 from ..errors import UserError
 from . import modeling_ablated_clip
 from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
 from .names import State, to_openai_names, to_transformers_names
 from .text_encoders import activation, check_plain_text, text_config, text_state
-from .transformers_folder import find_tokenizer, read_model_config, read_tokenizer, write_tokenizer, write_weights
+from .transformers_folder import read_model_config, read_tokenizer, write_tokenizer, write_weights
 
 
 def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:

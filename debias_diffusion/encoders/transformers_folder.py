@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import transformers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
-from ..clip.model_files import CONFIG_FILE, find_file, load_pretrained
+from ..clip.model_files import CONFIG_FILE, find_file, find_tokenizer, load_pretrained
 from ..errors import UserError, explain_failure
 from ..files import read_json
 from ..text.tokens import count_ids, save_tokenizer
@@ -73,14 +73,6 @@ def read_text_encoder(source: str | Path) -> tuple[TextEncoder, CLIPTokenizer]:
     beside = inside.with_name(inside.name.replace("text_encoder", "tokenizer"))
     tokenizer = find_tokenizer(source, beside, inside.parent / "tokenizer", inside, inside / "tokenizer")
     return encoder, read_tokenizer(tokenizer, encoder.config)
-
-
-def find_tokenizer(folder: Path, *places: Path) -> Path:
-    """The first of the places with a tokenizer. Raises UserError, which names the folder, if there is none."""
-    for place in places:
-        if (place / "tokenizer_config.json").is_file():
-            return place
-    raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
 
 
 def read_encoder(source: str | Path, subfolder: str = "") -> TextEncoder:

@@ -4,10 +4,11 @@ import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import convert_slow_tokenizer
 
 from .chunks import (
@@ -27,12 +28,15 @@ from .chunks import (
 )
 from .weighting import check_weight, parse_prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # its import takes seconds
+
 # From an encoder and ids [rows, positions]: hidden states [rows, positions, width], and pooled [rows, width] or None.
-States = Callable[[PreTrainedModel, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+States = Callable[["PreTrainedModel", torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def penultimate_states(
-    encoder: PreTrainedModel, ids: torch.Tensor, clip_skip: int | None = None, eos_token_id: int | None = None
+    encoder: "PreTrainedModel", ids: torch.Tensor, clip_skip: int | None = None, eos_token_id: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What SDXL's UNet was trained with: the layer before the last, or `clip_skip` layers before that, and pooled.
 
@@ -48,7 +52,7 @@ def penultimate_states(
     return output.hidden_states[-2 - (clip_skip or 0)], pooled
 
 
-def _pools_at_highest_id(encoder: PreTrainedModel) -> bool:
+def _pools_at_highest_id(encoder: "PreTrainedModel") -> bool:
     """As transformers does with the `eos_token_id` of SDXL's published files; textual inversions have higher ids."""
     return getattr(encoder.config, "eos_token_id", None) == 2 and hasattr(encoder, "text_projection")
 
@@ -60,7 +64,7 @@ def pooling_eos(tokenizer: PreTrainedTokenizerBase, length: int, reading: Readin
 
 
 def last_states(
-    encoder: PreTrainedModel,
+    encoder: "PreTrainedModel",
     ids: torch.Tensor,
     clip_skip: int | None = None,
     attention_mask: torch.Tensor | None = None,
@@ -75,7 +79,7 @@ def last_states(
 
 
 def encode_texts(
-    encoder: PreTrainedModel,
+    encoder: "PreTrainedModel",
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str | Tokens],
     length: int,

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.data.toy_scenes import is_toy_scenes
 from debias_diffusion.files import bytes_digest, sha256
-from debias_diffusion.pipelines.rendering.renderer import ImageTask
+from debias_diffusion.pipelines.rendering.prompts import ImageTask
 from debias_diffusion.processes import Processes
 
 from ..intervals import by_group, drawn_ratios, mean_interval, paired_difference, percent_ends

@@ -21,7 +21,7 @@ from debias_diffusion.data.toy_scenes import family, is_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
-from debias_diffusion.pipelines.rendering.renderer import ImageTask
+from debias_diffusion.pipelines.rendering.prompts import ImageTask
 from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption

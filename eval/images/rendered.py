@@ -14,14 +14,8 @@ import torch
 from debias_diffusion.devices import explain_memory
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.jobs import Job
-from debias_diffusion.pipelines.rendering.renderer import (
-    ImagePrompt,
-    ImageTask,
-    Rendered,
-    Renderer,
-    Sampling,
-    render_into,
-)
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
+from debias_diffusion.pipelines.rendering.renderer import Rendered, Renderer, Sampling, render_into
 from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.shipped import shipped
 

@@ -1,60 +1,40 @@
-"""SDXL and Stable Diffusion 1.5 checkpoints with other text encoders, checked before gigabytes are read."""
+"""SDXL and Stable Diffusion 1.5 checkpoints: what their files say, read without diffusers and before any weights."""
 
+import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import diffusers
-import torch
-from diffusers import DiffusionPipeline, UNet2DConditionModel
-from diffusers.loaders.single_file_utils import fetch_diffusers_config
 from safetensors import safe_open
-from torch import nn
-from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedModel
+from transformers import CLIPTokenizer
 
-from debias_diffusion.clip.model_files import (
-    check_finite,
-    check_fit,
-    check_folder,
-    check_hub,
-    quiet_logging,
-)
+from debias_diffusion.clip.model_files import check_folder, find_file, find_tokenizer
 from debias_diffusion.encoders.hub import place_digest
-from debias_diffusion.encoders.spec import load_text_encoder
-from debias_diffusion.encoders.stretch import stretch_text_encoder
-from debias_diffusion.encoders.transformers_folder import find_tokenizer, read_encoder
 from debias_diffusion.errors import UserError, explain_failure, reason
+from debias_diffusion.files import read_file
 from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps
 
-from ..classes import (
-    StableDiffusionLongPromptPipeline,
-    StableDiffusionXLLongPromptImg2ImgPipeline,
-    StableDiffusionXLLongPromptPipeline,
-)
 from .options import split_base
 
-SDXL = "StableDiffusionXLPipeline"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Kinds of checkpoints, by their classes in diffusers.
+SDXL, SD15 = "StableDiffusionXLPipeline", "StableDiffusionPipeline"
 REFINER = "StableDiffusionXLImg2ImgPipeline"  # SDXL's, of one text encoder
-PIPELINES = {SDXL: StableDiffusionXLLongPromptPipeline, "StableDiffusionPipeline": StableDiffusionLongPromptPipeline}
-REFINERS = {REFINER: StableDiffusionXLLongPromptImg2ImgPipeline}
+KINDS = (SDXL, SD15)  # that render from a prompt alone
 STRETCH = "stretch"  # as second encoder: the checkpoint's, with Long-CLIP's stretched positions
 
-Part = Literal["all", "encoders", "denoiser"]  # of a pipeline: everything, text encoders, UNet and autoencoder
 Slot = Literal["text_encoder", "text_encoder_2"]
-_TOKENIZERS: dict[Slot, str] = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
-_SLOTS: dict[str, list[Slot]] = {SDXL: [*_TOKENIZERS], REFINER: ["text_encoder_2"]}  # of others the first
-_DENOISER = ("unet", "vae")
+TOKENIZERS: dict[Slot, str] = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
+DENOISER = ("unet", "vae")
 _FIRST_POSITIONS = r"(conditioner\.embedders\.0|cond_stage_model)\.transformer\..*position_embedding\.weight"
-
-# diffusers renamed it, and ignores an unknown name with a mere warning
-_DTYPE_ARGUMENT = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 40) else "torch_dtype"
 
 
 @dataclass(frozen=True)
@@ -136,10 +116,8 @@ class Checkpoint:
         if self.file:
             advice = f"Name a folder with its configuration and tokenizers: {f'FOLDER:{self.file}'!r}."
         with explain_failure(failure, advice):
-            if not Path(self.configs).is_dir():
-                check_hub(self.configs)
-            index = DiffusionPipeline.load_config(self.configs)
-            return {**index, "_class_name": str(index["_class_name"])}  # an error for a list, or without a class
+            index = self._read("model_index.json")
+            return {**index, "_class_name": str(index["_class_name"])}  # an error without a class
 
     @cached_property
     def defaults(self) -> "Defaults":
@@ -164,23 +142,30 @@ class Checkpoint:
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""
         with self.explain(f"{part}/config.json"):
-            config = {**UNet2DConditionModel.load_config(self.configs, subfolder=part)}  # an error for a list
+            config = self._read("config.json", part)
         if part == "text_encoder" and self.file:
-            config["max_position_embeddings"] = self._positions or config["max_position_embeddings"]
+            config["max_position_embeddings"] = self.first_positions or config["max_position_embeddings"]
         return config
 
+    def _read(self, name: str, folder: str = "") -> dict:
+        """A JSON file of the configurations. Raises an error, not explained, if it is missing or holds no object."""
+        source = Path(self.configs) if os.path.isdir(self.configs) else self.configs
+        if file := find_file(source, name, folder):
+            return {**json.loads(read_file(file))}  # an error for a list
+        raise ValueError("it is missing" if isinstance(source, Path) else "the hub has none, or cannot be reached")
+
     @cached_property
-    def _positions(self) -> int | None:
+    def first_positions(self) -> int | None:
         """Of the first text encoder in a single file, if its configuration says otherwise."""
         with safe_open(self.file, framework="pt") as opened:
             name = next((name for name in opened.keys() if re.fullmatch(_FIRST_POSITIONS, name)), None)  # noqa: SIM118
             positions = opened.get_slice(name).get_shape()[0] if name else None
-        configured = UNet2DConditionModel.load_config(self.configs, subfolder="text_encoder")["max_position_embeddings"]
+        configured = self._read("config.json", "text_encoder")["max_position_embeddings"]
         return None if positions == configured else positions
 
     def tokenizer(self, slot: Slot) -> CLIPTokenizer:
         """The tokenizer of one of the checkpoint's text encoders. Raises UserError if it cannot be loaded."""
-        folder, name = Path(self.configs), _TOKENIZERS[slot]
+        folder, name = Path(self.configs), TOKENIZERS[slot]
         with self.explain(f"{name}/tokenizer_config.json"):
             if folder.is_dir():  # where there is none, transformers makes an empty one
                 find_tokenizer(folder, folder / name)
@@ -190,7 +175,7 @@ class Checkpoint:
         """Raises UserError for configurations of more weights than the files hold, before a model is built."""
         names = [file.parent.name for file in Path(self.configs).glob("*/config.json")]
         size = self.file.stat().st_size if self.file else 0
-        for name in names or (*_TOKENIZERS, *_DENOISER):  # those of a hub id, perhaps
+        for name in names or (*TOKENIZERS, *DENOISER):  # those of a hub id, perhaps
             with self.explain(f"{name}/config.json"):
                 check_folder(self.configs, f"{name} in {self.name!r}", name, size)
 
@@ -207,9 +192,9 @@ class Checkpoint:
             factor = 2 ** (len(self.config("vae")["block_out_channels"]) - 1)
             return height * factor, width * factor
 
-    def check_fits(self, slot: Slot, encoder: PreTrainedModel, name: str) -> None:
+    def check_fits(self, slot: Slot, encoder: "PreTrainedModel", name: str) -> None:
         """Raises UserError unless an encoder, called `name`, can take the place of one of the checkpoint's."""
-        is_sdxl, is_first = self.check_kind(PIPELINES) == SDXL, slot == "text_encoder"
+        is_sdxl, is_first = self.check_kind(KINDS) == SDXL, slot == "text_encoder"
         second = self.config("text_encoder_2") if is_sdxl else {"hidden_size": 0}
         wanted = second["hidden_size"]
         if is_first:
@@ -220,7 +205,7 @@ class Checkpoint:
             raise UserError(
                 f"{named} width {width}; {reads} {wanted} of its {ordinal} encoder. Give one of width {wanted}."
             )
-        given = encoder.config.projection_dim if isinstance(encoder, CLIPTextModelWithProjection) else None
+        given = encoder.config.projection_dim if hasattr(encoder, "text_projection") else None
         wanted = None if is_first else second["projection_dim"]
         if given != wanted and not (is_first and is_sdxl):  # nothing reads that of SDXL's first encoder
             has, needed = (f"a projection to {size}" if size else "no projection" for size in (given, wanted))
@@ -232,6 +217,9 @@ class Checkpoint:
 
 def _inferred_hub_id(file: Path) -> str:
     """The hub model with the configuration of a single-file checkpoint; reads names and shapes of the weights only."""
+    import torch  # seconds, with diffusers, that a folder or a hub id need not wait for
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+
     with safe_open(file, framework="pt") as opened:
         names = list(opened.keys())
         weights = {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in names}
@@ -241,139 +229,3 @@ def _inferred_hub_id(file: Path) -> str:
             "model.diffusion_model... A text encoder goes to --encoder."
         )
     return fetch_diffusers_config(weights)["pretrained_model_name_or_path"]
-
-
-def load_pipeline(
-    base: str | os.PathLike,
-    encoder: str | os.PathLike | None,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    encoder_2: str | os.PathLike | None = None,
-    part: Part = "all",
-    kinds: Mapping[str, type[DiffusionPipeline]] = PIPELINES,
-) -> DiffusionPipeline:
-    """Loads an SDXL or Stable Diffusion 1.5 checkpoint for long prompts.
-
-    Args:
-        base: see `Checkpoint.parse`.
-        encoder: replaces the first text encoder, anything `load_text_encoder` takes. None keeps the checkpoint's own,
-            which reads long prompts in chunks.
-        device: of all models.
-        dtype: of all models; `default_dtype(device)` if None.
-        encoder_2: replaces SDXL's second text encoder, a CLIPTextModelWithProjection. None keeps the checkpoint's own;
-            "stretch" keeps its weights and stretches its positions as Long-CLIP does.
-        part: "encoders" leaves out UNet and autoencoder, which are then None; "denoiser" the text encoders, so that it
-            renders from embeddings that the other part has made.
-        kinds: `PIPELINES`; or `REFINERS`, for SDXL's refiner in a folder.
-
-    Raises:
-        UserError: the checkpoint is of another kind or incomplete, or an encoder does not fit. As far as configurations
-            say, known before the checkpoint's weights are read.
-    """
-    dtype = dtype or default_dtype(device)
-    with explain_failure(f"The SDXL checkpoint {os.fspath(base)!r} could not be loaded", "Give an SDXL folder."):
-        checkpoint = Checkpoint.parse(base)
-        kind = checkpoint.check_kind(kinds)
-        if encoder_2 is not None and kind != SDXL:
-            raise UserError(
-                f"The SDXL checkpoint {checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 "
-                "out."
-            )
-        given = {"text_encoder": encoder, "text_encoder_2": None if encoder_2 == STRETCH else encoder_2}
-        given = {slot: os.fspath(name) for slot, name in given.items() if name is not None}
-        if checkpoint.file and checkpoint._positions:  # diffusers builds the encoder that the configuration describes
-            given.setdefault("text_encoder", os.fspath(checkpoint.file))
-        pipe = _load(checkpoint, given, dtype, part, kinds[kind])
-        if encoder_2 == STRETCH and part != "denoiser":
-            text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
-            pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
-        pipe = pipe.to(device)
-        for name, weights in _weights(pipe):
-            check_finite(weights.items(), repr(given.get(name, f"{checkpoint.name}/{name}")))
-        return pipe
-
-
-def _load(
-    checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Part, cls: type[DiffusionPipeline]
-) -> DiffusionPipeline:
-    slots = _SLOTS.get(checkpoint.check_kind(PIPELINES | REFINERS), ["text_encoder"])
-    checkpoint.check_sizes()
-    parts: dict = {_DTYPE_ARGUMENT: dtype}
-    if "text_encoder_2" in slots:
-        parts["add_watermarker"] = False
-    elif part == "encoders" or checkpoint.file:
-        parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte; single files have none
-    if part == "denoiser":
-        parts |= dict.fromkeys([*slots, *(_TOKENIZERS[slot] for slot in slots)])
-    else:
-        parts |= _text_encoders(checkpoint, slots, encoders, dtype)
-    if part == "encoders":
-        parts |= dict.fromkeys(_DENOISER)
-    elif checkpoint.file is None:
-        parts |= {name: _load_model(checkpoint, name, dtype) for name in _DENOISER}
-    if checkpoint.file is None:
-        return cls.from_pretrained(checkpoint.configs, **parts)
-    try:
-        with quiet_logging():  # diffusers warns of every model that it casts
-            pipe = cls.from_single_file(str(checkpoint.file), config=checkpoint.configs, **parts)
-        on_meta = (f"{name}.{key}" for name, weights in _weights(pipe) for key in weights if weights[key].is_meta)
-        missing = next(on_meta, None)
-    except NotImplementedError as error:  # casting weights that the file does not have
-        missing = reason(error)
-    if missing:
-        raise UserError(
-            f"The SDXL checkpoint {checkpoint.name!r} lacks weights of its configuration's models ({missing}). Give a "
-            "whole checkpoint, and the configuration that belongs to it."
-        )
-    return pipe
-
-
-def _weights(pipe: DiffusionPipeline) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """(name, weights) of each model."""
-    return [(name, model.state_dict()) for name, model in pipe.components.items() if isinstance(model, nn.Module)]
-
-
-def _text_encoders(
-    checkpoint: Checkpoint, slots: Collection[Slot], encoders: dict[Slot, str], dtype: torch.dtype
-) -> dict:
-    """The text encoders of a checkpoint, with the tokenizers of those that replace its own, by name.
-
-    Those that nothing replaces are left out where the checkpoint is a single file or on the hub. Of a folder they are
-    not left to diffusers, which fills missing weights with random numbers.
-    """
-    parts = load_text_encoders(checkpoint, encoders, torch.device("cpu"), dtype)
-    if checkpoint.file is None and Path(checkpoint.configs).is_dir():
-        kept = [slot for slot in slots if slot not in parts]
-        parts |= {slot: read_encoder(Path(checkpoint.configs), slot).to(dtype) for slot in kept}
-    return parts
-
-
-def load_text_encoders(
-    checkpoint: Checkpoint, encoders: dict[Slot, str], device: torch.device, dtype: torch.dtype
-) -> dict:
-    """Text encoders that replace a checkpoint's, and their tokenizers, by component. Raises UserError for a misfit."""
-    components = {}
-    for slot, name in encoders.items():
-        encoder, tokenizer = load_text_encoder(name)
-        checkpoint.check_fits(slot, encoder, name)
-        if slot == "text_encoder_2":
-            # The UNet was trained with this pad token after a text; another file's tokenizer may have another one.
-            tokenizer.pad_token = checkpoint.tokenizer(slot).pad_token
-        components |= {slot: encoder.to(device, dtype), _TOKENIZERS[slot]: tokenizer}
-    return components
-
-
-def _load_model(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> nn.Module:
-    """The UNet or the autoencoder. Raises UserError if weights are missing or superfluous."""
-    options = {"subfolder": part, "output_loading_info": True, _DTYPE_ARGUMENT: dtype}
-    cls = getattr(diffusers, checkpoint.config(part)["_class_name"])
-    with quiet_logging():  # what diffusers warns of is an error here
-        model, info = cls.from_pretrained(checkpoint.configs, **options)
-    superfluous = [f"{name} has no place in it" for name in sorted(info["unexpected_keys"])]
-    check_fit(sorted(info["missing_keys"]), superfluous, f"{part} in {checkpoint.name!r}")
-    return model
-
-
-def default_dtype(device: torch.device) -> torch.dtype:
-    """float32 on the CPU, float16 elsewhere."""
-    return torch.float32 if device.type == "cpu" else torch.float16

@@ -4,14 +4,15 @@ import importlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
-
-from diffusers import DiffusionPipeline
+from typing import TYPE_CHECKING, NamedTuple
 
 from debias_diffusion.clip.model_files import quiet_logging
 from debias_diffusion.errors import UserError, explain_failure, near_matches, reason
 from debias_diffusion.files import sha256
 from debias_diffusion.text.weighting import check_weight, take_out
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 MODELS = ("unet", "text_encoder", "text_encoder_2")
 _digest = lru_cache(maxsize=None)(sha256)  # of files of hundreds of megabytes
@@ -70,7 +71,7 @@ class LoraFolder:
         """sha256 of each file by name; None for no LoRAs. Raises UserError for one that is not there."""
         return {lora.name: _digest(self.file(lora.name)) for lora in loras} or None
 
-    def apply(self, pipe: DiffusionPipeline, loras: Sequence[Lora]) -> None:
+    def apply(self, pipe: "DiffusionPipeline", loras: Sequence[Lora]) -> None:
         """Gives a pipeline, whose text encoders or UNet may be None, these LoRAs in place of others.
 
         Raises UserError for a file that is no LoRA for this checkpoint.
@@ -88,7 +89,7 @@ class LoraFolder:
                 pipe.set_adapters(used, [weights[adapter] for adapter in used])
 
 
-def _load(pipe: DiffusionPipeline, file: str, adapter: str) -> None:
+def _load(pipe: "DiffusionPipeline", file: str, adapter: str) -> None:
     """`load_lora_weights` without models that are None. Raises ValueError for a file without layers of any."""
     config = None if pipe.unet is None else pipe.unet.config
     how: dict = {"adapter_name": adapter, "_pipeline": pipe}

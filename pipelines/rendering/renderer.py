@@ -29,67 +29,18 @@ from debias_diffusion.errors import FailedError, UserError, explain_failure, rea
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
 from debias_diffusion.processes import Processes
-from debias_diffusion.text.chunks import PROGRAMS, Breaks, Emphasis
-from debias_diffusion.text.tokens import clean
-from debias_diffusion.text.weighting import BREAK
+from debias_diffusion.text.chunks import Breaks, Emphasis
 
-from ..long_prompt import LongPromptOptions, PromptLayout
+from ..prompt_reader import LongPromptOptions, PromptLayout
 from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, Parts, scheduled
-from .checkpoints import (
-    PIPELINES,
-    REFINERS,
-    SDXL,
-    STRETCH,
-    Checkpoint,
-    Part,
-    default_dtype,
-    load_pipeline,
-    load_text_encoders,
-)
+from .checkpoints import KINDS, REFINER, SDXL, STRETCH, Checkpoint
+from .loading import REFINERS, Part, default_dtype, load_pipeline, load_text_encoders
 from .loras import Lora, LoraFolder, lora_tags, read_lora
 from .options import KARRAS, ClipSkip, ImageOptions, Scheduler
 from .png import first_difference, sampler, settings_text, write_png
+from .prompts import ImagePrompt, ImageTask
 
 ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
-
-
-@dataclass(frozen=True)
-class ImagePrompt:
-    """What one image is rendered from. `render_into` cleans the texts; all other functions read them as they are.
-
-    Attributes:
-        prompt: what to render.
-        seed: of the noise, equal on every device.
-        negative_prompt: what to avoid; None for the checkpoint's default.
-        prompt_2: for SDXL's second text encoder; None for `prompt`.
-        loras: to draw with, where the tags of the prompt have been read.
-    """
-
-    prompt: str
-    seed: int = 0
-    negative_prompt: str | None = None
-    prompt_2: str | None = None
-    loras: tuple[Lora, ...] = ()
-
-    def cleaned(self, options: LongPromptOptions) -> "ImagePrompt":
-        """With the texts as pipelines of these options read them, see `cleaned`."""
-        texts = {name: getattr(self, name) for name in ("prompt", "negative_prompt", "prompt_2")}
-        return replace(self, **{name: text and cleaned(text, options) for name, text in texts.items()})
-
-
-def cleaned(text: str, options: LongPromptOptions) -> str:
-    """A prompt as pipelines read it: cleaned like training captions, BREAK in capitals if it is read, and A1111's AND,
-    of which they warn.
-
-    Where another program is imitated, the text stays as it is.
-    """
-    if options.reading in PROGRAMS:
-        return text
-    pieces, start = [], 0
-    for match in re.finditer(r"\bAND\b" if options.weights == "none" else rf"{BREAK}|\bAND\b", text):
-        pieces += [clean(text[start : match.start()]), match[0]]  # cleaning lowers case
-        start = match.end()
-    return " ".join([*pieces, clean(text[start:])])
 
 
 @dataclass(kw_only=True)
@@ -123,26 +74,6 @@ USUAL = dict.fromkeys(("karras", "clip_skip", "loras", "refiner", "refiner_sha25
 USUAL |= {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
 del USUAL["reading"]
 HANDOVER = 0.8  # of the denoising, after which SDXL's refiner takes over
-
-
-@dataclass(frozen=True)
-class ImageTask:
-    """One image.
-
-    Attributes:
-        name: of its file, without .png; may begin with a folder's name.
-        prompt: what it is rendered from, as a person wrote it.
-        where: the prompt's place in words, such as "line 3".
-    """
-
-    name: str
-    prompt: ImagePrompt
-    where: str
-
-    @property
-    def file(self) -> str:
-        """Its name in the job."""
-        return f"{self.name}.png"
 
 
 @contextmanager
@@ -360,14 +291,14 @@ class Renderer:
 
     def __post_init__(self):
         self.checkpoint = Checkpoint.parse(self.base)
-        self.checkpoint.check_kind(PIPELINES if self.refiner is None else (SDXL,))
+        self.checkpoint.check_kind(KINDS if self.refiner is None else (SDXL,))
         self._refiner: DiffusionPipeline | None = None
         if self.refiner is not None:
             if self.low_memory:
                 raise UserError("The refiner is a second UNet in memory. Give --low-memory or --refiner, not both.")
             if (refiner := Checkpoint.parse(self.refiner)).file:
                 raise UserError(f"The refiner {self.refiner!r} is one file. Give a folder in diffusers' layout.")
-            refiner.check_kind(REFINERS)
+            refiner.check_kind((REFINER,))
         self.sampling = self._with_defaults(self.sampling)
         self.dtype = self.dtype or default_dtype(self.device)
         self._pipe: DiffusionPipeline | None = None

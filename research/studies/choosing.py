@@ -33,7 +33,8 @@ from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.images.objects import compare_objects, objects_numbers
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import read_json_object, write_json
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Renderer, Sampling, encode, plan_batches, render
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, plan_batches, render
 from debias_diffusion.pipelines.sharpening import choose
 from debias_diffusion.text.chunks import TRAINED_POSITIONS
 from debias_diffusion.text.tokens import clean

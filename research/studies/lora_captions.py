@@ -18,7 +18,8 @@ from tqdm import trange
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.images.objects import compare_objects, objects_numbers
 from debias_diffusion.eval.report import Table
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Renderer, Sampling, encode, render
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, render
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.grammar import caption

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.report import Table
-from debias_diffusion.pipelines.rendering.renderer import ImagePrompt, Renderer, Sampling, encode, render
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, render
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.scenes import PLACES
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS

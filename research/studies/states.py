@@ -36,15 +36,9 @@ from debias_diffusion.eval.images.objects import compare_images, compare_objects
 from debias_diffusion.eval.images.scores import ImageScores, compare_scores
 from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.files import atomic_file
-from debias_diffusion.pipelines.rendering.checkpoints import load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import (
-    ImagePrompt,
-    Sampling,
-    encode,
-    plan_batches,
-    read_layout,
-    render,
-)
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
+from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
+from debias_diffusion.pipelines.rendering.renderer import Sampling, encode, plan_batches, read_layout, render
 from debias_diffusion.text.reading import encode_texts
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption

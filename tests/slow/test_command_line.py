@@ -48,6 +48,8 @@ large = {"torch", "numpy", "PIL", "transformers", "matplotlib", "scipy", "gradio
 assert not large, large
 main(["reproduce", "--list"], commands=RESEARCH)
 assert not {"torch", "open_clip"} & sys.modules.keys()
+main(["tokens", "a", "--base=toy/sdxl"])
+assert not {"diffusers", "transformers.modeling_utils", "torch._dynamo", "open_clip"} & sys.modules.keys()
 import debias_diffusion.app.generate, debias_diffusion.training.loop, research.toymodels.build
 assert "matplotlib.figure" not in sys.modules
 """
