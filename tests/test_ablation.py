@@ -17,14 +17,7 @@ from torch import Tensor
 from debias_diffusion.ablation.backprop import descend
 from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.ablation.population import Population
-from debias_diffusion.ablation.problems import (
-    Margin,
-    Problem,
-    better_alone,
-    every_mask,
-    fittest,
-    genetic_search,
-)
+from debias_diffusion.ablation.problems import Margin, Problem, better_alone, every_mask, fittest, genetic_search
 from debias_diffusion.ablation.suppression import Suppressed
 from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.options import AblateConfig

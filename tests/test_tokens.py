@@ -7,12 +7,7 @@ from helpers.texts import HOSTILE, random_strings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from debias_diffusion.text.tokens import (
-    PAD,
-    CaptionTokenizer,
-    clean,
-    clip_tokenizer,
-)
+from debias_diffusion.text.tokens import PAD, CaptionTokenizer, clean, clip_tokenizer
 
 LENGTH = 248
 TOKENIZER = CaptionTokenizer(clip_tokenizer(LENGTH), LENGTH)

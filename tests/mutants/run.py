@@ -2,11 +2,9 @@
 
     python tests/mutants/run.py [NAME ...]
 
-A fault is tried against the tests that it names; if these pass, against the whole fast suite. It counts as seen if a
-test fails that passes without it. What has been tried is not tried again while no file of the tree changes; the results
-lie in build/mutants. Ends with 1 if a fault is not seen, or can no longer be put in.
-
-The libraries are imported once, by a process from which those of the tests are forked: most tests take less time.
+A fault is tried against the tests that it names. It counts as seen if a test fails that passes without it. What has
+been tried is not tried again while no file of the tree changes; the results lie in build/mutants. Ends with 1 if a
+fault is not seen, or can no longer be put in.
 """
 
 import argparse
@@ -31,11 +29,10 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "mutants"
-SUITE = "tests"
 FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*\])?)(?= - |$)", re.MULTILINE)  # the id may hold blanks
 TIMEOUT = 1200  # seconds; a fault may make a test hang
 FORKED = multiprocessing.get_context("forkserver")
-LIBRARIES = [
+LIBRARIES = [  # imported once, by a process from which those of the tests are forked: most tests take less time
     *("pytest", "hypothesis", "scipy.stats", "torch", "torchvision", "open_clip", "accelerate", "matplotlib.figure"),
     "transformers.models.clip.modeling_clip",
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
@@ -44,9 +41,9 @@ LIBRARIES = [
 
 def run_tests(folder: Path, tests: list[str], log: Path) -> None:
     """In a process of its own, which ends with pytest's exit code."""
-    os.setsid()  # so that what it starts can be ended with it
-    for stream in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC * (stream == 1) | os.O_APPEND), stream)
+    signal.alarm(TIMEOUT)
+    printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(printed, 1), os.dup2(printed, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))  # before the editable install, in child processes too
     os.environ["PYTHONPATH"] = str(folder)
@@ -70,9 +67,8 @@ class Tree:
         log = Path(f"{self.folder}.log")
         process = FORKED.Process(target=run_tests, args=(self.folder, shlex.split(tests), log))
         process.start()
-        process.join(TIMEOUT)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        if process.exitcode == -signal.SIGALRM:
             return "timeout"
         printed, where = log.read_text(), f"debias_diffusion: {self.folder / 'debias_diffusion' / '__init__.py'}"
         if process.exitcode not in (0, 1) or where not in printed:
@@ -108,10 +104,8 @@ def try_all(faults: dict[str, dict], files: list[str], results: Path) -> dict[st
         fault, tree = faults[name], trees.get()
         try:
             tests = " ".join(f"tests/{part}" if ".py" in part else part for part in fault["tests"].split(" "))
-            if seen_by := tree.try_fault(fault, tests):
-                return {"name": name, "seen_by": seen_by, "lane": "slow" if "tests/slow/" in tests else "fast"}
-            seen_by = tree.try_fault(fault, SUITE)
-            return {"name": name, "seen_by": seen_by, "lane": "fast, elsewhere" if seen_by else "none"}
+            seen_by, lane = tree.try_fault(fault, tests), "slow" if "tests/slow/" in tests else "fast"
+            return {"name": name, "seen_by": seen_by, "lane": lane if seen_by else "none"}
         except (ValueError, RuntimeError) as error:
             return {"name": name, "seen_by": None, "lane": "error", "error": str(error)}
         finally:
