@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
@@ -31,7 +32,7 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     Raises:
         OSError: the file cannot be opened, or is a folder, FIFO, device or socket.
     """
-    at_once = os.O_NONBLOCK | os.O_NOCTTY
+    at_once = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # Windows has neither
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | at_once))  # noqa: SIM115 (returned open)
     # Checked on the open file, because another one may have replaced it at `path` in the meantime.
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -262,7 +263,10 @@ def remove_path(path: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Waits until a file, or the list of a folder's files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    on_windows = sys.platform == "win32"  # which opens no folder for this, and no file to read alone
+    if on_windows and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if on_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

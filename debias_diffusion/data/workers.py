@@ -63,12 +63,11 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
         loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
     loader.worker_init_fn = _end_with_main_process
     try:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # workers start so
-        try:
-            batches = iter(loader)
-        finally:
-            workers += set(multiprocessing.active_children()).difference(others)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with _without_stops():  # workers start so
+            try:
+                batches = iter(loader)
+            finally:
+                workers += set(multiprocessing.active_children()).difference(others)
         try:
             yield batches
         finally:
@@ -81,6 +80,19 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
         raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
         kill()
+
+
+@contextmanager
+def _without_stops() -> Iterator[None]:
+    """Holds SIGTERM and ctrl-C back from this thread and the processes that it starts; Windows has no way to."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(workers: list[BaseProcess]) -> None:
