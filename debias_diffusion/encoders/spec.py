@@ -361,8 +361,8 @@ def _short(names: Sequence[str]) -> list[str]:
 
 def open_clip_models() -> list[str]:
     """The names of open_clip's models; none where open_clip, which is optional, is missing."""
-    if "open_clip" in sys.modules:
-        return sys.modules["open_clip"].list_models()  # with those that were added
+    if open_clip := sys.modules.get("open_clip"):
+        return open_clip.list_models()  # with those that were added
     spec = find_spec("open_clip")  # its import takes seconds, its configurations are files
     folders = spec.submodule_search_locations if spec else []
     return [file.stem for folder in folders for file in Path(folder, "model_configs").glob("*.json")]

@@ -10,23 +10,8 @@ import contextlib, io, json, pathlib, shlex, sys
 sys.path.insert(0, sys.argv[1])
 from debias_diffusion.errors import EXTRAS
 
-HIDDEN = {*EXTRAS, "starlette"}  # that comes with gradio
-
-
-class Hiding:
-    '''A finder of modules that does not see the optional libraries, as after a plain `pip install`.'''
-
-    def __init__(self, finder):
-        self.finder = finder
-
-    def find_spec(self, name, path=None, target=None):
-        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-
-sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+# As after a plain `pip install`: importing them fails. starlette comes with gradio.
+sys.modules |= dict.fromkeys({*EXTRAS, "starlette"})
 import diffusers, torch, transformers
 from helpers import tiny_sdxl
 from debias_diffusion import load_text_encoder
@@ -68,7 +53,7 @@ for extra, command in {
 if int(transformers.__version__.split(".")[0]) >= 5:  # which wrote the toy world's tokenizers
     for command in ("generate", "tokens"):  # examples that a plain install can run
         main([command, *shlex.split(COMMANDS[command].example)])
-assert not {name.partition(".")[0] for name in sys.modules} & set(EXTRAS)
+assert not any(map(sys.modules.get, EXTRAS))
 """
 
 
