@@ -11,12 +11,6 @@ from debias_diffusion.data.captions import LONGEST_CAPTION
 from debias_diffusion.data.sources import read_captions
 
 
-@pytest.fixture
-def on_disk(monkeypatch):
-    """Every data file counts as a large one."""
-    monkeypatch.setattr(json_files, "_IN_MEMORY", -1)
-
-
 # ---- what of an entry is its caption
 
 
@@ -73,8 +67,9 @@ def test_one_rule_for_captions_wherever_they_lie(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
-def test_memory_does_not_grow_with_captions(tmp_path, on_disk, monkeypatch, kind):
+def test_memory_does_not_grow_with_captions(tmp_path, monkeypatch, kind):
     """A record takes 16 bytes of memory; its entry, 2,000 here, stays in the file."""
+    monkeypatch.setattr(json_files, "_IN_MEMORY", -1)
     monkeypatch.setattr(json_files, "_CHUNK", 1 << 16)  # else small files are read at once
     memory = []
     for count in (200, 1_000):

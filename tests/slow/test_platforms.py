@@ -6,7 +6,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import pytest
 from helpers.modules import ROOT
 from helpers.training_runs import config, is_the_same_run
 
@@ -14,19 +13,13 @@ from debias_diffusion.data import workers
 from debias_diffusion.training.loop import train
 
 
-@pytest.fixture
-def as_on_macos(monkeypatch):
-    """Processes that read data are not forked: they are started anew and given all they need as pickles."""
+def test_spawned_workers_read_what_forked_ones_read(world, finished_run, tmp_path, monkeypatch):
+    """As on macOS, where processes that read data are started anew and given all they need as pickles."""
     monkeypatch.setattr(workers, "sys", SimpleNamespace(platform="darwin"))
+    context, spawning = multiprocessing.context._default_context, multiprocessing.get_context("spawn")
+    monkeypatch.setattr(context, "_actual_context", spawning)
     for name in ("fork", "sched_getaffinity"):
         monkeypatch.delattr(os, name)
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("spawn", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-
-
-def test_spawned_workers_read_what_forked_ones_read(world, finished_run, tmp_path, as_on_macos):
     assert workers.usable_cores(tmp_path) == os.cpu_count()
     train(config(world, tmp_path, workers=1))
     is_the_same_run(tmp_path, finished_run)
