@@ -10,7 +10,6 @@ from debias_diffusion.data import json_files
 from debias_diffusion.data.captions import LONGEST_CAPTION
 from debias_diffusion.data.sources import read_captions
 
-
 # ---- what of an entry is its caption
 
 
