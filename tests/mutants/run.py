@@ -42,8 +42,8 @@ LIBRARIES = [  # imported once, by a process from which those of the tests are f
 def run_tests(folder: Path, tests: list[str], log: Path) -> None:
     """In a process of its own, which ends with pytest's exit code."""
     signal.alarm(TIMEOUT)
-    printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(printed, 1), os.dup2(printed, 2)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
     os.chdir(folder)
     sys.path.insert(0, str(folder))  # before the editable install, in child processes too
     os.environ["PYTHONPATH"] = str(folder)
