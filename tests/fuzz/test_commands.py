@@ -91,7 +91,9 @@ def test_whatever_kills_it_the_end_is_the_same(job, world, tmp_path):
             # Libraries make an error of a signal: torch of one to a worker that is not up yet, others of an interrupt
             # within a callback or while they load weights.
             shown = screen.read_text()
-            by_library = re.search("DataLoader worker|KeyboardInterrupt|Unable to load weights", shown)
+            by_library = re.search(
+                "DataLoader worker|KeyboardInterrupt|could not be loaded|Unable to load weights", shown
+            )
             codes = (0, -chosen, 130, *((1, 2) if by_library else ()))
             assert process.exitcode in codes, f"{events}: {process.exitcode}\n{shown[-3000:]}"
             deadline = time.monotonic() + PATIENCE
