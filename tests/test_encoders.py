@@ -10,6 +10,7 @@ from helpers.text_encoders import hub_repository, long_clip
 from helpers.tiny_clip import tiny_clip
 from huggingface_hub import ModelInfo, constants
 
+from debias_diffusion.clip.model_files import hub_place, source_of
 from debias_diffusion.encoders import hub
 from debias_diffusion.encoders.hub import find_hub_file
 from debias_diffusion.encoders.spec import EncoderSpec, Kind, labels, load_text_encoder, load_two_tower
@@ -125,6 +126,14 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
     hub_repository(cache, "some/encoder")
     assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and ask.call_count == 2
     assert Checkpoint("some/encoder", "some/encoder").digest == before
+
+
+def test_libraries_read_the_cache_alone_if_the_hub_is_out_of_reach(cache, monkeypatch):
+    folder = hub_repository(cache, "some/encoder")
+    assert source_of("some/encoder") == folder and source_of(folder) == folder
+    hub_place.cache_clear()
+    monkeypatch.setattr(hub.HfApi, "model_info", Mock())
+    assert source_of("some/encoder") == "some/encoder"
 
 
 def test_a_huge_configuration_of_the_hub_is_refused_before_its_weights_are_fetched(cache):

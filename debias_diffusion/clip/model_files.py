@@ -39,10 +39,10 @@ def find_file(source: str | Path, name: str, subfolder: str = "") -> Path | None
 
     Raises ValueError if nothing of the repository can be had.
     """
+    source = source if isinstance(source, Path) else hub_place(source)
     if isinstance(source, Path):
         file = source / subfolder / name
         return file if file.is_file() else None
-    check_hub(source)
     file = cached_file(
         source,
         name,
@@ -110,24 +110,33 @@ def _number(value: Any) -> float:
     return float(min(value, 1e30)) if isinstance(value, int | float) and value > 0 else 0.0
 
 
-@cache  # of names without a problem: an error is not kept
-def check_hub(name: str) -> None:
-    """Raises ValueError if nothing of a repository (owner/name, owner/name@revision) is cached or may be downloaded.
+def source_of(place: str | Path) -> str | Path:
+    """What libraries are given for a path or a hub id: see `hub_place`."""
+    return place if os.path.exists(place) else hub_place(os.fspath(place))
 
-    Libraries ask for 24 seconds, and say of any failure that a file is missing.
+
+@cache  # of names without a problem: an error is not kept
+def hub_place(name: str) -> str | Path:
+    """A repository's name, owner/name or owner/name@revision; if the hub is out of reach, its folder in the cache.
+
+    By its name libraries ask for each file that is missing, or may be newer, and without a network for 24 seconds.
+
+    Raises ValueError if nothing of it is cached or may be downloaded.
     """
-    name, _, revision = name.partition("@")
-    if find_cached(name, revision or None):
-        return
+    repository, _, revision = name.partition("@")
+    cached = find_cached(repository, revision or None)
     try:
-        HfApi().model_info(name, timeout=HUB_SECONDS)
-    except RepositoryNotFoundError as error:
-        raise ValueError("the hub has no model of this name that you may read (`hf auth login`)") from error
-    except HfHubHTTPError:  # its files may be served
-        pass
+        HfApi().model_info(repository, timeout=HUB_SECONDS)
     except Exception as error:
+        if isinstance(error, HfHubHTTPError) and not isinstance(error, RepositoryNotFoundError):
+            return name  # its files may be served
+        if cached:
+            return cached
+        if isinstance(error, RepositoryNotFoundError):
+            raise ValueError("the hub has no model of this name that you may read (`hf auth login`)") from error
         problem = f"nothing of it is in the hub's cache, and the hub cannot be reached ({reason(error)})"
         raise ValueError(problem) from error
+    return name
 
 
 def find_cached(name: str, revision: str | None = None) -> Path | None:
@@ -173,7 +182,9 @@ def load_pretrained(cls: type[_Model], source: str | Path, label: str, **options
     """
     check_folder(source, label, options.get("subfolder", ""))
     with quiet_logging():
-        model, info = cls.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        model, info = cls.from_pretrained(
+            source_of(source), output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     wrong = [f"{part[0]} is {tuple(part[1])}, not {tuple(part[2])}" for part in info["mismatched_keys"]]
     blocks = {_any_block(name) for name in model.state_dict()}  # more of them than the configuration says
     wrong += [f"{name} has no place in it" for name in sorted(info["unexpected_keys"]) if _any_block(name) in blocks]

@@ -26,7 +26,7 @@ from ..ablation.heads import Ablation, suppressed_heads
 from ..clip.backbone import Backbone
 from ..clip.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..clip.families import find_family
-from ..clip.model_files import find_file, find_tokenizer, load_pretrained
+from ..clip.model_files import find_file, find_tokenizer, load_pretrained, source_of
 from ..errors import UserError
 from . import modeling_ablated_clip
 from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
@@ -174,7 +174,7 @@ def read_chinese_clip(source: str | Path) -> Backbone:
         "bert": text.to_dict(),
     }
     model = load_pretrained(ChineseCLIPModel, source, label, config=config)
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(source_of(source), trust_remote_code=False)
     weights = model.state_dict().items()
     state = {f"text.bert.{name.removeprefix(prefix)}": t for name, t in weights if name.startswith(prefix)}
     state["text.text_projection.weight"] = model.text_projection.weight
@@ -249,7 +249,7 @@ def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> Preproces
     # transformers 5 writes the second.
     if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):
         return default
-    processor = CLIPImageProcessor.from_pretrained(source)
+    processor = CLIPImageProcessor.from_pretrained(source_of(source))
     image_size = default.size
     square = {"height": image_size, "width": image_size}
     size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None

@@ -381,12 +381,12 @@ def may_be_hub_id(name: str) -> bool:
 
 def check_model(name: str) -> None:
     """Raises ValueError unless it is a folder, or a hub id of which something is cached or may be downloaded."""
-    from ..clip.model_files import check_hub
+    from ..clip.model_files import hub_place
 
     if not os.path.isdir(name):
         if not may_be_hub_id(name):
             raise ValueError("it is not there")
-        check_hub(name)
+        hub_place(name)
 
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")

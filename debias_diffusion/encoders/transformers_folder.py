@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import transformers
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
-from ..clip.model_files import CONFIG_FILE, find_file, find_tokenizer, load_pretrained
+from ..clip.model_files import CONFIG_FILE, find_file, find_tokenizer, load_pretrained, source_of
 from ..errors import UserError, explain_failure
 from ..files import read_json
 from ..text.tokens import count_ids, save_tokenizer
@@ -115,7 +115,7 @@ def read_tokenizer(source: str | Path, config: CLIPTextConfig, **where) -> CLIPT
         UserError: it cannot be loaded, or has more ids than the encoder.
     """
     with explain_failure(f"The tokenizer {os.fspath(source)!r} could not be loaded"):
-        tokenizer = CLIPTokenizer.from_pretrained(source, **where)
+        tokenizer = CLIPTokenizer.from_pretrained(source_of(source), **where)
     ids = count_ids(tokenizer)
     if ids > config.vocab_size:
         raise UserError(

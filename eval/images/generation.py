@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from tqdm import tqdm
-from transformers import CLIPTokenizer
 
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, printable, read_or_bad
 from debias_diffusion.data.images import ImageSource
@@ -190,8 +189,7 @@ class _Generation:
         """How the prompts mention their objects; empty unless any of them refers back."""
         if not any(map(refers_back, captions)):
             return []
-        configs = Checkpoint.parse(self.config.base).configs
-        tokenizer = CLIPTokenizer.from_pretrained(configs, subfolder="tokenizer")
+        tokenizer = Checkpoint.parse(self.config.base).tokenizer("text_encoder")
 
         @cache  # sentences repeat
         def count_tokens(text: str) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from safetensors import safe_open
 from transformers import CLIPTokenizer
 
-from debias_diffusion.clip.model_files import check_folder, find_file, find_tokenizer
+from debias_diffusion.clip.model_files import check_folder, find_file, find_tokenizer, hub_place
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.files import read_file
@@ -149,10 +149,14 @@ class Checkpoint:
 
     def _read(self, name: str, folder: str = "") -> dict:
         """A JSON file of the configurations. Raises an error, not explained, if it is missing or holds no object."""
-        source = Path(self.configs) if os.path.isdir(self.configs) else self.configs
-        if file := find_file(source, name, folder):
+        if file := find_file(self.source, name, folder):
             return {**json.loads(read_file(file))}  # an error for a list
-        raise ValueError("it is missing" if isinstance(source, Path) else "the hub has none, or cannot be reached")
+        raise ValueError("it is missing" if isinstance(self.source, Path) else "the hub has none, or cannot be reached")
+
+    @cached_property
+    def source(self) -> str | Path:
+        """The folder of its configurations, or a hub id."""
+        return Path(self.configs) if os.path.isdir(self.configs) else hub_place(self.configs)
 
     @cached_property
     def first_positions(self) -> int | None:
@@ -169,7 +173,7 @@ class Checkpoint:
         with self.explain(f"{name}/tokenizer_config.json"):
             if folder.is_dir():  # where there is none, transformers makes an empty one
                 find_tokenizer(folder, folder / name)
-            return CLIPTokenizer.from_pretrained(self.configs, subfolder=name)
+            return CLIPTokenizer.from_pretrained(self.source, subfolder=name)
 
     def check_sizes(self) -> None:
         """Raises UserError for configurations of more weights than the files hold, before a model is built."""

@@ -103,10 +103,10 @@ def _load(
     elif checkpoint.file is None:
         parts |= {name: _load_model(checkpoint, name, dtype) for name in DENOISER}
     if checkpoint.file is None:
-        return cls.from_pretrained(checkpoint.configs, **parts)
+        return cls.from_pretrained(checkpoint.source, **parts)
     try:
         with quiet_logging():  # diffusers warns of every model that it casts
-            pipe = cls.from_single_file(str(checkpoint.file), config=checkpoint.configs, **parts)
+            pipe = cls.from_single_file(str(checkpoint.file), config=str(checkpoint.source), **parts)
         on_meta = (f"{name}.{key}" for name, weights in _weights(pipe) for key in weights if weights[key].is_meta)
         missing = next(on_meta, None)
     except NotImplementedError as error:  # casting weights that the file does not have
@@ -159,7 +159,7 @@ def _load_model(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> nn.Mod
     options = {"subfolder": part, "output_loading_info": True, _DTYPE_ARGUMENT: dtype}
     cls = getattr(diffusers, checkpoint.config(part)["_class_name"])
     with quiet_logging():  # what diffusers warns of is an error here
-        model, info = cls.from_pretrained(checkpoint.configs, **options)
+        model, info = cls.from_pretrained(checkpoint.source, **options)
     superfluous = [f"{name} has no place in it" for name in sorted(info["unexpected_keys"])]
     check_fit(sorted(info["missing_keys"]), superfluous, f"{part} in {checkpoint.name!r}")
     return model

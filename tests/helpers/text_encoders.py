@@ -12,6 +12,7 @@ from helpers.vocabulary import tiny_tokenizer
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.model_files import hub_place
 from debias_diffusion.text.tokens import CaptionTokenizer
 
 CAPTIONS = [
@@ -118,6 +119,7 @@ class Runs:
 
 def hub_repository(cache: Path, name: str) -> Path:
     """An empty repository of the hub's cache on this machine."""
+    hub_place.cache_clear()  # of another test
     repository = cache / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
