@@ -52,7 +52,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy that a GPU fetches when its turn comes, instead of one that waits for everything before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @contextmanager

@@ -58,9 +58,8 @@ class Teacher(nn.Module):
     def forward(self, texts: Sequence[Tokens], tokenizer: CaptionTokenizer) -> tuple[Tensor, Tensor]:
         """Penultimate states of SOT [1, width], and of all texts' tokens [tokens, width], in chunks that overlap."""
         chunks = [(text, chunk) for text in texts for chunk in split_text(text, self.positions - 2)]
-        ids = [[text.ids[at] for at in chunk.read] for text, chunk in chunks]
-        rows = without_eot(ids, tokenizer, self.positional_embedding.device)
-        sot, states = TextTower(self).token_states(rows)
+        rows = without_eot([[text.ids[at] for at in chunk.read] for text, chunk in chunks], tokenizer)
+        sot, states = TextTower(self).token_states(rows.to(self.positional_embedding.device))
         parts = zip(states.split(rows.lengths.tolist()), chunks, strict=True)
         return sot, torch.cat([part[chunk.again :] for part, (_, chunk) in parts])
 
@@ -77,8 +76,8 @@ def state_errors(
         texts: of at least two tokens, and at most as many as the tower reads at once, less SOT and EOT.
     """
     expected_sot, expected = teacher(texts, tokenizer)
-    rows = without_eot([text.ids for text in texts], tokenizer, expected.device)
-    sot, states = text_tower.token_states(rows)
+    rows = without_eot([text.ids for text in texts], tokenizer)
+    sot, states = text_tower.token_states(rows.to(expected.device))
     lengths = rows.lengths.tolist()
     pairs = zip(states.split(lengths), expected.split(lengths), strict=True)
     return torch.stack(
@@ -98,13 +97,11 @@ def relative_error(states: Tensor, expected: Tensor) -> Tensor:
     return (states - expected).square().mean() / variance
 
 
-def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer, device: torch.device) -> TokenBatch:
+def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> TokenBatch:
     """Texts of which only SOT and the tokens are computed; under a causal mask nothing later changes their states."""
-    empty = tokenizer.batch([[]] * len(rows))
     return replace(
-        empty,
-        prefix_ids=to_device(empty.prefix_ids, device),
-        ids=to_device(torch.tensor([token for row in rows for token in row], dtype=torch.long), device),
+        tokenizer.batch([[]] * len(rows)),
+        ids=torch.tensor([token for row in rows for token in row], dtype=torch.long),
         lengths=torch.tensor([len(row) for row in rows], dtype=torch.long),
     )
 

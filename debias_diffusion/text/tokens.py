@@ -9,7 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import ftfy
 import torch
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..devices import to_device
 
 PAD = 0  # the id that pads CLIP's training captions, before the text and after EOT; never EOT itself
 
@@ -142,7 +144,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same batch with its ids on `device`; the bookkeeping stays on the CPU, where it is read."""
-        return self._map(lambda part: part.to(device, non_blocking=True))
+        return self._map(partial(to_device, device=torch.device(device)))
 
     def pin_memory(self) -> "TokenBatch":
         return self._map(torch.Tensor.pin_memory)

@@ -120,8 +120,7 @@ def _drift(backbone: Backbone, base: Backbone, texts: Sequence[str]) -> list[flo
     for text in texts:
         ids = base.tokenizer.text_ids([text])
         before, after = (
-            torch.cat(reader.text.token_states(without_eot(ids, reader.tokenizer, reader.logit_scale.device)))
-            for reader in (base, backbone)
+            torch.cat(reader.text.token_states(without_eot(ids, reader.tokenizer))) for reader in (base, backbone)
         )
         errors.append(relative_error(after, before).item())
     return errors
