@@ -112,7 +112,7 @@ def _number(value: Any) -> float:
 
 def source_of(place: str | Path) -> str | Path:
     """What libraries are given for a path or a hub id: see `hub_place`."""
-    return place if os.path.exists(place) else hub_place(os.fspath(place))
+    return Path(place) if os.path.exists(place) else hub_place(os.fspath(place))
 
 
 @cache  # of names without a problem: an error is not kept
@@ -124,19 +124,19 @@ def hub_place(name: str) -> str | Path:
     Raises ValueError if nothing of it is cached or may be downloaded.
     """
     repository, _, revision = name.partition("@")
-    cached = find_cached(repository, revision or None)
     try:
         HfApi().model_info(repository, timeout=HUB_SECONDS)
+        return name
+    except RepositoryNotFoundError as error:
+        cause, problem = error, "the hub has no model of this name that you may read (`hf auth login`)"
+    except HfHubHTTPError:  # its files may be served
+        return name
     except Exception as error:
-        if isinstance(error, HfHubHTTPError) and not isinstance(error, RepositoryNotFoundError):
-            return name  # its files may be served
-        if cached:
-            return cached
-        if isinstance(error, RepositoryNotFoundError):
-            raise ValueError("the hub has no model of this name that you may read (`hf auth login`)") from error
+        cause = error
         problem = f"nothing of it is in the hub's cache, and the hub cannot be reached ({reason(error)})"
-        raise ValueError(problem) from error
-    return name
+    if cached := find_cached(repository, revision or None):
+        return cached
+    raise ValueError(problem) from cause
 
 
 def find_cached(name: str, revision: str | None = None) -> Path | None:

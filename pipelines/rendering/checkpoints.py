@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from safetensors import safe_open
 from transformers import CLIPTokenizer
 
-from debias_diffusion.clip.model_files import check_folder, find_file, find_tokenizer, hub_place
+from debias_diffusion.clip.model_files import check_folder, find_file, find_tokenizer, source_of
 from debias_diffusion.encoders.hub import place_digest
 from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.files import read_file
@@ -156,7 +156,7 @@ class Checkpoint:
     @cached_property
     def source(self) -> str | Path:
         """The folder of its configurations, or a hub id."""
-        return Path(self.configs) if os.path.isdir(self.configs) else hub_place(self.configs)
+        return source_of(self.configs)
 
     @cached_property
     def first_positions(self) -> int | None:
