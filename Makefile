@@ -87,5 +87,5 @@ READ_VENV = echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" 
 	$(COMFY)/python -m pip install --quiet --requirement .venv-comfyui/requirements.txt
 	touch $@
 
-clean:
-	rm -rf .venv .venv-lowest .venv-comfyui build dist *.egg-info runs
+clean:  ## removes environments and what was built, not runs/: trained encoders lie there
+	rm -rf .venv .venv-lowest .venv-comfyui build dist *.egg-info

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from zipfile import BadZipFile
 
@@ -30,11 +29,10 @@ from debias_diffusion.devices import DTYPES, explain_memory, pick_device
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import atomic_file, bytes_digest, json_digest, open_regular, write_text
-from debias_diffusion.pipelines.prompt_reader import LongPromptOptions, PromptReader
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.text.chunks import Tokens
-from debias_diffusion.text.schedules import find_schedules
+from debias_diffusion.text.options import LongPromptOptions
+from debias_diffusion.text.prompt import read
 
 from .options import EncodeConfig
 from .tokens import load_tokenizers
@@ -59,8 +57,8 @@ def encode_captions(config: EncodeConfig) -> Path:
     checkpoint.check_kind()
     with explain_failure("The captions cannot be read"):
         options = LongPromptOptions(reading=spec.reading, positions=config.positions)
-    reader, bad = PromptReader(load_tokenizers(checkpoint, spec), options), list(captions.bad)
-    records, positions = _measure(captions, images, reader, bad)
+    encoders, bad = load_tokenizers(checkpoint, spec), list(captions.bad)
+    records, positions = _measure(captions, images, encoders, options, bad)
     files = {_file(config.to, record): record for record in records}
     if config.to == "kohya":
         _refuse_shared(records, files, bad)
@@ -117,45 +115,42 @@ def _encode(
 
 
 def _measure(
-    captions: Captions, images: ImageSource, reader: PromptReader, bad: list[BadRecord]
+    captions: Captions, images: ImageSource, encoders: Sequence, options: LongPromptOptions, bad: list[BadRecord]
 ) -> tuple[list[Record], int]:
     """The captions that can be encoded, and the one length for all. Adds the others to `bad`.
 
     Raises:
         UserError: captions are longer than was asked for, or than `LONGEST`; or none is left.
     """
-    asked, free = reader.options.positions, replace(reader, options=replace(reader.options, positions=None))
-    records, longer, cut = [], [], []
-    lengths: dict[int, list[list[Tokens]]] = {}  # by positions, the tokens [encoders][1] of a caption that takes them
+    asked, free = options.positions, options if options.reading == "kohya" else replace(options, positions=None)
+    records, longer, cut, cut_at, unread = [], [], [], None, {}
+    lengths: dict[int, str] = {}  # by positions, a caption that takes them
     for record in tqdm(captions.records, "reading captions", disable=len(captions.records) < 10_000):
         with leave_out(record.image, bad):
             path = PurePosixPath(record.image)
             if path.is_absolute() or ".." in path.parts or not is_there(images, record.image):
                 raise ValueError(f"no such image: {record.image} in the folder")
-            if reader.options.reading == "a1111" and (found := find_schedules(record.caption)):
-                raise ValueError(f"it changes from step to step: {', '.join(found)}")
-            tokens = [reader.tokens([record.caption], tokenizer) for tokenizer, _ in reader.encoders]
-            length = free.shared_length(read := reader.cut(tokens), None)
-            lengths.setdefault(length, read)
+            plan = read([record.caption], None, encoders, free)
+            plan.refuse_schedules()
+            lengths.setdefault(plan.positions, record.caption)
             records.append(record)
-            cut += [record.image] * (read != tokens)
-            longer += [record.image] * (not _fits(reader, read) if asked else length > LONGEST)
+            cut_at, is_cut = plan.cut_at, any(part.rest for each in plan.prompts.encoders for part in each.parts)
+            cut += [record.image] * is_cut
+            longer += [record.image] * (plan.needed > asked if asked else plan.positions > LONGEST)
+            for kind, sentence in plan.unread.items():
+                unread.setdefault(kind, []).append(f"{record.image}: {sentence}")
     usable_captions("The folder", records, bad, "Give a folder of images and captions.")
-    shared = free.shared_length([list(chain(*texts)) for texts in zip(*lengths.values(), strict=True)], None)
+    shared = read([list(lengths.values())], None, encoders, free).positions
     if longer or (shared > LONGEST and not asked):
         raise UserError(
             f"{len(longer):,} of {len(records):,} captions do not fit {asked or LONGEST} positions: {_named(longer)}. "
             f"Give --positions {shared}, which holds all, shorten them, or cut them with --reading cut or kohya."
         )
+    for sentences in unread.values():
+        print(f"In {len(sentences):,} of the captions, such as {sentences[0]}")
     if cut:
-        print(f"Cut at {reader.cut_at} positions, as the reading says: {len(cut):,} captions: {_named(cut)}")
+        print(f"Cut at {cut_at} positions, as the reading says: {len(cut):,} captions: {_named(cut)}")
     return records, asked or shared
-
-
-def _fits(reader: PromptReader, texts: list[list[Tokens]]) -> bool:
-    with suppress(ValueError):
-        return bool(reader.shared_length(texts, None))
-    return False
 
 
 def _file(form: str, record: Record) -> str:

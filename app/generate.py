@@ -35,6 +35,8 @@ from .options import GenerateConfig
 from .prompts import check_prompt, check_text, expand, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
+MOST_UNREAD = 10  # sentences on what is not read of prompts
+WILDCARD = r"(?<!\w)__[\w/-]{1,80}__(?!\w)"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
 
 
@@ -82,8 +84,12 @@ def generate(config: GenerateConfig) -> Path:
         for first in firsts
         for number in range(config.images_per_prompt)
     ]
+    unread: list[str] = []
     if config.prompts is not None:
-        images = [expand(image, Path(config.prompts).parent / "wildcards") for image in images]
+        wildcards = Path(config.prompts).parent / "wildcards"
+        images = [expand(image, wildcards) for image in images]
+        left = [re.search(WILDCARD, image.prompt.prompt) for image in images if wildcards.is_dir()]
+        unread += dict.fromkeys(f"{match[0]!r} is in no file of {str(wildcards)!r}." for match in left if match)
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     if not config.several:  # a job checks its folder
         _check_file(output)
@@ -100,6 +106,8 @@ def generate(config: GenerateConfig) -> Path:
         refiner=config.refiner,
     )
     kind = renderer.checkpoint.check_kind(KINDS)
+    if kind == SDXL and config.clip_skip == 1:
+        print("Clip skip 1: of SDXL the layer before the last is read, as in A1111 and Forge. ComfyUI reads the last.")
     if kind != SDXL and any(first.prompt.prompt_2 for first in firsts):
         raise UserError(
             f"The prompts have a prompt_2, and the SDXL checkpoint {config.base!r} is a {kind}, which has one text "
@@ -109,10 +117,13 @@ def generate(config: GenerateConfig) -> Path:
     with explain_memory(renderer.device, advice):
         if config.several:
             with Job.open(output, "generate", renderer.settings(encoder), renderer.inputs(encoder)) as job:
-                _fill(job, renderer, encoder, _named(images, job), left_out)
+                _fill(job, renderer, encoder, _named(images, job), left_out, unread)
         else:
-            _render_one(output, config, renderer, encoder, images[0])
+            _render_one(output, config, renderer, encoder, images[0], unread)
     print(f"Wrote {output}")
+    more = f", and {len(unread) - MOST_UNREAD:,} more" if len(unread) > MOST_UNREAD else ""
+    for number, sentence in enumerate(unread[:MOST_UNREAD], 1):
+        print(f"Not read: {sentence}{more * (number == MOST_UNREAD)}")
     return output
 
 
@@ -142,12 +153,20 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", ascii_only).strip("-")[:40].rstrip("-")
 
 
-def _render_one(path: Path, config: GenerateConfig, renderer: Renderer, encoder: EncoderSpec, task: ImageTask) -> None:
+def _render_one(
+    path: Path,
+    config: GenerateConfig,
+    renderer: Renderer,
+    encoder: EncoderSpec,
+    task: ImageTask,
+    unread: list[str],
+) -> None:
     prompt, settings = renderer.cleaned(encoder, task.prompt), renderer.png_settings(encoder, task.prompt)
     if path.exists() and not config.overwrite and (difference := _difference(path, settings)):
         raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
     pipe = renderer.pipeline(encoder)
     layout = read_layout(pipe, prompt, renderer.sampling)
+    unread += layout.warnings
     names = ("first ", "second ") if len(layout.chunks) > 1 else ("",)
     chunks = zip(layout.chunks, names, strict=True)
     counts = [f"{count} chunk{'s' * (count > 1)} of the {name}text encoder" for count, name in chunks]
@@ -171,13 +190,18 @@ def _difference(path: Path, settings: dict) -> str:
 
 
 def _fill(
-    job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence[ImageTask], left_out: dict[str, str]
+    job: Job,
+    renderer: Renderer,
+    encoder: EncoderSpec,
+    tasks: Sequence[ImageTask],
+    left_out: dict[str, str],
+    unread: list[str],
 ) -> None:
     """Renders the missing images of a folder, and writes its index, contact sheets and list of skipped entries."""
     not_rendered: dict[str, str] = {}
     error = None
     try:
-        render_into(job, renderer, encoder, tasks, not_rendered)
+        render_into(job, renderer, encoder, tasks, not_rendered, unread=unread)
     except FailedError as not_finite:
         error = not_finite
     _print_left_out(not_rendered)

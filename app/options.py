@@ -296,7 +296,8 @@ class GenerateConfig(ImageOptions):
             + i unless it names one. The default is 0.
         scheduler: diffusers' class for the steps; the checkpoint's own by default.
         karras: Noise levels as in Karras et al. (2022); the checkpoint's own by default.
-        clip_skip: The text encoders' layer that is read, counted from the last, 1, as in A1111. SDXL reads 2 or more.
+        clip_skip: Counts as A1111, Forge and ComfyUI do, not as diffusers: the text encoders' layer that is read, from
+            the last, 1. SDXL reads 2 or more, as in A1111 and Forge.
         images_per_prompt: Images of each prompt, with its seed, the next seed, and so on; at most 1000.
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
         low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
@@ -306,8 +307,8 @@ class GenerateConfig(ImageOptions):
             (Forge too), kohya and comfyui read as these programs do.
         emphasis: What weights such as (word:1.3), ((word)), [word], word++ and BREAK do; by default what the reading's
             program does, of overlap, separate and cut none. none: they are text. ignore: they are read and dropped.
-            comfyui: they move words away from the empty prompt. original and no_norm: as A1111's settings of these
-            names.
+            comfyui: they move words away from the empty prompt. original (or a1111) and no_norm: as A1111's settings of
+            these names.
         breaks: What BREAK does where weights are read: concatenate begins a new chunk; average reads each part as a
             prompt of its own and takes their mean, weighted by BREAK:0.7. The default is concatenate.
         device: cpu, cuda, cuda:1, mps; the fastest available by default.

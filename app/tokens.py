@@ -11,10 +11,11 @@ from transformers import CLIPTokenizer
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec, Kind
 from debias_diffusion.errors import explain_failure
-from debias_diffusion.pipelines.prompt_reader import LongPromptOptions, PromptLayout, PromptReader
 from debias_diffusion.pipelines.rendering.checkpoints import KINDS, SDXL, Checkpoint
 from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.text.chunks import Reading
+from debias_diffusion.text.options import LongPromptOptions, PromptLayout
+from debias_diffusion.text.prompt import read
 
 from .options import TokensConfig
 from .prompts import check_prompt
@@ -35,7 +36,7 @@ def show_tokens(config: TokensConfig) -> None:
     for reading in readings:
         options = LongPromptOptions(reading=reading, emphasis=config.emphasis)
         with explain_failure("The prompt cannot be read"):
-            layouts[reading] = PromptReader(encoders, options).layout(cleaned(config.prompt, options))
+            layouts[reading] = read([cleaned(config.prompt, options)], None, encoders, options).layout()
     if config.json:
         print(json.dumps({reading: layout._asdict() for reading, layout in layouts.items()}))
         return
@@ -84,6 +85,10 @@ def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:
             yield f"  {count:5}  {_paint(text, _CHUNKS[number % 2], coloured)}{mark}"
         if n_rest:
             yield f"  {n_rest:5}  cut off: {_paint(rest, _CUT_OFF, coloured)}"
+    for taken_out in layout.taken_out:
+        yield printable(f"  taken out: {taken_out}")
+    for warning in layout.warnings:
+        yield printable(f"  {warning}")
 
 
 def _paint(text: str, colour: int, coloured: bool) -> str:

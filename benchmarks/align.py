@@ -1,12 +1,14 @@
 """The cost of `align`: counted for SDXL, timed for the toy.
 
-    python benchmarks/align.py [--repeats 5]
+    python benchmarks/align.py [--repeats 5] [--measured] [--pairs 1]
 
 Counted: SDXL's true configuration without weights, for one pair with a caption of 240 tokens, forward and backward.
 Frozen weights take two bytes, those that are fitted sixteen (weight, gradient and AdamW's two averages in float32).
 Timed: both passes on 16 pairs of the toy world, in float32, as a ratio to the same without the UNet. The variants take
 turns.
-Prints Markdown, and writes benchmarks/results/align.json.
+With --measured, steps at SDXL's size instead, on a GPU with random weights in mixed precision, from a batch of --pairs
+to the update (on the CPU those of the toy SDXL): seconds, and the most memory beside weights and AdamW's averages.
+Prints Markdown, and writes benchmarks/results/align.json, or align-measured-DEVICE.json.
 """
 
 import copy
@@ -17,8 +19,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from generate import random_sdxl
-from harness import CPU, by_turns, publish, read_options
+from harness import CPU, PeakMemory, by_turns, publish, read_options
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import CLIPTextModelWithProjection
@@ -30,9 +33,11 @@ from debias_diffusion.app.align.objective import TERMS, Encoder, Objective, Slot
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.eval.report import Table
 from debias_diffusion.machine import seconds
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.chunks import Cut, Tokens
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.logs import make_accelerator
+from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.stop import StopRequest
 
 TOKENS, PAIRS = 240, 16
@@ -62,13 +67,13 @@ def count_cost(backward: Callable[[], None], weights: Iterable[torch.Tensor]) ->
 
 
 def slot(encoder: CLIPTextModelWithProjection, tokenizer, fitted: bool) -> Slot:
-    """An encoder of 77 positions, or one of 248 in its place."""
+    """An encoder of 77 positions, or one of 248 in its place, with random weights on the device of `encoder`."""
 
     def empty(positions: int, dtype: torch.dtype) -> CLIPTextModelWithProjection:
         config = copy.deepcopy(encoder.config)
         config.max_position_embeddings = positions
         config.projection_dim = config.hidden_size
-        with META:
+        with encoder.device:
             return CLIPTextModelWithProjection(config).to(dtype).requires_grad_(dtype == torch.float32)
 
     base = Encoder(empty(77, torch.bfloat16), tokenizer)
@@ -77,9 +82,10 @@ def slot(encoder: CLIPTextModelWithProjection, tokenizer, fitted: bool) -> Slot:
     return Slot(base, Encoder(empty(248, torch.float32), tokenizer), Encoder(empty(248, torch.bfloat16), tokenizer))
 
 
-def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
-    """TFLOP and GB of one pair."""
-    pipe = random_sdxl(META, torch.bfloat16)
+def set_up(
+    pipe, pixels: int, fitted: tuple[bool, bool], recomputed: bool, pairs: int = 1, precision: str = "fp32"
+) -> tuple[Objective, AlignBatch, dict, list]:
+    """What is minimised, random pairs, and the weights that are trained, by name, and frozen."""
     unet = pipe.unet.requires_grad_(False)
     parts = ((pipe.text_encoder, pipe.tokenizer), (pipe.text_encoder_2, pipe.tokenizer_2))
     slots = [slot(*part, is_fitted) for part, is_fitted in zip(parts, fitted, strict=True)]
@@ -88,14 +94,24 @@ def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
         unet.enable_gradient_checkpointing()
         for model in models:
             recompute_activations(model)
-    objective = Objective(slots, unet, pipe.scheduler, pixels, dict.fromkeys(TERMS, 1.0), "fp32")
+    objective = Objective(slots, unet, pipe.scheduler, pixels, dict.fromkeys(TERMS, 1.0), precision)
     text = Tokens([320] * TOKENS, [Cut.WORD] * TOKENS, [1.0] * TOKENS)
-    latents = torch.empty(1, 4, pixels // 8, pixels // 8, device=META)
-    batch = AlignBatch(["0"], latents, latents, torch.empty(1, device=META), [(text, text)], [None], [])
-    trained = [weight for model in models for weight in model.parameters()]
+    side = pixels // pipe.vae_scale_factor
+    latents = torch.randn(pairs, unet.config.in_channels, side, side, device=unet.device)
+    shares = torch.rand(pairs, device=unet.device)
+    ids = [str(number) for number in range(pairs)]
+    batch = AlignBatch(ids, latents, latents, shares, pairs * [(text, text)], pairs * [None], [])
+    trained = dict(torch.nn.ModuleList(models).named_parameters())
     frozen = [*unet.parameters(), *(weight for part in slots for weight in part.frozen_parameters())]
-    flop, kept = count_cost(lambda: sum(objective.losses(batch).values()).sum().backward(), [*trained, *frozen])
-    state = sum(weight.nbytes for weight in frozen) + 16 * sum(weight.numel() for weight in trained)
+    return objective, batch, trained, frozen
+
+
+def count(pixels: int, fitted: tuple[bool, bool], recomputed: bool) -> dict:
+    """TFLOP and GB of one pair."""
+    objective, batch, trained, frozen = set_up(random_sdxl(META, torch.bfloat16), pixels, fitted, recomputed)
+    weights = [*trained.values(), *frozen]
+    flop, kept = count_cost(lambda: sum(objective.losses(batch).values()).sum().backward(), weights)
+    state = sum(weight.nbytes for weight in frozen) + 16 * sum(weight.numel() for weight in trained.values())
     return {"tflop": flop / 1e12, "activations_gb": kept / 1e9, "state_gb": state / 1e9}
 
 
@@ -123,8 +139,39 @@ def time_toy(repeats: int) -> dict:
     return timed
 
 
+def measure(pairs: int, repeats: int) -> None:
+    """Publishes seconds and GB of whole steps at SDXL's size."""
+    device, rows = Accelerator().device, []
+    toy = device.type == "cpu"
+    pipe = load_pipeline("toy/sdxl", None, device, torch.bfloat16) if toy else random_sdxl(device, torch.bfloat16)
+    memory = PeakMemory(device)
+    for pixels, (title, fitted), recomputed in product((48,) if toy else (512, 1024), FITTED.items(), (False, True)):
+        objective, batch, trained, _ = set_up(pipe, pixels, fitted, recomputed, pairs, "bf16")
+        optimizer = AdamW(trained, 1e-2, (0.9, 0.999), 1e-8, "bf16")
+
+        def step(objective=objective, batch=batch, trained=trained, optimizer=optimizer) -> None:
+            loss = sum(objective.losses(batch).values()).sum() / pairs
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([weight.grad for weight in trained.values()])
+            optimizer.step(1e-6, {"loss": loss.detach(), "gradient_norm": norm})
+
+        def run(step: Callable[[], None]) -> tuple[float, int | None]:
+            memory.start()
+            return seconds(step, device), memory.read()
+
+        times, peaks = zip(*by_turns({"step": step}, repeats, run)["step"], strict=True)
+        pipe.unet.disable_gradient_checkpointing()
+        row = {"pixels": pixels, "fitted": title, "activations": "recomputed" if recomputed else "kept"}
+        rows.append(row | {"seconds": round(statistics.median(times), 4), "step_gb": round(max(peaks) / 1e9, 2)})
+    table = Table([*rows[0]], [[str(value) for value in row.values()] for row in rows])
+    publish(f"align-measured-{device.type}", {"tokens": TOKENS, "pairs": pairs, "rows": rows}, table, device=device)
+
+
 def main() -> None:
-    arguments, counted = read_options(__doc__, repeats=5), []
+    arguments, counted = read_options(__doc__, repeats=5, measured=False, pairs=1), []
+    if arguments.measured:
+        measure(arguments.pairs, arguments.repeats)
+        return
     for pixels, (title, fitted), recomputed in tqdm([*product((512, 1024), FITTED.items(), (False, True))]):
         numbers = count(pixels, fitted, recomputed)
         total = {"total_gb": numbers["activations_gb"] + numbers["state_gb"]}

@@ -1,13 +1,14 @@
 """The cost of longer prompts for an image.
 
-    python benchmarks/generate.py [--steps 30] [--repeats 7]
+    python benchmarks/generate.py [--steps 30] [--repeats 7] [--timed] [--stock-encoders] [--positions 77 152 ...]
 
 Counted: the FLOPs of SDXL at 1024 x 1024, its true configuration without weights. A step is the UNet on one row of the
 batch; with guidance it runs on two, and every number of a step but the ratios doubles.
 Timed: the steps of an image with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
 accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL. The lengths take turns, so
 that other load affects all; ratios are to the steps of stock diffusers (77 positions) in the same round. Prompts have
-sentences of 15 words, between which `sharpen_sentences` chooses.
+sentences of 15 words, between which `sharpen_sentences` chooses. --timed leaves out the counting, --stock-encoders
+gives CLIP-L 77 positions, so that it reads in chunks, and --positions names the lengths, 77 among them.
 Prints Markdown, and writes to benchmarks/results/.
 """
 
@@ -56,9 +57,11 @@ CLIP_L = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num
 BIG_G = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20)
 
 
-def random_sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLLongPromptPipeline:
-    """SDXL's true configuration with a CLIP-L of 248 positions and a bigG of 77."""
-    clip_l = CLIPTextConfig(**IDS, **CLIP_L, max_position_embeddings=WINDOW, hidden_act="quick_gelu")
+def random_sdxl(
+    device: torch.device, dtype: torch.dtype, context_length: int = WINDOW
+) -> StableDiffusionXLLongPromptPipeline:
+    """SDXL's true configuration with a CLIP-L of `context_length` positions and a bigG of 77."""
+    clip_l = CLIPTextConfig(**IDS, **CLIP_L, max_position_embeddings=context_length, hidden_act="quick_gelu")
     big_g = CLIPTextConfig(**IDS, **BIG_G, max_position_embeddings=STOCK, projection_dim=BIG_G["hidden_size"])
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -74,7 +77,7 @@ def random_sdxl(device: torch.device, dtype: torch.dtype) -> StableDiffusionXLLo
         torch.set_default_dtype(default)
     return StableDiffusionXLLongPromptPipeline(
         **{part: model.eval() for part, model in models.items()},
-        tokenizer=clip_tokenizer(WINDOW),
+        tokenizer=clip_tokenizer(context_length),
         tokenizer_2=clip_tokenizer(STOCK, pad_token="!"),
         scheduler=EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"),
         add_watermarker=False,
@@ -169,11 +172,13 @@ def counted_tables(result: dict) -> list[Table | str]:
 
 
 @torch.no_grad()
-def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int) -> dict[str, list[float]]:
+def measure(
+    pipe: StableDiffusionXLLongPromptPipeline, lengths: list[int], steps: int, repeats: int
+) -> dict[str, list[float]]:
     """Seconds of every round, by what was done."""
     pipe.set_progress_bar_config(disable=True)
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
-    prompts = {positions: prompt_of(pipe, positions) for positions in POSITIONS}
+    prompts = {positions: prompt_of(pipe, positions) for positions in lengths}
     layouts, embeds = {positions: pipe.prompt_layout(prompt) for positions, prompt in prompts.items()}, {}
     marks = {positions: torch.tensor(layout.sentences, device=pipe.device) for positions, layout in layouts.items()}
 
@@ -181,33 +186,43 @@ def measure(pipe: StableDiffusionXLLongPromptPipeline, steps: int, repeats: int)
         results = pipe.encode_prompt(prompts[positions], device=pipe.device, negative_prompt="")
         embeds[positions] = dict(zip(names, results, strict=True))
 
-    def draw(positions: int, power: float = 1.0) -> None:
+    def draw(positions: int, **options: float) -> None:
         call = embeds[positions] | {"sentences": marks[positions], "generator": torch.Generator().manual_seed(0)}
-        pipe.set_long_prompt(sharpen_sentences=power)(**call, num_inference_steps=steps, output_type="latent")
+        pipe.set_long_prompt(**options)(**call, num_inference_steps=steps, output_type="latent")
 
-    kinds = {"encode": encode, "plain": draw, "sentences": partial(draw, power=4.0)}
-    variants = {f"{n} {kind}": partial(run, n) for n in POSITIONS for kind, run in kinds.items()}
+    kinds = {"encode": encode, "plain": draw}
+    kinds |= {"sharpen": partial(draw, sharpen=1.5), "sentences": partial(draw, sharpen_sentences=4.0)}
+    variants = {f"{n} {kind}": partial(run, n) for n in lengths for kind, run in kinds.items()}
     return by_turns(variants, repeats, lambda run: seconds(run, pipe.device))
 
 
-def time_images(device: torch.device, steps: int, repeats: int) -> dict:
+def spread(times: list[float], baseline: list[float]) -> list[float]:
+    """Median, least and most of the rounds' ratios."""
+    ratios = [one / other for one, other in zip(times, baseline, strict=True)]
+    return [round(value, 3) for value in (statistics.median(ratios), min(ratios), max(ratios))]
+
+
+def time_images(device: torch.device, lengths: list[int], steps: int, repeats: int, stock: bool) -> dict:
     is_toy = device.type == "cpu"
-    pipe = load_pipeline("toy/sdxl", "toy/debias-clip", device) if is_toy else random_sdxl(device, torch.float16)
-    times, rows = measure(pipe, steps, repeats), {}
-    for positions in POSITIONS:
+    if is_toy:
+        pipe = load_pipeline("toy/sdxl", None if stock else "toy/debias-clip", device)
+    else:
+        pipe = random_sdxl(device, torch.float16, STOCK if stock else WINDOW)
+    times, rows = measure(pipe, lengths, steps, repeats), {}
+    for positions in lengths:
         plain, encode = times[f"{positions} plain"], statistics.median(times[f"{positions} encode"])
-        ratios = [one / stock for one, stock in zip(plain, times[f"{STOCK} plain"], strict=True)]
-        chosen = [one / other for one, other in zip(times[f"{positions} sentences"], plain, strict=True)]
         rows[positions] = {
             "step_ms": round(1000 * statistics.median(plain) / steps, 3),
-            "plain_to_stock": [round(value, 3) for value in (statistics.median(ratios), min(ratios), max(ratios))],
-            "sentences_to_plain": [round(value, 3) for value in (statistics.median(chosen), min(chosen), max(chosen))],
+            "plain_to_stock": spread(plain, times[f"{STOCK} plain"]),
+            "sharpen_to_plain": spread(times[f"{positions} sharpen"], plain),
+            "sentences_to_plain": spread(times[f"{positions} sentences"], plain),
             "encode_ms": round(1000 * encode, 3),
             "encode_share": round(encode / (statistics.median(plain) + encode), 4),
         }
     return {
         "model": "toy" if is_toy else "sdxl",
         "precision": f"fp{torch.finfo(pipe.unet.dtype).bits}",
+        "first_encoder_positions": pipe.text_encoder.config.max_position_embeddings,
         "pixels": pipe.default_sample_size * pipe.vae_scale_factor,
         "steps": steps,
         "repeats": repeats,
@@ -224,20 +239,23 @@ def timed_tables(result: dict) -> list[Table | str]:
     )
     lines = []
     for positions, row in result["rows"].items():
-        ratios = row["plain_to_stock"], row["sentences_to_plain"]
-        ratio, chosen = ("{:.2f} ({:.2f}-{:.2f})".format(*values) for values in ratios)
+        ratios = row["plain_to_stock"], row["sharpen_to_plain"], row["sentences_to_plain"]
+        ratios = ["{:.2f} ({:.2f}-{:.2f})".format(*values) for values in ratios]
         encoding = [f"{row['encode_ms']:.1f}", f"{row['encode_share']:.1%}"]
-        lines.append([str(positions), row["step_ms"], ratio, chosen, *encoding])
-    titles = ["positions", "ms a step", "to stock", "sharpen_sentences, to plain", "ms encoding", "share of both"]
+        lines.append([str(positions), row["step_ms"], *ratios, *encoding])
+    sharpened = "sharpen, to plain", "sharpen_sentences, to plain"
+    titles = ["positions", "ms a step", "to stock", *sharpened, "ms encoding", "share of both"]
     return [title, Table(titles, lines)]
 
 
 def main() -> None:
-    options, device = read_options(__doc__, steps=30, repeats=7), Accelerator().device
-    counted = count(options.steps)
-    publish("generate-sdxl-counted", counted, *counted_tables(counted))
-    timed = time_images(device, options.steps, options.repeats)
-    name = f"generate-{timed['model']}-{device.type}-{timed['precision']}"
+    options = read_options(__doc__, steps=30, repeats=7, timed=False, stock_encoders=False, positions=list(POSITIONS))
+    device = Accelerator().device
+    if not options.timed:
+        counted = count(options.steps)
+        publish("generate-sdxl-counted", counted, *counted_tables(counted))
+    timed = time_images(device, options.positions, options.steps, options.repeats, options.stock_encoders)
+    name = f"generate-{timed['model']}-{device.type}-{timed['precision']}" + "-stock" * options.stock_encoders
     publish(name, timed, *timed_tables(timed), device=device)
 
 

@@ -1,11 +1,13 @@
 """The memory that an image by SDXL takes, counted without weights: parameters, and the most each part holds at once.
 
-    python benchmarks/sdxl_memory.py
+    python benchmarks/sdxl_memory.py [--measured]
 
 SDXL's true configuration at 1024 x 1024 in half precision, one image with guidance (two rows), on the meta device: each
 tensor made while a part runs is counted for as long as it lives. Attention is counted as a fused kernel, which holds no
 scores. A GPU takes more: the allocator rounds and keeps gaps, convolutions may use workspaces, CUDA itself needs some.
-Prints Markdown, and writes benchmarks/results/sdxl-memory-counted.json.
+With --measured, what whole calls take instead, from the prompt to the image, on a GPU with random weights (on the CPU
+the toy SDXL): the most that PyTorch's allocator gave out at once. What it holds in reserve, and CUDA, come on top.
+Prints Markdown, and writes benchmarks/results/sdxl-memory-counted.json, or sdxl-memory-measured-DEVICE.json.
 """
 
 import weakref
@@ -13,15 +15,18 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import torch
-from generate import COUNTED, WINDOW, random_sdxl, unet_inputs
-from harness import publish, read_options
+from accelerate import Accelerator
+from generate import COUNTED, STOCK, WINDOW, prompt_of, random_sdxl, unet_inputs
+from harness import PeakMemory, publish, read_options
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from debias_diffusion.eval.report import Table
+from debias_diffusion.pipelines.rendering.loading import load_pipeline
 
 PARTS = ("text_encoder", "text_encoder_2", "unet", "vae")
 GB = 1e9
+STEPS = 3  # of a measured call
 
 
 class LiveBytes(TorchDispatchMode):
@@ -109,7 +114,35 @@ def tables(result: dict) -> list[Table]:
     ]
 
 
+def measure(device: torch.device) -> dict[str, float]:
+    """GB that whole calls take at most, weights among them, by what is made."""
+    toy = device.type == "cpu"
+    pipe = load_pipeline("toy/sdxl", "toy/debias-clip", device) if toy else random_sdxl(device, torch.float16)
+    pipe.set_progress_bar_config(disable=True)
+    weights = sum(weight.nbytes for part in PARTS for weight in getattr(pipe, part).parameters())
+    memory, measured = PeakMemory(device), {"weights": weights / GB}
+
+    def call(name: str, positions: int, output_type: str = "pil") -> None:
+        prompt = prompt_of(pipe, positions)
+        memory.start()
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else weights
+        pipe(prompt, num_inference_steps=STEPS, output_type=output_type)
+        measured[f"{name}, {positions} positions"] = (before + memory.read()) / GB
+
+    for positions in (STOCK, WINDOW, 2 * WINDOW - 2):
+        call("latents", positions, "latent")
+        call("image", positions)  # diffusers decodes in fp32, as the configuration of SDXL's autoencoder asks
+    pipe.vae.register_to_config(force_upcast=False)
+    call("image decoded in fp16", WINDOW)
+    return measured
+
+
 if __name__ == "__main__":
-    read_options(__doc__)
-    counted = count()
-    publish("sdxl-memory-counted", counted, *tables(counted))
+    if read_options(__doc__, measured=False).measured:
+        device = Accelerator().device
+        measured = measure(device)
+        table = Table(["whole call", "GB at most"], [[*row] for row in measured.items()])
+        publish(f"sdxl-memory-measured-{device.type}", {"gigabytes": measured}, table, device=device)
+    else:
+        counted = count()
+        publish("sdxl-memory-counted", counted, *tables(counted))

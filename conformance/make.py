@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
-from debias_diffusion.pipelines.prompt_reader import LongPromptOptions, PromptReader
-from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, join_runs, positions_of
-from debias_diffusion.text.reading import encode_texts
+from debias_diffusion.text.chunks import TRAINED_POSITIONS, join_runs, split_text
+from debias_diffusion.text.encoding import encode
+from debias_diffusion.text.options import LongPromptOptions
+from debias_diffusion.text.prompt import TextPlan, read
 from debias_diffusion.text.sentences import sentence_ends
 from debias_diffusion.text.tokens import clip_tokenizer
 from debias_diffusion.text.weighting import parse_prompt
@@ -52,15 +53,12 @@ def tiny_encoder() -> CLIPTextModelWithProjection:
 def vectors(file: str, prompts: dict[str, str], encoder: CLIPTextModelWithProjection) -> Iterator[tuple[str, dict]]:
     """The name and the vector of each prompt that `file` has."""
     (reading, emphasis), tokenizers = FILES[file], [clip_tokenizer(77), clip_tokenizer(77, pad_token="!")]
-    reader = PromptReader(
-        [(tokenizer, TRAINED_POSITIONS) for tokenizer in tokenizers],
-        LongPromptOptions(reading=reading, emphasis=emphasis),
-    )
+    encoders = [(tokenizer, TRAINED_POSITIONS) for tokenizer in tokenizers]
+    options = LongPromptOptions(reading=reading, emphasis=emphasis)
     for name, prompt in prompts.items():
         if file in LEFT_OUT.get(name, ()):
             continue
-        both = reader.cut([reader.tokens([prompt], tokenizer) for tokenizer in tokenizers])
-        length, vector = reader.shared_length(both, None), {}
+        plan, vector = read([prompt], None, encoders, options, steps=1), {}
         if reading in OURS:
             parts = [
                 [[text, round(weight, 6)] for text, weight in part.runs]
@@ -68,24 +66,23 @@ def vectors(file: str, prompts: dict[str, str], encoder: CLIPTextModelWithProjec
             ]
             vector["sentences"] = [sentence_ends(join_runs([text for text, _ in runs])[0]) for runs in parts]
             vector |= {"parts": parts} if parts != [[[prompt, 1]]] else {}
-        read = [layout(reader, tokens, length) for [tokens] in both]
-        vector |= {"positions": length, **read[0]}
-        if read[0] != read[1]:
-            vector["second"] = read[1]
+        first, second = map(layout, plan.prompts.encoders)
+        vector |= {"positions": plan.positions, **first}
+        if first != second:
+            vector["second"] = second
         if name in ENCODED:
-            settings = {"reading": reading, "emphasis": emphasis}
-            states, pooled = encode_texts(encoder, tokenizers[0], both[0], length, **settings)
+            states, pooled = encode(plan.prompts.encoders[0], encoder)
             vector["states"] = (states[0] / UNIT).round().int().tolist()
             vector["pooled"] = (pooled[0] / UNIT).round().int().tolist()
         yield name, vector
 
 
-def layout(reader: PromptReader, tokens: Tokens, length: int) -> dict:
+def layout(plan: TextPlan) -> dict:
     """Chunks of ids, weights and groups of a prompt for one encoder, and what is joined, as README.md has them."""
-    chunks = reader.split(tokens, TRAINED_POSITIONS)
+    [(*_, tokens, _, chunks, places)] = plan.parts
     weights = [[round(tokens.weights[at], 6) for at in chunk.read] for chunk in chunks]
     joined: list[list[int]] = []  # chunk, first position, number of positions
-    for at in positions_of(chunks, TRAINED_POSITIONS, length, reader.options.reading):
+    for at in places:
         chunk, position = divmod(at, TRAINED_POSITIONS)
         if joined and joined[-1][0] == chunk and sum(joined[-1][1:]) == position:
             joined[-1][2] += 1
@@ -94,7 +91,11 @@ def layout(reader: PromptReader, tokens: Tokens, length: int) -> dict:
     return {
         "chunks": [[tokens.ids[at] for at in chunk.read] for chunk in chunks],
         "weights": [row[0] if len({*row}) == 1 else row for row in weights],
-        "groups": [number for number, part in enumerate(tokens.alone) for _ in reader.split(part, TRAINED_POSITIONS)],
+        "groups": [
+            number
+            for number, part in enumerate(tokens.alone)
+            for _ in split_text(part, TRAINED_POSITIONS - 2, plan.reading)
+        ],
         "joined": joined,
     }
 

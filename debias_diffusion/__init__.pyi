@@ -3,7 +3,7 @@
 from .clip.positions import stretch_positions
 from .encoders.spec import load_text_encoder, load_two_tower
 from .encoders.stretch import stretch_text_encoder
-from .text.reading import encode_texts, last_states
+from .text.encoding import encode_texts, last_states
 from .text.sentences import split_sentences
 from .text.weighting import parse_prompt
 from .toyworld.shipped import shipped

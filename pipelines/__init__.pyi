@@ -11,9 +11,8 @@ from .classes import (
     with_long_prompts,
 )
 from .custom_pipeline import write_block, write_custom_pipeline
-from .long_prompt import SDLongPromptMixin, SDXLLongPromptMixin
+from .long_prompt import LongPromptOptions, PromptLayout, SDLongPromptMixin, SDXLLongPromptMixin
 from .modular import LongPromptTextEncoderStep, StableDiffusionXLLongPromptBlocks
-from .prompt_reader import LongPromptOptions, PromptLayout
 from .sharpening import sharpened
 
 __all__ = [

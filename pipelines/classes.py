@@ -22,7 +22,7 @@ from diffusers import (
     StableDiffusionXLPipeline,
 )
 
-from .long_prompt import LongPromptMixin, SDLongPromptMixin, SDXLLongPromptMixin
+from .long_prompt import LongPromptMixin, LongPromptOptions, SDLongPromptMixin, SDXLLongPromptMixin, takes_options
 
 Pipeline = TypeVar("Pipeline")  # a class of diffusers, whose lazy imports are no bound
 
@@ -77,32 +77,39 @@ class _InstructPix2PixMixin(SDLongPromptMixin):
         return torch.cat([embeds, negative_embeds, negative_embeds]) if do_classifier_free_guidance else embeds
 
 
-def with_long_prompts(pipe: Pipeline) -> Pipeline:
-    """Lets an existing pipeline read prompts of any length.
+@takes_options(LongPromptOptions)
+def with_long_prompts(pipe: Pipeline, **options) -> Pipeline:
+    """Lets an existing pipeline read prompts of any length: `with_long_prompts(pipe, reading="a1111")`.
+
+    Args:
+        options: those of `set_long_prompt`. Without any, a pipeline that reads long prompts keeps its own.
 
     Returns a shallow copy under a subclass of the pipeline's class. Both share all models; nothing is copied, cast or
     moved. Works for every class of diffusers that encodes prompts as SDXL or Stable Diffusion 1.5 do, such as the
     refiner, PAG and adapter pipelines. LoRAs, adapters, hooks and offloading of the pipeline stay in place.
 
     A modular pipeline of SDXL gives a new one of the same components, with `LongPromptTextEncoderStep` as its text
-    step; that one's options are arguments of the call.
+    step; the options are arguments of its call, too.
 
     Raises:
-        ValueError: the pipeline is for another kind of model, overrides `encode_prompt`, or never calls it.
+        TypeError: there is no option of a name.
+        ValueError: a value is not allowed; the pipeline is for another kind of model, overrides `encode_prompt`, or
+            never calls it.
     """
     if hasattr(pipe, "set_long_prompt"):  # also of a class from an exported pipeline.py
-        return copy.copy(pipe)
+        copied = copy.copy(pipe)
+        return copied.set_long_prompt(**options) if options else copied
     if isinstance(pipe, ModularPipeline):
         from .modular import with_long_text_step  # imports all of SDXL's blocks
 
-        return with_long_text_step(pipe)
+        return with_long_text_step(pipe, LongPromptOptions.of(options))
     copied: Any = copy.copy(pipe)
-    copied.__class__ = _long_prompt_class(type(pipe))
+    copied.__class__, copied._wrapped = _long_prompt_class(type(pipe)), pipe
     for name in ("text_encoder", "text_encoder_2"):
         encoder = getattr(pipe, name, None)
         if encoder is not None and encoder.config.model_type != "clip_text_model":
             raise ValueError(f"The `{name}` of {type(pipe).__name__} is a {type(encoder).__name__}, which is no CLIP.")
-    return copied
+    return copied.set_long_prompt(**options)
 
 
 @functools.cache

@@ -6,9 +6,9 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
-from debias_diffusion.text import chunks, reading, schedules, sentences, weighting
+from debias_diffusion.text import chunks, encoding, options, prompt, prompt_tokens, schedules, sentences, weighting
 
-from . import long_prompt, prompt_reader, scheduling, sharpening
+from . import calls, long_prompt, scheduling, sharpening
 from .classes import StableDiffusionXLLongPromptPipeline
 
 
@@ -54,8 +54,8 @@ def write_block(folder: str | Path) -> Path:
 
 def _write(path: Path, imports: list[str], last: str) -> Path:
     """A file of all that long prompts need, in the order of their imports, and at the end the source `last`."""
-    texts = sentences, chunks, weighting, reading, schedules, prompt_reader
-    parts = [_body(module) for module in (*texts, sharpening, scheduling, long_prompt)]
+    texts = sentences, chunks, weighting, schedules, prompt_tokens, options, prompt, encoding
+    parts = [_body(module) for module in (*texts, calls, sharpening, scheduling, long_prompt)]
     lines = [line for lines, _ in parts for line in lines] + imports
     bodies = [*(body for _, body in parts), last]
     source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(lines), "\n\n", "\n\n\n".join(bodies)])

@@ -2,25 +2,26 @@
 
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.loaders import TextualInversionLoaderMixin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from debias_diffusion.text.chunks import PROGRAMS, Tokens
-from debias_diffusion.text.reading import encode_texts, last_states, penultimate_states, pooling_eos
-from debias_diffusion.text.schedules import find_schedules, last_steps, text_at
+from debias_diffusion.text.chunks import PROGRAMS
+from debias_diffusion.text.encoding import encode, last_states, penultimate_states
+from debias_diffusion.text.options import LongPromptOptions, PromptLayout
+from debias_diffusion.text.prompt import Batch, Plan, Texts, read
+from debias_diffusion.text.schedules import MANY_STEPS
 
-from .prompt_reader import LongPromptOptions, PromptLayout, PromptReader, scheduled_texts, sentences
-from .scheduling import EMBEDDINGS, ExchangeEmbeddings, schedule_of, scheduled
-from .sharpening import SharpenedMixin, note_sentences
+from .calls import CallMixin, Embeddings, call_of, calling
+from .scheduling import EMBEDDINGS, exchange_embeddings
+from .sharpening import member_of, note_sentences, view_of
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device
@@ -33,22 +34,29 @@ _Options = ParamSpec("_Options")
 _ENCODING = threading.RLock()
 
 
-def _with_options_of(
+def takes_options(
     options: Callable[_Options, LongPromptOptions],
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Pipe, _Options], _Pipe]]:
-    """For type checkers: a method that takes the arguments of `options` and returns the pipeline."""
-    return lambda method: method
+    """A function of a pipeline and `**options`, which returns a pipeline, with each option in its signature."""
+
+    def with_signature(function: Callable) -> Any:
+        pipe, *_ = inspect.signature(function).parameters.values()
+        taken = inspect.signature(options).parameters.values()
+        function.__signature__ = inspect.Signature([pipe, *taken])  # ty: ignore[unresolved-attribute]
+        return function
+
+    return with_signature
 
 
-class LongPromptMixin(SharpenedMixin):
+class LongPromptMixin(CallMixin):
     """Shared by SDXL and Stable Diffusion 1.5: from texts to the hidden states of each text encoder.
 
-    A subclass has `_text_encoders()`, (tokenizer, encoder) of each; and `_states(encoder, ids, clip_skip,
-    eos_token_id)`, which gives hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width]
-    or None.
+    A subclass has `_text_encoders()`, (tokenizer, encoder) of each; and `_states(encoder, ids, eos_token_id,
+    clip_skip)`, which gives hidden states [rows, positions, width] for the UNet, and pooled embeddings [rows, width] or
+    None.
     """
 
-    _long_prompt = LongPromptOptions()
+    _wrapped: Any = None  # the pipeline that `with_long_prompts` was given
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -56,21 +64,25 @@ class LongPromptMixin(SharpenedMixin):
         if pipelines:  # diffusers looks up related classes by name, and a saved folder says it
             cls.__name__ = next(base.__name__ for base in pipelines if not issubclass(base, LongPromptMixin))
             is_first = not any(issubclass(base, LongPromptMixin) for base in pipelines[1:])
-            cls.__call__ = _with_long_prompt(cls.__call__, is_first)  # ty: ignore[invalid-assignment]
+            cls.__call__ = _long_prompt_call(cls, is_first)  # ty: ignore[invalid-assignment]
 
-    @_with_options_of(LongPromptOptions)
+    @takes_options(LongPromptOptions)
     def set_long_prompt(self, **options):
-        """Sets all options of `LongPromptOptions` at once: one that is not passed returns to its default.
+        """Sets how prompts are read. Each call sets every option: what you leave out goes back to its default.
 
-        `pipe(prompt, long_prompt={"reading": "a1111"})` changes options for one call, and only those it names.
+        So does `pipe(prompt, long_prompt={"reading": "a1111"})`, for that one call in its thread.
+
+        Args:
+            options: the attributes of `LongPromptOptions`.
 
         Returns:
             the pipeline itself
 
         Raises:
+            TypeError: there is no option of a name.
             ValueError: a value that is not allowed.
         """
-        self._long_prompt = LongPromptOptions(**options)
+        self._long_prompt = LongPromptOptions.of(options)
         return self
 
     @classmethod
@@ -80,98 +92,54 @@ class LongPromptMixin(SharpenedMixin):
         pipe._long_prompt = getattr(pipeline, "_long_prompt", cls._long_prompt)
         return pipe
 
-    @property
-    def _reader(self) -> PromptReader:
-        encoders = [(tokenizer, encoder.config.max_position_embeddings) for tokenizer, encoder in self._text_encoders()]
-        convert = self.maybe_convert_prompt if isinstance(self, TextualInversionLoaderMixin) else None
-        schedule = schedule_of(self)
-        steps = (schedule.step, schedule.steps) if schedule else ()
-        return PromptReader(encoders, self._long_prompt, convert, *steps)
-
-    def _tokenize_negative(
-        self, negative: str | list[str] | None, *negative_2: str | list[str] | None, batch_size: int
-    ) -> list[list[Tokens]] | None:
-        """What is read of the negative prompt, as `PromptReader.tokenize` gives it; None if it is encoded as zeros."""
-        zeros = self._long_prompt.zero_empty_negative
-        if zeros is None and self._long_prompt.reading not in PROGRAMS:
-            zeros = negative is None and self.config.get("force_zeros_for_empty_prompt")
-        else:
-            if zeros is None:
-                zeros = self._long_prompt.reading == "a1111" and hasattr(self, "text_encoder_2")
-            texts = (negative, *negative_2)  # each a text, a list of them, or None
-            zeros = zeros and not any(any([text] if isinstance(text, str) else text or ()) for text in texts)
-        if zeros:
+    def _read(
+        self, prompts: tuple[Texts, ...] | None, negatives: tuple[Texts, ...] | None, guided: bool, **given: Any
+    ) -> Plan | None:
+        """The plan of what is encoded; None for nothing. Negative prompts are not, without guidance or as zeros."""
+        if negatives is not None and (not guided or self._reads_zeros(negatives)):
+            negatives = None
+        if prompts is None and negatives is None:
             return None
-        reader = self._reader
-        return reader.cut(reader.tokenize(negative or "", *negative_2, batch_size=batch_size, negative=True))
+        encoders = [(tokenizer, encoder.config.max_position_embeddings) for tokenizer, encoder in self._text_encoders()]
+        call, negatives = call_of(self), negatives and (negatives[0] or "", *negatives[1:])
+        return read(prompts, negatives, encoders, self._options, steps=(call and call.steps) or MANY_STEPS, **given)
+
+    def _reads_zeros(self, negatives: tuple[Texts, ...]) -> bool:
+        """Whether negative prompts that are empty, or absent, are zeros, not the encoded empty text."""
+        options, texts = self._options, ([each] if isinstance(each, str) else each or () for each in negatives)
+        is_empty = not any(map(any, texts))
+        if options.zero_empty_negative is not None:
+            return is_empty and options.zero_empty_negative
+        if options.reading in PROGRAMS:
+            return is_empty and options.reading == "a1111" and hasattr(self, "text_encoder_2")
+        return negatives[0] is None and bool(self.config.get("force_zeros_for_empty_prompt"))
 
     def _encode(
-        self, texts: list[list[Tokens]], length: int, clip_skip: int | None, device: torch.device
+        self, plan: Plan, batch: Batch, clip_skip: int | None, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings [batch, length, width of all encoders] and the last encoder's pooled [batch, pooled width]."""
+        """Embeddings [texts, positions, width of all encoders]; the last encoder's pooled [texts, width], or None."""
         encoders = [encoder for _, encoder in self._text_encoders()]
-        if self._long_prompt.strict and max((layout := self._reader.layout_of(texts, length)).chunks) > 1:
+        if plan.options.strict and max((layout := plan.layout(batch)).chunks) > 1:
             raise ValueError(
                 f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.chunks))} chunks of the text"
-                f" encoders, which have {' and '.join(str(context) for _, context in self._reader.encoders)} positions,"
-                " and `strict` allows one: shorten it, use an encoder with more positions, or call"
+                f" encoders, which have {' and '.join(str(each.config.max_position_embeddings) for each in encoders)}"
+                " positions, and `strict` allows one: shorten it, use an encoder with more positions, or call"
                 " set_long_prompt(strict=False)."
             )
         most = min(encoder.config.num_hidden_layers for encoder in encoders) - 1
         if not 0 <= (clip_skip or 0) <= most:
             raise ValueError(f"`clip_skip` is {clip_skip}, but must be from 0 to {most} for these text encoders")
-
-        embeds, pooled, options = [], None, self._long_prompt
-
-        def states(encoder: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        embeds, pooled, states = [], None, partial(self._states, clip_skip=clip_skip)
+        for each, encoder in zip(batch.encoders, encoders, strict=True):
             inputs = device if get_module_execution_device is None else get_module_execution_device(encoder)
-            return self._states(encoder, ids.to(inputs), clip_skip, eos_token_id)
-
-        encode = partial(encode_texts, reading=options.reading, emphasis=options.weights, states=states, device=device)
-        for (tokenizer, encoder), batch in zip(self._text_encoders(), texts, strict=False):
-            eos_token_id = pooling_eos(tokenizer, length, options.reading)
-            alone = [self._reader.alone(tokens) for tokens in batch]
-            embedded, pooled = encode(encoder, tokenizer, [text for texts in alone for text in texts], length)
-            strengths = [tokens.strengths[: len(texts)] for tokens, texts in zip(batch, alone, strict=True)]
-            embeds.append(_means(embedded, strengths))
-            pooled = None if pooled is None else _means(pooled, strengths)
+            embedded, pooled = encode(each, encoder, states, device, inputs)
+            embeds.append(embedded)
         return torch.concat(embeds, dim=-1), pooled
 
-    def _encode_pair(
-        self, prompts: tuple, negatives: tuple, given: tuple[torch.Tensor | None, ...], guided: bool, *settings
-    ) -> tuple[torch.Tensor | None, ...]:
-        """As `_encode_step`, for each text of a schedule; those of the first step are returned.
-
-        Raises ValueError for scheduled prompts where no steps are known.
-        """
-        texts = scheduled_texts(self._long_prompt, prompts, negatives if guided else ())
-        sources = find_schedules(*texts)
-        if not sources:
-            return self._encode_step(prompts, negatives, given, guided, *settings)
-        schedule = schedule_of(self)
-        if schedule is None:
-            raise ValueError(
-                f"{', '.join(sources)} changes from step to step, which needs a call of a pipeline whose"
-                f" `callback_on_step_end` can change embeddings; this is none, or no call, of {type(self).__name__}."
-                r" Write one of the texts, or \[ for a bracket that is text."
-            )
-        encoded: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
-        schedule.parts.clear()
-        for step in last_steps(schedule.steps, *texts):
-            schedule.step, at_step = step, tuple(text_at(text, step, schedule.steps) for text in texts)
-            if at_step not in encoded:
-                embeds = self._encode_step(prompts, negatives, given, guided, *settings)
-                named = zip(EMBEDDINGS, embeds, strict=True)
-                encoded[at_step] = {name: embed for name, embed in named if embed is not None}
-            schedule.parts.append((step, encoded[at_step]))
-        # Pipelines write into what they are given.
-        first = schedule.parts[0][1]
-        return tuple(first[name].clone() if name in first else None for name in EMBEDDINGS)
-
-    def _encode_step(
+    def _encode_prompts(
         self,
-        prompts: tuple,
-        negatives: tuple,
+        prompts: tuple[Texts, ...],
+        negatives: tuple[Texts, ...],
         given: tuple[torch.Tensor | None, ...],
         guided: bool,
         device: torch.device | None,
@@ -179,46 +147,60 @@ class LongPromptMixin(SharpenedMixin):
         clip_skip: int | None,
         repeats: int,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Embeddings, negative, pooled and negative pooled ones, of texts for each encoder; what is given stays."""
-        (embeds, negative_embeds, pooled, negative_pooled), device = given, device or self._execution_device
-        tokens = None if embeds is not None else self._reader.cut(self._reader.tokenize(*prompts))
-        batch_size = embeds.shape[0] if tokens is None else len(tokens[0])
-        negative_tokens, length = None, 0
-        if guided and negative_embeds is None:
-            negative_tokens = self._tokenize_negative(*negatives, batch_size=batch_size)
-        if tokens is not None or negative_tokens is not None:
-            length = self._reader.shared_length(tokens, negative_tokens, embeds, negative_embeds if guided else None)
+        """Embeddings, negative, pooled and negative pooled ones, of texts for each encoder; what is given stays.
 
+        Those of the first step are returned. Where prompts change from step to step, the call gets all.
+        """
+        device, call = device or self._execution_device, call_of(self)
+        lengths = [each.shape[1] for each in (given[0], given[1] if guided else None) if each is not None]
+        plan = self._read(
+            prompts if given[0] is None else None,
+            negatives if given[1] is None else None,
+            guided,
+            batch_size=None if given[0] is None else len(given[0]),
+            positions=lengths[0] if lengths else None,
+        )
+        batches, ends, encoded = (None, None), [1], [(None, None)] * 2
+        if plan:
+            batches, ends = (plan.prompts, plan.negatives), plan.steps
+            plan.warn()
+            if not (call and call.steps):
+                plan.refuse_schedules()
+        skips = clip_skip, clip_skip if self._options.negative_clip_skip else None
         with _ENCODING, self._scaled_lora(lora_scale):
-            if tokens is not None:
-                embeds, encoded = self._encode(tokens, length, clip_skip, device)
-                pooled = encoded if pooled is None else pooled
-            if negative_tokens is not None:
-                negative_clip_skip = clip_skip if self._long_prompt.negative_clip_skip else None
-                negative_embeds, encoded = self._encode(negative_tokens, length, negative_clip_skip, device)
-                negative_pooled = encoded if negative_pooled is None else negative_pooled
-        if guided and negative_embeds is None:
-            negative_embeds = torch.zeros_like(embeds)  # ty: ignore[invalid-argument-type] - they are encoded by now
-            negative_pooled = None if pooled is None else torch.zeros_like(pooled)
-
+            for side, batch in enumerate(batches):
+                if batch:
+                    embeds, pooled = self._encode(plan, batch, skips[side], device)
+                    encoded[side] = embeds, pooled if given[2 + side] is None else None
         # The UNet's input dtype: the encoder's, as in diffusers, unless that only stores its weights (float8).
         model = getattr(self, "text_encoder_2", self.text_encoder)
         model = self.unet if model is None else model  # a compiled model has no truth value
-        dtype = embeds.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
-        embeds = embeds.to(dtype=dtype, device=device)
-        if self._long_prompt.sharpen_sentences != 1:
-            numbers = None if tokens is None else torch.tensor(sentences(tokens[0], length))
-            note_sentences(self, numbers, repeats, embeds)
-        embeds, pooled = _repeat(embeds, repeats), _repeat(pooled, repeats)
-        if guided:
-            negative_embeds = _repeat(negative_embeds.to(dtype=dtype, device=device), repeats)
-            negative_pooled = _repeat(negative_pooled, repeats)
-        return embeds, negative_embeds, pooled, negative_pooled
+        own = encoded[0][0] if given[0] is None else given[0]
+        dtype = own.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
+        if call and call.options.sharpen_sentences != 1:
+            note_sentences(call, torch.tensor(plan.sentences) if batches[0] else None, repeats, own.to(device, dtype))
 
-    def _pair_layout(self, prompts: tuple, negatives: tuple, guided: bool) -> PromptLayout:
-        batch_size = 1 if isinstance(prompts[0], str) else len(prompts[0])
-        tokens = self._tokenize_negative(*negatives, batch_size=batch_size) if guided else None
-        return self._reader.layout(*prompts, negatives=tokens)
+        @functools.cache  # some steps have the same texts
+        def arrange(*numbers: tuple[int, ...] | None) -> Embeddings:
+            values = [
+                value if each is None else each[[*numbers[at % 2]]]
+                for at, (value, each) in enumerate(
+                    zip(given, itertools.chain(*zip(*encoded, strict=True)), strict=True)
+                )
+            ]
+            if guided and values[1] is None:
+                values[1::2] = (each if each is None else torch.zeros_like(each) for each in values[::2])
+            for at in range(0, 4, 1 if guided else 2):
+                value = values[at] if at > 1 else values[at].to(device, dtype)
+                values[at] = None if value is None else value.repeat_interleave(repeats, dim=0)
+            return {name: value for name, value in zip(EMBEDDINGS, values, strict=True) if value is not None}
+
+        parts = [(end, arrange(*(batch and batch.numbers[at] for batch in batches))) for at, end in enumerate(ends)]
+        first = parts[0][1]
+        if len(parts) > 1:
+            call.sources[:], call.parts[:] = plan.schedules, parts
+            first = {name: value.clone() for name, value in first.items()}  # pipelines write into what they are given
+        return tuple(map(first.get, EMBEDDINGS))
 
     @contextmanager
     def _scaled_lora(self, scale: float | None) -> Iterator[None]:
@@ -272,7 +254,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
             prompt_embeds: [batch, positions, width] computed earlier, instead of `prompt`. Fixes the length.
             pooled_prompt_embeds: [batch, pooled width] computed earlier.
             lora_scale: LoRA layers of the text encoders are scaled by this during the call.
-            clip_skip: number of layers to stop before the penultimate one, below that of an encoder's layers.
+            clip_skip: counts as diffusers does, not as A1111: layers before the penultimate one, which is A1111's 2.
 
         Returns:
             prompt_embeds [batch * num_images_per_prompt, positions, width], negative_prompt_embeds of that shape,
@@ -287,8 +269,8 @@ class SDXLLongPromptMixin(LongPromptMixin):
         prompts, negatives = (prompt, prompt_2), (negative_prompt, negative_prompt_2)
         given = prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds
         settings = do_classifier_free_guidance, device, lora_scale, clip_skip, num_images_per_prompt
-        prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds = self._encode_pair(
-            prompts, negatives, given, *settings
+        prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds = (
+            self._encode_prompts(prompts, negatives, given, *settings)
         )
         # diffusers reads the results' names from this line.
         return prompt_embeds, negative_prompt_embeds, pooled_prompt_embeds, negative_pooled_prompt_embeds
@@ -302,7 +284,8 @@ class SDXLLongPromptMixin(LongPromptMixin):
         do_classifier_free_guidance: bool = True,
     ) -> PromptLayout:
         """How `encode_prompt` would encode these prompts, without running the text encoders."""
-        return self._pair_layout((prompt, prompt_2), (negative_prompt, negative_prompt_2), do_classifier_free_guidance)
+        texts = (prompt, prompt_2), (negative_prompt, negative_prompt_2)
+        return self._read(*texts, do_classifier_free_guidance).layout()
 
     def _text_encoders(self) -> list[tuple[PreTrainedTokenizerBase, PreTrainedModel]]:
         if self.text_encoder_2 is None:
@@ -313,8 +296,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
         pairs = [(self.tokenizer, self.text_encoder), (self.tokenizer_2, self.text_encoder_2)]
         return [(tokenizer, encoder) for tokenizer, encoder in pairs if encoder is not None]
 
-    def _states(self, encoder, ids, clip_skip, eos_token_id):
-        return penultimate_states(encoder, ids, clip_skip, eos_token_id)
+    _states = staticmethod(penultimate_states)
 
 
 class SDLongPromptMixin(LongPromptMixin):
@@ -339,14 +321,17 @@ class SDLongPromptMixin(LongPromptMixin):
 
         Args:
             negative_prompt: "" if None.
-            clip_skip: number of layers to stop before the last one; the final norm is still applied.
+            clip_skip: counts as diffusers does, not as A1111: layers before the last one, which is A1111's 1. The final
+                norm is still applied.
 
         Returns:
             prompt_embeds and negative_prompt_embeds, without pooled ones.
         """
         given = prompt_embeds, negative_prompt_embeds, None, None
         settings = do_classifier_free_guidance, device, lora_scale, clip_skip, num_images_per_prompt
-        prompt_embeds, negative_prompt_embeds, *_ = self._encode_pair((prompt,), (negative_prompt,), given, *settings)
+        prompt_embeds, negative_prompt_embeds, *_ = self._encode_prompts(
+            (prompt,), (negative_prompt,), given, *settings
+        )
         return prompt_embeds, negative_prompt_embeds
 
     def prompt_layout(
@@ -356,7 +341,7 @@ class SDLongPromptMixin(LongPromptMixin):
         do_classifier_free_guidance: bool = True,
     ) -> PromptLayout:
         """How `encode_prompt` would encode these prompts, without running the text encoder."""
-        return self._pair_layout((prompt,), (negative_prompt,), do_classifier_free_guidance)
+        return self._read((prompt,), (negative_prompt,), do_classifier_free_guidance).layout()
 
     def _text_encoders(self):
         if self.text_encoder is None:
@@ -374,61 +359,29 @@ class SDLongPromptMixin(LongPromptMixin):
         return last_states(encoder, ids, clip_skip, mask)
 
 
-def _with_long_prompt(call: Callable, is_first: bool) -> Callable:
-    """A pipeline's `__call__` that takes `long_prompt`; that of our first class also changes prompts by steps."""
-    run = _by_schedule(call) if is_first else call
+def _long_prompt_call(cls: type, is_first: bool) -> Callable:
+    """A pipeline's `__call__` with options of its own; in our first class it also changes prompts from step to step."""
+    own, signature = vars(cls).get("__call__"), inspect.signature(cls.__call__)
 
-    @functools.wraps(call)  # so that its signature is still diffusers'
-    def long_prompt_call(self, *args, long_prompt: dict | None = None, **kwargs):
-        if long_prompt is None:
-            return run(self, *args, **kwargs)
-        options = self._long_prompt
-        self.set_long_prompt(**asdict(options) | long_prompt)
-        try:
-            return run(self, *args, **kwargs)
-        finally:
-            self._long_prompt = options
+    @functools.wraps(cls.__call__)
+    def long_prompt_call(self, *args, long_prompt: Mapping | LongPromptOptions | None = None, sentences=None, **kwargs):
+        run = super(cls, self).__call__ if own is None else partial(own, self)
+        for name in (
+            "image_encoder",
+            "feature_extractor",
+        ):  # of an IP-Adapter that was loaded into the wrapped pipeline
+            if getattr(self, name, None) is None and (part := getattr(self._wrapped, name, None)) is not None:
+                self.register_modules(**{name: part})
+        with calling(self, None if long_prompt is None else LongPromptOptions.of(long_prompt)) as call:
+            if not call.options.sharpen == call.options.sharpen_sentences == 1:
+                call.view, call.member = functools.cache(partial(view_of, self, call)), member_of(sentences)
+            if is_first and call.options.reading == "a1111":
+                args, kwargs = exchange_embeddings(self, call, signature.bind(self, *args, **kwargs))
+            return run(*args, **kwargs)
 
+    parameters = dict(signature.parameters)
+    rest = [parameters.pop(each.name) for each in signature.parameters.values() if each.kind == each.VAR_KEYWORD]
+    for name in ("long_prompt", "sentences"):
+        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    long_prompt_call.__signature__ = signature.replace(parameters=[*parameters.values(), *rest])  # ty: ignore
     return long_prompt_call
-
-
-def _by_schedule(call: Callable) -> Callable:
-    """A pipeline's `__call__` in which scheduled prompts change, if its callback can change all embeddings."""
-    signature = inspect.signature(call)
-
-    def scheduled_call(self, *args, **kwargs):
-        needed = {"prompt_embeds", "add_text_embeds"} if hasattr(self, "text_encoder_2") else {"prompt_embeds"}
-        is_changed = needed <= {*getattr(self, "_callback_tensor_inputs", ())}
-        if hasattr(self, "controlnet") and hasattr(type(self), "set_pag_applied_layers"):
-            is_changed = False  # its ControlNet goes on with the embeddings of the first step
-        if self._long_prompt.reading != "a1111" or not is_changed:
-            return call(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        given = {name: bound.arguments.get(name, parameter.default) for name, parameter in signature.parameters.items()}
-        texts = [[given.get(f"{kind}{number}") for number in ("", "_2")] for kind in ("prompt", "negative_prompt")]
-        sources = find_schedules(*scheduled_texts(self._long_prompt, *texts))
-        if not sources:
-            return call(self, *args, **kwargs)
-        listed = next((given[name] for name in ("timesteps", "sigmas") if given.get(name) is not None), None)
-        with scheduled(self, (given["num_inference_steps"] or 0) if listed is None else len(listed)) as schedule:
-            callback, names = given["callback_on_step_end"], given["callback_on_step_end_tensor_inputs"]
-            exchange = ExchangeEmbeddings(schedule.parts, callback, getattr(callback, "tensor_inputs", names), sources)
-            bound.arguments["callback_on_step_end"] = exchange
-            bound.arguments["callback_on_step_end_tensor_inputs"] = exchange.inputs(self)
-            return call(*bound.args, **bound.kwargs)
-
-    return scheduled_call
-
-
-def _means(encoded: torch.Tensor, strengths: Sequence[Sequence[float]]) -> torch.Tensor:
-    """The weighted mean of each prompt's parts, [parts of all prompts, ...] -> [prompts, ...]."""
-    means = []
-    for part, weights in zip(encoded.split([len(own) for own in strengths]), strengths, strict=True):
-        shares = part.new_tensor(weights).view(-1, *[1] * (part.ndim - 1)) / sum(weights)
-        means.append(part[0] if len(weights) == 1 else (part * shares).sum(0))
-    return torch.stack(means)
-
-
-def _repeat(embeds: torch.Tensor | None, times: int) -> torch.Tensor | None:
-    """Each row `times` times in succession, [batch, ...] -> [batch * times, ...]."""
-    return None if embeds is None else embeds.repeat_interleave(times, dim=0)

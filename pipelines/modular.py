@@ -3,16 +3,16 @@
 import copy
 import inspect
 import re
+import warnings
 from dataclasses import fields
+from types import MethodType
 
 import torch
 from diffusers import StableDiffusionXLAutoBlocks
-from diffusers.loaders import TextualInversionLoaderMixin
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
 from diffusers.modular_pipelines.stable_diffusion_xl.encoders import StableDiffusionXLTextEncoderStep
 
-from .long_prompt import SDXLLongPromptMixin
-from .prompt_reader import LongPromptOptions
+from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
 
 # `sharpened` does that here, of all attention.
 _OPTIONS = [option for option in fields(LongPromptOptions) if not option.name.startswith("sharpen")]
@@ -25,7 +25,7 @@ def _descriptions() -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-class _Reader(SDXLLongPromptMixin, TextualInversionLoaderMixin):
+class _Reader(SDXLLongPromptMixin):
     """Reads prompts with the components of a modular pipeline."""
 
     def __init__(self, pipe, options: LongPromptOptions):
@@ -38,11 +38,15 @@ class _Reader(SDXLLongPromptMixin, TextualInversionLoaderMixin):
 class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
     """diffusers' text step of SDXL, with prompts of any length.
 
+    Attributes:
+        defaults: of its options.
+
     Components and outputs are those of diffusers' step. Its inputs are, too, and in addition the fields of
     `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., reading="a1111")`. All but
     those that sharpen, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
     """
 
+    defaults = LongPromptOptions()
     _requirements = {"diffusers": ">=0.36", "torch": ">=2.8", "transformers": ">=4.56"}  # noqa: RUF012 - as in diffusers
 
     @property
@@ -53,7 +57,9 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
     def inputs(self) -> list[InputParam]:
         said = _descriptions()
         options = [
-            InputParam(option.name, option.type, option.default, description=said.get(option.name, ""))
+            InputParam(
+                option.name, option.type, getattr(self.defaults, option.name), description=said.get(option.name, "")
+            )
             for option in _OPTIONS
         ]
         return [*super().inputs, *options]
@@ -93,11 +99,19 @@ class StableDiffusionXLLongPromptBlocks(StableDiffusionXLAutoBlocks):
     ]
 
 
-def with_long_text_step(pipe):
-    """A modular pipeline of the same components whose text step reads prompts of any length.
+def _save_pretrained(self, *args, **kwargs):
+    """As in diffusers, which saves no step that was exchanged."""
+    warnings.warn(
+        "Loaded again, this pipeline cuts prompts as before: wrap it again by with_long_prompts.", stacklevel=2
+    )
+    return type(self).save_pretrained(self, *args, **kwargs)
+
+
+def with_long_text_step(pipe, options: LongPromptOptions):
+    """A modular pipeline of the same components whose text step reads prompts of any length, by default so.
 
     Raises:
-        ValueError: the pipeline's blocks have no text step of SDXL under the name `text_encoder`.
+        ValueError: options that sharpen; the pipeline's blocks have no text step of SDXL under the name `text_encoder`.
     """
     blocks = copy.deepcopy(pipe.blocks)
     if not isinstance(blocks.sub_blocks.get("text_encoder"), StableDiffusionXLTextEncoderStep):
@@ -105,8 +119,12 @@ def with_long_text_step(pipe):
             f"{type(blocks).__name__} has no text step of SDXL named `text_encoder`: only modular pipelines of SDXL "
             "can read long prompts."
         )
-    blocks.sub_blocks["text_encoder"] = LongPromptTextEncoderStep()
+    if not options.sharpen == options.sharpen_sentences == 1:
+        raise ValueError("A modular pipeline is sharpened by its caller: `with sharpened(pipe.unet, 1.5): pipe(...)`.")
+    step = blocks.sub_blocks["text_encoder"] = LongPromptTextEncoderStep()
+    step.defaults = options
     copied = copy.copy(pipe)
     setattr(copied, "_blocks" if hasattr(pipe, "_blocks") else "blocks", blocks)  # the latter in older diffusers
+    copied.save_pretrained = MethodType(_save_pretrained, copied)
     copied._component_specs = dict(pipe._component_specs)  # new components belong to one of the two only
     return copied

@@ -1,55 +1,18 @@
 """Embeddings that change from step to step, through diffusers' `callback_on_step_end`."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import BoundArguments
 from typing import Any
 
 import torch
 
-from .sharpening import ThreadValue
+from .calls import Call, Embeddings, Parts
 
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 # tensors of a callback, and the embeddings that they hold
 _TENSORS = {"prompt_embeds": EMBEDDINGS[:2], "add_text_embeds": EMBEDDINGS[2:]}
-
-Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument
-Parts = list[tuple[int, Embeddings]]  # in order: the last call of the UNet, from 0, that reads these embeddings
-
-
-@dataclass
-class Schedule:
-    """How a pipeline reads scheduled prompts.
-
-    Attributes:
-        steps: that shares of a schedule are of, see `steps_of`.
-        step: which is read, from 1.
-        parts: gets what was encoded.
-    """
-
-    steps: int
-    step: int = 1
-    parts: Parts = field(default_factory=list)
-
-
-_SCHEDULES = ThreadValue({})  # by the id of the pipeline
-
-
-def schedule_of(pipe: Any) -> Schedule | None:
-    """That of the context, in this thread."""
-    return _SCHEDULES.value.get(id(pipe))
-
-
-@contextmanager
-def scheduled(pipe: Any, steps: int) -> Iterator[Schedule]:
-    """Within the context, in this thread, `pipe` encodes scheduled prompts for so many steps of its scheduler."""
-    before, schedule = _SCHEDULES.value, Schedule(max(1, steps * getattr(pipe.scheduler, "order", 1)))
-    _SCHEDULES.value = before | {id(pipe): schedule}
-    try:
-        yield schedule
-    finally:
-        _SCHEDULES.value = before
 
 
 @dataclass
@@ -110,3 +73,26 @@ def _held(embeddings: Embeddings, name: str, tensors: dict) -> torch.Tensor:
     copies = len(tensors[name]) // len(positive)
     first = positive if negative is None or copies < 2 else negative
     return torch.cat([first, *[positive] * (copies - 1)]).to(tensors[name])
+
+
+def count_calls(pipe: Any, steps: int | None) -> int:
+    """How often the UNet is called in so many steps, by which A1111 counts."""
+    return max(1, (steps or 0) * getattr(pipe.scheduler, "order", 1))
+
+
+def exchange_embeddings(pipe: Any, call: Call, bound: BoundArguments) -> tuple[tuple, dict]:
+    """The arguments of a pipeline's call that exchanges embeddings for scheduled prompts, if its callback can."""
+    needed = {"prompt_embeds", "add_text_embeds"} if hasattr(pipe, "text_encoder_2") else {"prompt_embeds"}
+    # A ControlNet with PAG goes on with the embeddings of the first step.
+    goes_on = hasattr(pipe, "controlnet") and hasattr(type(pipe), "set_pag_applied_layers")
+    if needed <= {*getattr(pipe, "_callback_tensor_inputs", ())} and not goes_on:
+        given = {name: bound.arguments.get(name, each.default) for name, each in bound.signature.parameters.items()}
+        listed = next((given[name] for name in ("timesteps", "sigmas") if given.get(name) is not None), None)
+        call.steps = count_calls(pipe, given["num_inference_steps"] if listed is None else len(listed))
+        callback, names = given["callback_on_step_end"], given["callback_on_step_end_tensor_inputs"]
+        exchange = ExchangeEmbeddings(call.parts, callback, getattr(callback, "tensor_inputs", names), call.sources)
+        bound.arguments |= {
+            "callback_on_step_end": exchange,
+            "callback_on_step_end_tensor_inputs": exchange.inputs(pipe),
+        }
+    return bound.args[1:], bound.kwargs

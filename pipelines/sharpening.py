@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers import DiffusionPipeline
 from diffusers.models.attention_processor import Attention
 
 from debias_diffusion.text.chunks import MOST_SHARPENING, TRAINED_POSITIONS
+from debias_diffusion.text.options import check_sharpening
 
-from .prompt_reader import check_sharpening
+from .calls import Call, ThreadValue
 
 # Attention without parts of its own, such as an IP-Adapter's, for which another way to choose can stand in.
 _PLAIN = ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "XFormersAttnProcessor")
@@ -50,83 +50,25 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
             yield
 
 
-class SharpenedMixin:
-    """A pipeline whose forwards of its UNet, and no others, are sharpened by `self._long_prompt.sharpen`."""
+def view_of(pipe: Any, call: Call, unet: Any) -> Any:
+    """An object with the UNet's attributes, methods and `__dict__`, whose forwards alone are sharpened."""
+    factor, power = call.options.sharpen, call.options.sharpen_sentences
+    factors = call.stack.enter_context(_key_factors(unet)) if factor != 1 else []
+    choices = call.stack.enter_context(_choices(unet)) if power != 1 else []
 
-    _long_prompt: Any
+    def forward(_, *args, **kwargs):
+        choice = _choice(pipe, call.member, power) if choices else None
+        with _set_values(factors, factor), _set_values(choices, choice):
+            return unet(*args, **kwargs)
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        if issubclass(cls, DiffusionPipeline):
-            own = vars(cls).get("__call__")
-
-            @functools.wraps(cls.__call__)  # so that its signature is still diffusers'
-            def sharpened_call(self, *args, sentences: torch.Tensor | None = None, **kwargs):
-                call = super(cls, self).__call__ if own is None else functools.partial(own, self)
-                with _views(self, sentences):
-                    return call(*args, **kwargs)
-
-            cls.__call__ = sharpened_call
-
-    @property
-    def unet(self) -> Any:
-        """The UNet; within a call, in the call's thread, the view of it that is sharpened."""
-        if "unet" not in vars(self):
-            raise AttributeError("unet")
-        view_of = _VIEWS.value.get(id(self), lambda unet: unet)
-        return view_of(vars(self)["unet"])
-
-    @unet.setter
-    def unet(self, unet: Any) -> None:
-        vars(self)["unet"] = unet
-
-    @unet.deleter
-    def unet(self) -> None:
-        del vars(self)["unet"]
-
-    @property
-    def components(self) -> dict[str, Any]:
-        """As in diffusers, with the UNet itself: other pipelines are made of them, and hooks are set on them."""
-        return super().components | {"unet": vars(self)["unet"]}
+    cls = type(unet)
+    view = object.__new__(type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": forward}))
+    object.__setattr__(view, "__dict__", vars(unet))
+    return view
 
 
-@contextmanager
-def _views(pipe: SharpenedMixin, sentences: torch.Tensor | None) -> Iterator[None]:
-    """Within the context, in this thread, `pipe.unet` is a view whose forwards, and no others, are sharpened.
-
-    Args:
-        sentences: of embeddings that are passed in, see `note_sentences`.
-    """
-    factor, power = pipe._long_prompt.sharpen, pipe._long_prompt.sharpen_sentences
-    member = None if sentences is None or power == 1 else _member(sentences)
-    with ExitStack() as stack:
-
-        @functools.cache
-        def view_of(unet: Any) -> Any:
-            """An object with the attributes and methods of the UNet, and one `__dict__`, but a call of its own."""
-            if factor == power == 1:  # as for most calls, and a UNet has thousands of modules
-                return unet
-            factors = stack.enter_context(_key_factors(unet)) if factor != 1 else []
-            choices = stack.enter_context(_choices(unet)) if power != 1 else []
-
-            def forward(_, *args, **kwargs):
-                choice = _choice(pipe, power) if choices else None
-                with _set_values(factors, factor), _set_values(choices, choice):
-                    return unet(*args, **kwargs)
-
-            cls = type(unet)
-            view = object.__new__(type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": forward}))
-            object.__setattr__(view, "__dict__", vars(unet))
-            return view
-
-        for values, value in ((_VIEWS, view_of), (_MEMBER, member)):
-            stack.callback(setattr, values, "value", values.value)
-            values.value = values.value | {id(pipe): value}
-        yield
-
-
-def note_sentences(pipe: SharpenedMixin, sentences: torch.Tensor | None, repeats: int, embeds: torch.Tensor) -> None:
-    """Says which sentences the embeddings have that a call of `pipe` goes on with, if one is under way in this thread.
+def note_sentences(call: Call, sentences: torch.Tensor | None, repeats: int, embeds: torch.Tensor) -> None:
+    """Says which sentences the embeddings have that a call goes on with.
 
     Args:
         sentences: the number of each position's sentence, from 0, [prompts, positions]; -1 for BOS, EOS and pads. None:
@@ -134,25 +76,15 @@ def note_sentences(pipe: SharpenedMixin, sentences: torch.Tensor | None, repeats
         repeats: images of each prompt.
         embeds: what the UNet reads, on its device.
     """
-    if id(pipe) in _MEMBER.value:
-        member = _MEMBER.value[id(pipe)] if sentences is None else _member(sentences)
-        member = None if member is None else member.repeat_interleave(repeats, 0).to(embeds)
-        _MEMBER.value = _MEMBER.value | {id(pipe): member}
+    member = call.member if sentences is None else member_of(sentences)
+    call.member = None if member is None else member.repeat_interleave(repeats, 0).to(embeds)
 
 
-def _member(sentences: torch.Tensor) -> torch.Tensor:
+def member_of(sentences: torch.Tensor | None) -> torch.Tensor | None:
     """See `Choice`."""
+    if sentences is None:
+        return None
     return (sentences[..., None] == torch.arange(max(1, int(sentences.max()) + 1), device=sentences.device)).float()
-
-
-class ThreadValue(threading.local):
-    """A value of each thread, at first the same in all."""
-
-    def __init__(self, value):  # an attribute of the class is what torch 2.8 would compile
-        self.value = value
-
-
-_VIEWS, _MEMBER = ThreadValue({}), ThreadValue({})  # by the id of the pipeline, of calls under way
 
 
 @contextmanager
@@ -262,8 +194,7 @@ class Choice(NamedTuple):
     plain: int
 
 
-def _choice(pipe: SharpenedMixin, power: float) -> Choice | None:
-    member = _MEMBER.value.get(id(pipe))
+def _choice(pipe: Any, member: torch.Tensor | None, power: float) -> Choice | None:
     if member is None:
         warnings.warn(
             "sharpen_sentences is not used: pass sentences=torch.tensor(pipe.prompt_layout(...).sentences) beside"

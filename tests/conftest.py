@@ -2,6 +2,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,6 +62,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.needs("comfyui"))
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.fixture(autouse=True)
+def warned_anew():
+    """A process gives each kind of warning once; here each test does."""
+    if prompt := sys.modules.get("debias_diffusion.text.prompt"):
+        prompt._WARNED.clear()
 
 
 # ---- folders that are made once

@@ -25,7 +25,6 @@ LAYERS = (
     ("data",),
     ("training",),
     ("ablation",),
-    ("pipelines.prompt_reader",),
     tuple(f"pipelines.rendering.{name}" for name in ("options", "loras", "prompts", "checkpoints")),  # for `tokens`
     ("pipelines",),
     ("eval.intervals", "eval.report"),

@@ -50,7 +50,7 @@ def long(base):
 
 def texts_of(pipe, text):
     """The text's tokens, per encoder."""
-    return [batch[0] for batch in pipe._reader.tokenize(text, None)]
+    return [plan.parts[0].tokens for plan in pipe._read((text,), None, False).prompts.encoders]
 
 
 def chunks_of(tokens, slots, overlap=False):
@@ -73,7 +73,7 @@ def same(a, b):
     [
         {"prompt": [SHORT, OTHER, ""], "negative_prompt": ["", "blurry", "!"], "num_images_per_prompt": 2},
         {"prompt": words(75), "prompt_2": "dragon", "negative_prompt": words(75, ".")},
-        {"prompt": "a cat! <|endoftext|> and a dog!!", "negative_prompt": "!"},
+        {"prompt": "a cat! < and a dog!!", "negative_prompt": "!"},
     ],
 )
 def test_short_prompts_draw_from_the_embeddings_of_diffusers(stock, ours, call):
@@ -185,7 +185,8 @@ def test_layout_is_the_literal_one(pipe_of_lengths, lengths, texts, repeat, over
     pipe = pipe_of_lengths[lengths].set_long_prompt(reading="overlap" if overlap else "separate")
     texts = ["".join(text * repeat)[: 12 * min(lengths)] for text in texts]
     embeds, negatives, pooled, _ = pipe.encode_prompt(texts, negative_prompt="grey")
-    tokens = list(zip(*pipe._reader.tokenize(texts, None), strict=True))
+    plans = pipe._read((texts,), None, False).prompts.encoders
+    tokens = list(zip(*([part.tokens for part in plan.parts] for plan in plans), strict=True))
     longest, length = max(len(own.ids) for row in tokens for own in row), embeds.shape[1]
     assert length == positions_for(longest, list(lengths)) >= longest + 2
     for row in range(2):
@@ -291,7 +292,9 @@ def test_errors(ours, base):
     ):
         with pytest.raises(ValueError, match=message):
             ours.encode_prompt(prompt, **call)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'negative_clipskip'"):
+    with pytest.raises(
+        TypeError, match="'negative_clipskip' is no option of long prompts, which are reading, emphasis"
+    ):
         ours.set_long_prompt(negative_clipskip=True)
     without = assemble(Ours, base, text_encoder=None, text_encoder_2=None)
     with pytest.raises(ValueError, match="`text_encoder_2` is None, so no prompt can be encoded"):

@@ -110,7 +110,10 @@ def test_a_replaced_file_is_another_lora(drawn, tmp_path):
 
 
 def test_tags():
-    assert lora_tags("a <lora:x:1> <hypernet:y:1>, <lora:z") == ["<lora:x:1>"]
+    prompt = "a #1 poster <lora:x:1> <hypernet:y:1>, <lyco:w:1>, <lora:z"
+    assert lora_tags(prompt, "overlap") == lora_tags(prompt, "comfyui") == ["<lora:x:1>", "<lyco:w:1>"]
+    assert lora_tags(f"# note <lora:v:1>\n{prompt}", "a1111") == []  # a comment ends with its line
+    assert lora_tags(f"# note <lora:v:1>\n{prompt[2:]}".replace("#1", ""), "a1111") == ["<lora:x:1>", "<lyco:w:1>"]
     tags = {"<lora:x>": Lora("x", 1.0, 1.0), "<lora:x:.5>": Lora("x", 0.5, 0.5), "<lora:x:1:-2>": Lora("x", 1, -2)}
     assert {tag: read_lora(tag) for tag in tags} == tags
 

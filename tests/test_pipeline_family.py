@@ -4,6 +4,7 @@ What all classes do with short and long prompts is in tests/helpers/matrix.py.
 """
 
 import json
+from inspect import Parameter
 
 import numpy as np
 import pytest
@@ -80,8 +81,13 @@ def quiet(pipe):
 @each_class
 def test_signatures_and_components_are_those_of_diffusers(cls):
     stock, ours, _, settings = pair(cls)
-    for name in ("__call__", "encode_prompt", "__init__"):
+    for name in ("encode_prompt", "__init__"):
         assert arguments(getattr(cls, name)) == arguments(getattr(type(stock), name))
+    own = [("long_prompt", Parameter.KEYWORD_ONLY, None), ("sentences", Parameter.KEYWORD_ONLY, None)]
+    called = arguments(cls.__call__)
+    assert [each for each in called if each not in own] == arguments(type(stock).__call__) and all(
+        each in called for each in own
+    )
     assert cls.__mro__.index(type(stock)) > 1 and cls.__name__ == type(stock).__name__ in CASES
     types = [{name: type(part) for name, part in pipe.components.items()} for pipe in (ours, stock)]
     assert types[0] == types[1]

@@ -27,6 +27,7 @@ from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, render, render_into
 from debias_diffusion.processes import Processes
+from debias_diffusion.text.options import LongPromptOptions
 
 CPU = torch.device("cpu")
 # of 77, 227 and 248 positions, in mixed order
@@ -131,10 +132,12 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
 
 
 def test_settings_are_all_that_affects_an_image(renderer, long):
-    samplings = {"scheduler": "DDIMScheduler", "layer": "last", "height": 80, "emphasis": "ignore", "sharpen": 1.5}
-    samplings["sharpen_sentences"] = 4.0
+    samplings = {"scheduler": "DDIMScheduler", "layer": "last", "height": 80}
     changes = [{"encoder_2": "stretch"}, {"dtype": torch.float16}]
     changes += [{"sampling": replace(SAMPLING, **{name: value})} for name, value in samplings.items()]
+    reading = {"emphasis": "ignore", "breaks": "average", "sharpen": 1.5, "sharpen_sentences": 4.0}
+    options = [LongPromptOptions(**{name: value}) for name, value in reading.items()]
+    changes += [{"sampling": replace(SAMPLING, long_prompt=each)} for each in options]
 
     def record(encoder, **changed):
         other = replace(renderer, **changed)

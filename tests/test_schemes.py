@@ -1,6 +1,5 @@
 """Schemes of reading: weights and BREAK, their syntax and what they do to embeddings; chunks as kohya trains."""
 
-import re
 import signal
 import warnings
 from contextlib import suppress
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 from debias_diffusion import parse_prompt
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline as Ours
 from debias_diffusion.text.chunks import split_text
-from debias_diffusion.text.reading import tokenize_text
-from debias_diffusion.text.schedules import text_at
-from debias_diffusion.text.weighting import has_weights, unread_syntax
+from debias_diffusion.text.prompt import _WARNED
+from debias_diffusion.text.prompt_tokens import tokenize_text
+from debias_diffusion.text.schedules import find_schedules, text_at
+from debias_diffusion.text.weighting import find_unread, take_out
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -54,7 +54,7 @@ def test_weights_beyond_numbers_and_too_many_brackets_are_refused():
                 parse_prompt(prompt, reading, "comfyui")
 
 
-@pytest.mark.parametrize("pieces", ["x{}y", ":1{}x", "BREAK:{}x", "<x:{}", "__x{}", "[x|{}y"])
+@pytest.mark.parametrize("pieces", ["x{}y", ":1{}x", "BREAK:{}x", "<x:{}", "{{{}", "[x|{}y", "[a:{}", "x :{} y"])
 def test_long_texts_take_time_in_proportion(pieces):
     """What is quadratic takes hours for these; a signal ends that."""
 
@@ -69,7 +69,12 @@ def test_long_texts_take_time_in_proportion(pieces):
             for reading in ("overlap", "a1111", "comfyui"):
                 with suppress(ValueError):
                     parse_prompt(prompt, reading, "comfyui")
-            unread_syntax(prompt), has_weights(prompt), text_at(prompt, 1, 4)
+            (
+                find_unread(prompt, [], weights=True),
+                text_at(prompt, 1, 4),
+                find_schedules(prompt),
+                take_out(prompt, "a1111"),
+            )
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
@@ -79,36 +84,71 @@ def test_long_texts_take_time_in_proportion(pieces):
 
 UNREAD = {
     "a [cat:dog:0.5]": "[cat:dog:0.5]",
+    "a [cat|dog] on a sofa": "[cat|dog]",
     "a cat AND a dog": "AND",
     "a {red|blue} cat": "{red|blue}",
-    "a __colour__ cat": "__colour__",
     '("a cat", "a dog").blend(0.5, 0.5)': ".blend(",
     "a cat <lora:style:0.8>": "<lora:style:0.8>",
+    "a cat <lyco:style:0.8>": "<lyco:style:0.8>",
+    "a cat <hypernet:style:0.8>": "<hypernet:style:0.8>",
     "a cat\nSteps: 20, Sampler: Euler": "Steps: 20,",
+    '--prompt "a cat" --seed 7': "--prompt",
+    "a cat at night --ar 16:9": "--ar",
 }
-READ = ["A CAT AND A DOG", r"a \[cat|dog\]", "[a cat] {a dog}", "rock and roll, 10:30", "snake__case", "4 < 5"]
+READ = ["A CAT AND A DOG", r"a \[cat|dog\]", "[a cat] {a dog}", "rock and roll, 10:30", "snake_case __init__", "4 < 5"]
+READ += ["ratio [4:3]", "a cat -- a dog", "<3 <b>"]
+# What may be a weight elsewhere, and is prose here.
+PROSE = [
+    "a C++ book",
+    "Notepad--",
+    "(fig. 2:1)",
+    "price: $5.00 (approx: 3)",
+    "BREAK a leg",
+    "(scale:1.0)",
+    "A+ and B++",
+]
+WEIGHTED = [
+    "a (red:1.3) cat",
+    r"rem \(re\)",
+    "a cat++, here",
+    "a cat BREAK a dog",
+    "((red)) cat",
+    "(a cat)++",
+    "(a:.5)",
+]
 
 
-def test_other_programs_syntax_is_named_once_for_a_prompt(weighting):
+def test_other_programs_syntax_is_named_truly_and_once_a_process(weighting):
     for prompt, named in UNREAD.items():
-        with pytest.warns(UserWarning, match=re.escape(f"{named!r} is read as text: ")) as warned:
-            weighting.prompt_layout(prompt, prompt, negative_prompt=prompt)
-        assert len({str(warning.message) for warning in warned}) == 1
+        layout = weighting.prompt_layout(prompt, prompt, negative_prompt=prompt)
+        assert len(layout.warnings) == 1 and f"{named!r} " in layout.warnings[0], prompt
+        assert "read as text" not in layout.warnings[0]  # with weights on, [cat|dog] is not
+        for count in (1, 0):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                weighting.encode_prompt(prompt, negative_prompt=prompt)
+            assert [str(warning.message) for warning in warned] == list(layout.warnings)[:count]
+        _WARNED.clear()
 
 
-def test_weights_that_are_text_are_named_and_others_are_not(pipe, weighting):
-    for prompt in ("a (red:1.3) cat", r"rem \(re\)", "a cat++, here", "a cat BREAK a dog", "((red)) cat"):
-        with pytest.warns(UserWarning, match="are read as text. .*emphasis"):
-            pipe.prompt_layout(prompt)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            weighting.prompt_layout(prompt)
-            Ours(**pipe.components).set_long_prompt(emphasis="none").prompt_layout(prompt)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for prompt in READ:
-            weighting.prompt_layout(prompt)
-        pipe.prompt_layout("a red cat (small), state-of-the-art")
+def test_weights_that_are_text_are_named_and_prose_is_not(pipe, weighting):
+    for prompt in WEIGHTED:
+        assert "are read as text: set_long_prompt(emphasis=" in pipe.prompt_layout(prompt).warnings[0], prompt
+        none = Ours(**pipe.components).set_long_prompt(emphasis="none")
+        assert weighting.prompt_layout(prompt).warnings == none.prompt_layout(prompt).warnings == ()
+    for prompt in READ:
+        assert weighting.prompt_layout(prompt).warnings == (), prompt
+    for prompt in (*PROSE, *READ[:1], *READ[2:], "a red cat (small), state-of-the-art"):
+        assert pipe.prompt_layout(prompt).warnings == (), prompt
+    a1111 = Ours(**pipe.components).set_long_prompt(reading="a1111")
+    for prompt in (*WEIGHTED, *PROSE, "ratio [4:3]", "a [cat:dog:0.5]", "a [cat|dog]"):
+        assert a1111.prompt_layout(prompt).warnings == (), prompt
+
+
+def test_and_warns_where_a1111_would_join(pipe):
+    a1111 = Ours(**pipe.components).set_long_prompt(reading="a1111")
+    assert "'AND' does not join" in a1111.prompt_layout("ROCK AND ROLL").warnings[0]
+    assert a1111.prompt_layout("a cat", negative_prompt="a dog AND a house").warnings == ()
 
 
 # ---- strengths of BREAK
@@ -189,6 +229,7 @@ def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length)
 def test_weights_of_a_word_of_several_tokens_and_of_an_inversion(base):
     pipe = tiny_sdxl.assemble_copy(Ours, base)
     tiny_sdxl.add_inversions(pipe, {"<x>": 3})
-    tokens = pipe.set_long_prompt(emphasis="comfyui")._reader.tokenize("a (<x>:1.5) supercalifragilistic++", None)[0][0]
+    plan = pipe.set_long_prompt(emphasis="comfyui")._read(("a (<x>:1.5) supercalifragilistic++",), None, False)
+    tokens = plan.prompts.encoders[0].parts[0].tokens
     assert tokens.weights[:4] == [1, 1.5, 1.5, 1.5] and len(tokens.weights) == len(tokens.ids) > 6
     assert tokens.weights[4:] == [pytest.approx(1.21)] * (len(tokens.ids) - 4)

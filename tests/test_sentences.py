@@ -5,7 +5,7 @@ import pytest
 
 from debias_diffusion import split_sentences
 from debias_diffusion.text.chunks import Cut
-from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.prompt_tokens import tokenize_text
 from debias_diffusion.text.tokens import clip_tokenizer
 
 CASES = [

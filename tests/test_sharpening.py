@@ -15,6 +15,7 @@ from helpers.tiny_sdxl import assemble, assemble_copy
 from peft import LoraConfig
 
 from debias_diffusion.pipelines import (
+    LongPromptOptions,
     StableDiffusionLongPromptPipeline,
     StableDiffusionXLLongPromptControlNetPipeline,
     StableDiffusionXLLongPromptPipeline,
@@ -283,7 +284,7 @@ def test_embeddings_that_are_passed_in(pipe):
 
 def test_the_renderer_passes_sentences_on(pipe):
     size = {"height": 32, "width": 32}
-    sampling = Sampling(steps=2, guidance_scale=5.0, sharpen_sentences=POWER, **size)
+    sampling = Sampling(steps=2, guidance_scale=5.0, long_prompt=LongPromptOptions(sharpen_sentences=POWER), **size)
     [expected] = draw(pipe.set_long_prompt(sharpen_sentences=POWER), LONG, output_type="pil", **size)
     [image] = render(pipe, encode(pipe, [ImagePrompt(LONG)], sampling), [0], sampling)
     assert np.array_equal(image, expected)

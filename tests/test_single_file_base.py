@@ -20,10 +20,10 @@ from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
-from debias_diffusion.pipelines.prompt_reader import PromptReader
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.processes import Processes
+from debias_diffusion.text.prompt import read
 from debias_diffusion.text.tokens import clip_tokenizer
 
 CPU = torch.device("cpu")
@@ -125,4 +125,4 @@ def test_a_first_encoder_of_other_positions_than_configured_is_read(tmp_path):
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert pipe.prompt_layout("red cat " * 60).chunks == (1, 3)
     encoders = load_tokenizers(Checkpoint.parse(base), EncoderSpec.parse(ORIGINAL))
-    assert PromptReader(encoders).layout("red cat " * 60).chunks == (1, 3)
+    assert read(["red cat " * 60], None, encoders).layout().chunks == (1, 3)

@@ -17,7 +17,7 @@ from debias_diffusion.data.dataset import RecordDataset
 from debias_diffusion.methods.base import Key
 from debias_diffusion.methods.sampling import draw_generator
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, split_text
-from debias_diffusion.text.reading import tokenize_text
+from debias_diffusion.text.prompt_tokens import tokenize_text
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.training.feature_cache import FrozenEncoder

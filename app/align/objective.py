@@ -16,7 +16,9 @@ from debias_diffusion.devices import autocast
 from debias_diffusion.encoders.text_encoders import TextEncoder
 from debias_diffusion.methods.keep_states import relative_error
 from debias_diffusion.text.chunks import Tokens, positions_for
-from debias_diffusion.text.reading import encode_texts
+from debias_diffusion.text.encoding import encode
+from debias_diffusion.text.options import LongPromptOptions
+from debias_diffusion.text.prompt import plan_tokens
 
 from .data import AlignBatch, Text
 
@@ -31,7 +33,9 @@ class Encoder(NamedTuple):
 
     def read(self, texts: list[Tokens], length: int, overlap: bool = True) -> tuple[Tensor, Tensor | None]:
         """Hidden states [texts, length, width] and pooled [texts, pooled width]."""
-        return encode_texts(self.model, self.tokenizer, texts, length, reading="overlap" if overlap else "separate")
+        options = LongPromptOptions(reading="overlap" if overlap else "separate")
+        [plan], _ = plan_tokens([texts], [(self.tokenizer, self.context_length)], options, length)
+        return encode(plan, self.model)
 
     @property
     def context_length(self) -> int:

@@ -118,7 +118,10 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
                     count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
                     scheduler = gr.Dropdown([*models.schedulers], value=defaults.scheduler, label="Scheduler")
-                    choices = [("as the reading does", ""), *((name, name) for name in get_args(Emphasis))]
+                    choices = [
+                        ("as the reading does", ""),
+                        *((name, name) for name in get_args(Emphasis) if name != "a1111"),
+                    ]
                     emphasis = gr.Dropdown(choices, value="", label="Weights: (word:1.3), [word], BREAK")
                     hint = "An encoder whose name says how it reads always reads so."
                     choices = [(title.capitalize(), name) for name, title in READINGS.items()]
@@ -243,6 +246,7 @@ class _Endpoints:
         lines = [
             f"- **{escape(self.models.title(label, reading))}** {each.in_words()}" for label, each in readings.items()
         ]
+        lines += dict.fromkeys(f"- {escape(each)}" for reading in readings.values() for each in reading.warnings)
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 
     def analyse(self, prompt: str, encoders: list[str], emphasis: Emphasis | Literal[""], reading: Reading) -> list:

@@ -10,9 +10,9 @@ from transformers import CLIPTokenizer
 from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods.sampling import join_sentences
-from debias_diffusion.pipelines.prompt_reader import PromptReader
 from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.text.chunks import Chunk
+from debias_diffusion.text.prompt import read
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import CaptionTokenizer, clean
 
@@ -31,10 +31,12 @@ class PromptReading:
     Attributes:
         ids: the prompt's tokens, without BOS and EOS.
         chunks: what it reads at once, by token numbers from 0, in order; at least one.
+        warnings: what the prompt holds that is not read, in sentences.
     """
 
     ids: list[int]
     chunks: list[Chunk]
+    warnings: tuple[str, ...] = ()
 
     @property
     def read(self) -> int:
@@ -59,8 +61,10 @@ def read_prompt(
     """How an encoder reads the prompt of a request, by its tokenizer or another one of its vocabulary."""
     options, pipe = request.options(models, label), models.encoders[label]
     context_length = pipe.text_encoder.config.max_position_embeddings
-    reader = PromptReader([(tokenizer or pipe.tokenizer, context_length)], options)
-    return PromptReading(*reader.chunks(cleaned(request.prompt, options)))
+    encoders = [(tokenizer or pipe.tokenizer, context_length)]
+    plan = read([cleaned(request.prompt, options)], None, encoders, options)
+    part = plan.prompts.encoders[0].parts[0]
+    return PromptReading(part.tokens.ids + part.rest, part.chunks, tuple(plan.unread.values()))
 
 
 def count_tokens(

@@ -8,13 +8,13 @@ from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
-from debias_diffusion.pipelines import LongPromptOptions, PromptLayout
-from debias_diffusion.pipelines.prompt_reader import PromptReader
 from debias_diffusion.pipelines.rendering.infotext import read_image
 from debias_diffusion.pipelines.rendering.options import ImageOptions
 from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings
 from debias_diffusion.text.chunks import Emphasis, Reading, join_runs
-from debias_diffusion.text.weighting import parse_prompt
+from debias_diffusion.text.options import LongPromptOptions, PromptLayout
+from debias_diffusion.text.schedules import MANY_STEPS, text_at
+from debias_diffusion.text.weighting import parse_parts, take_out
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import Scene
 
@@ -135,7 +135,9 @@ def without_weights(text: str, options: LongPromptOptions) -> str:
     Raises UserError for one beyond limits.
     """
     with explain_failure("The prompt's weights cannot be read"):
-        parts = parse_prompt(PromptReader((), options).text(text), options.reading, options.weights)
+        text, _ = take_out(text, options.reading)
+        text = text_at(text, 1, MANY_STEPS) if options.reading == "a1111" else text
+        parts = parse_parts(text, options.reading, options.weights)
     return join_runs([run for part in parts for run, _ in part.runs])[0]
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -122,12 +122,14 @@ def draw_ways(config: CheckConfig) -> tuple[list[ShowcasePrompt], Images]:
     output.mkdir(parents=True, exist_ok=True)
     lines = [{"prompt": prompt.text, "seed": config.seed + number} for number, prompt in enumerate(prompts)]
     write_text(output / "prompts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    names = ("base", "steps", "guidance_scale", "height", "width", "batch", "low_memory", "device", "precision")
-    shared = {name: getattr(config, name) for name in names} | {"prompts": str(output / "prompts.jsonl")}
+    own = {field.name for field in fields(GenerateConfig)} - {"prompt", "prompts", "output", "seed"}
+    shared = {name: value for name, value in asdict(config).items() if name in own}  # every option of an image
+    shared["prompts"] = str(output / "prompts.jsonl")
     for way, reading in WAYS.items():
         print(f"\n{way}:")
-        folder, factor = output / way.replace(" ", "-").lower(), config.sharpen if way == SHARPENED else 1.0
-        generate(GenerateConfig(None, output=str(folder), reading=reading, sharpen=factor, **shared))
+        folder = output / way.replace(" ", "-").lower()
+        plain = {} if way == SHARPENED else {"sharpen": 1.0, "sharpen_sentences": 1.0}
+        generate(GenerateConfig(None, output=str(folder), reading=reading, **shared | plain))
         index = map(json.loads, read_file(folder / "index.jsonl").splitlines())
         images[way] = [(file, sha256(file)) for file in (folder / entry["file"] for entry in index)]
     return prompts, images

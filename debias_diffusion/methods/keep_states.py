@@ -25,7 +25,7 @@ from ..devices import to_device
 from ..errors import UserError
 from ..limits import NonNegativeFloat
 from ..text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
-from ..text.reading import tokenize_text
+from ..text.prompt_tokens import tokenize_text
 from ..text.sentences import join_sentences, split_sentences
 from ..text.tokens import CaptionTokenizer, TokenBatch
 from .base import Batch, Method, at_least_float

@@ -20,8 +20,8 @@ TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and
 
 # Of texts longer than the context length: our own ways, then the programs whose ways are imitated.
 Reading = Literal["overlap", "separate", "cut", "a1111", "kohya", "comfyui"]
-# What a weight does to the states of its token, see `weigh`; "none": signs of weights are text.
-Emphasis = Literal["none", "ignore", "original", "no_norm", "comfyui"]
+# What a weight does to the states of its token, see `weigh`; "none": signs of weights are text. "a1111" is "original".
+Emphasis = Literal["none", "ignore", "original", "no_norm", "comfyui", "a1111"]
 Breaks = Literal["concatenate", "average"]  # what BREAK does, where it is read
 PROGRAMS: dict[Reading, Emphasis] = {"a1111": "original", "kohya": "none", "comfyui": "comfyui"}  # what each does
 WHOLE_ROWS = ("a1111", "comfyui")  # these give the UNet each chunk's BOS, EOS and pads, too
@@ -89,7 +89,9 @@ class Tokens(NamedTuple):
     @property
     def alone(self) -> list["Tokens"]:
         """The parts between breaks as texts of their own."""
-        return [Tokens(self.ids[a:b], self.cuts[a:b], self.weights[a:b]) for a, b in self.parts]
+        strengths = self.strengths or [1.0] * len(self.parts)
+        parts = zip(self.parts, strengths, strict=True)
+        return [Tokens(self.ids[a:b], self.cuts[a:b], self.weights[a:b], (), (own,)) for (a, b), own in parts]
 
 
 class Chunk(NamedTuple):
@@ -126,6 +128,11 @@ def positions_for(n_tokens: int, context_lengths: list[int]) -> int:
 
     positions = whole_chunks(min(TRAINED_POSITIONS, *context_lengths))
     return positions if positions <= max(context_lengths) else whole_chunks(max(context_lengths))
+
+
+def chunk_length(context: int, reading: Reading) -> int:
+    """Positions that an encoder of this context length reads at once; 77 as the programs do that are imitated."""
+    return min(context, TRAINED_POSITIONS) if reading in PROGRAMS else context
 
 
 def join_runs(runs: Sequence[str]) -> tuple[str, list[int]]:
@@ -330,17 +337,26 @@ def positions_of(chunks: Sequence[Chunk], context_length: int, length: int, read
     return list(itertools.islice(itertools.chain(positions, itertools.cycle(pads)), length))
 
 
-def weigh(states: "torch.Tensor", weights: "torch.Tensor", empty: "torch.Tensor", emphasis: Emphasis) -> "torch.Tensor":
+def weigh(
+    states: "torch.Tensor",
+    weights: "torch.Tensor",
+    empty: "torch.Tensor",
+    emphasis: Emphasis,
+    groups: "torch.Tensor",
+    entries: "torch.Tensor",
+) -> "torch.Tensor":
     """What weights do to hidden states. Those of weight 1 stay as they are, bit for bit, except under "original".
 
     - "comfyui": empty + weight * (state - empty), away from the states of an empty text, or towards them.
     - "no_norm": weight * state.
-    - "original": as "no_norm", then each chunk is multiplied so that the mean of its states is what it was.
+    - "original": as "no_norm", then each chunk is multiplied so that the mean of its group's states is what it was.
 
     Args:
         states: [chunks, context_length, width]
         weights: [chunks, context_length]
         empty: [context_length, width] hidden states of `[BOS, EOS, pads]`.
+        groups: [chunks] numbers from 0; chunks of one number share their mean, in which
+        entries: [chunks] is how often each counts: A1111 counts a text as often as its prompt changes to it.
     """
     import torch
 
@@ -349,5 +365,7 @@ def weigh(states: "torch.Tensor", weights: "torch.Tensor", empty: "torch.Tensor"
         return torch.where(weights == 1, states, empty + weights * (states - empty))
     weighted = states * weights
     if emphasis == "original":
-        weighted = weighted * (states.mean((1, 2), keepdim=True) / weighted.mean((1, 2), keepdim=True))
+        means = (part.mean((1, 2)) * entries for part in (states, weighted))
+        before, after = (torch.zeros_like(mean).index_add(0, groups, mean)[groups] for mean in means)
+        weighted = weighted * (before / after)[:, None, None]
     return weighted

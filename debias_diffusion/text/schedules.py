@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 MANY_STEPS = 1000  # where their number is not known
 _MOST_NESTED = 100  # brackets in each other, far beyond use; more are text
-_PLAIN = r"(?:[^\\\[\]():|]|\\.)*"
-_NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+_FLAT = r"(?:[^\\\[\]():|]|\\.)*"
+_WHEN = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _INNERMOST = re.compile(
     rf"""
     \\.
-    | (?P<weighted>\({_PLAIN}(?::{_PLAIN})?\)|\[{_PLAIN}\])
-    | \[(?:(?P<before>{_PLAIN}):)?(?P<after>{_PLAIN}):\s*(?P<when>{_NUMBER})\s*\]
-    | \[(?P<turns>{_PLAIN}(?:\|{_PLAIN})+)\]
+    | (?P<weighted>\({_FLAT}(?::{_FLAT})?\)|\[{_FLAT}\])
+    | \[(?:(?P<before>{_FLAT}):)?(?P<after>{_FLAT}):\s*(?P<when>{_WHEN})\s*\]
+    | \[(?P<turns>{_FLAT}(?:\|{_FLAT})+)\]
     """,
     re.VERBOSE,
 )
-_ONE_OF_TURNS = re.compile(rf"(?:^|\|)({_PLAIN})")
+_ONE_OF_TURNS = re.compile(rf"(?:^|\|)({_FLAT})")
 _REST = re.compile(r"(?:[^\\|]|\\.)*")
 _HOLE = re.compile("\0([0-9]+)\0")  # where a bracket stood, with its number
 

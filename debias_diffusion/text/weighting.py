@@ -36,26 +36,40 @@ _A1111_NUMBER = r":\s*(?P<weight>[+-]?[.\d]+)\s*\)"
 _KOHYA_NUMBER = r":(?P<weight>[+-]?[.\d]+)\)"
 _ROUND = "("
 _PAIRS = {")": _ROUND, "]": "["}
-# What A1111 takes out of a prompt before it reads it, in its order.
+# What A1111 takes out of a prompt before it reads it, in its order. By the number at the end it multiplies guidance.
 _A1111_COMMENT, _A1111_NETWORK = re.compile(r"#[^\n]*"), re.compile(r"<\w+:[^>]+(?:>|\Z)")
-# Habits from other programs that no reading reads, and what to do.
+_A1111_GUIDANCE = re.compile(r"(?<!\s)\s*:\s*[-+]?(?:\d+\.?|\d*\.\d+)(?=\s*(?:\bAND\b|\Z))")
+# Habits from other programs that no reading reads: why not, and what to do.
 _UNREAD = [
-    (r"""(?<=[\w"')\]])\.(?:and|blend)\(""", "write BREAK, see `breaks`"),
-    (r"""(?<=[\w"')\]])\.swap\(""", "write one of its texts"),
+    (r"""(?<=[\w"')\]])\.(?:and|blend)\(""", "is not compel's function: write BREAK, see `breaks`"),
+    (r"""(?<=[\w"')\]])\.swap\(""", "is not compel's function: write one of its texts"),
     (
-        r"(?<!\\)\[(?:[^\[\]|]*\|[^\[\]]*|[^\[\]]*:\s*[\d.]+\s*)\]",
-        'write one of its texts; only reading="a1111" changes them by steps, if no | stands outside such brackets',
+        r"(?<!\\)\[(?=[^\[\]]*[^\W\d_])(?:[^\[\]|]*\|[^\[\]]*|[^\[\]]*:\s*[\d.]+\s*)\]",
+        'does not change from step to step: write one of its texts; reading="a1111" changes them, if no | stands'
+        " outside such brackets",
     ),
-    (r"\bAND\b", "write BREAK, see `breaks`"),
-    (r"(?i:\b(?:Hires|ADetailer)) [\w ]{1,30}:|\[(?:SEP|SKIP|PROMPT)\]", "leave it out, as there is no second pass"),
-    (r"\{prompt\}|\bStyle Selector [\w ]{1,30}:", "write the text of the style"),
-    (r"(?im)^Negative prompt:|^Steps: \d+,", "pass it as an argument of its own"),
-    (r"\{[^{}]*\|[^{}]*\}", "choose one of the alternatives"),
-    (r"(?<!\w)__[\w/-]{1,80}__(?!\w)", "write the text of the wildcard"),
-    (r"\bembedding:\S+", "load embeddings with load_textual_inversion(...), and write their tokens"),
-    (r"<\w+:[^<>]+>", 'load LoRAs with load_lora_weights(...); in prompts, reading="a1111" takes such tags out'),
+    (r"\bAND\b", "does not join two prompts: write BREAK, see `breaks`"),
+    (r"(?i:\b(?:Hires|ADetailer)) [\w ]{1,30}:|\[(?:SEP|SKIP|PROMPT)\]", "is for a second pass, which there is not"),
+    (r"\{prompt\}|\bStyle Selector [\w ]{1,30}:", "stays as it is: write the text of the style"),
+    (r"(?im)^Negative prompt:|^Steps: \d+,", "is no setting here: pass it as an argument of its own"),
+    (
+        r"(?<!\S)--(?:(?:negative_)?prompt|seed|steps|cfg_scale|sampler_name|width|height|batch_size|ar|stylize)\b",
+        "is no option in a prompt: pass it as an argument of its own",
+    ),
+    (r"\{[^{}|]*\|[^{}]*\}", "is no choice: write one of the alternatives"),
+    (r"\bembedding:\S+", "loads nothing: load embeddings with load_textual_inversion(...), and write their tokens"),
+    (r"<\w+:[^<>]+>", "loads nothing: load LoRAs with load_lora_weights(...), or with `generate --loras`"),
 ]
-_WEIGHTED = re.compile(r":\s*[\d.]+\)|\(\(|\)\d*\.\d|\\[()\[\]]|\w\)?(?:\+\+|--)(?=[\s,.)]|$)|\bBREAK\b")
+_GUIDANCE = "is taken out, as in A1111, which multiplies guidance by it: here guidance stays as it is"
+_WEIGHTS = (
+    "weights such as (red:1.3), backslashes before brackets and BREAK are read as text: set_long_prompt("
+    'emphasis="comfyui"), or --emphasis comfyui, reads them, and "none" keeps them as text'
+)
+# A weight with a point that is not 1, a bracket in a bracket, an escaped one, signs after a word or a bracket, BREAK.
+_WEIGHTED = re.compile(
+    r":\s*(?!0*1\.0*\s*\))(?:\d+\.\d*|\.\d+)\s*\)|\(\(|\)\d*\.\d|\\[()\[\]]"
+    r"|(?:(?<=[^\W\d_]{3})\+\++|(?<=\))(?:\+\++|--+))(?=[\s,.)]|$)|(?<!^)\bBREAK\b"
+)
 
 
 def parse_prompt(prompt: str, reading: Reading, emphasis: Emphasis, negative: bool = False) -> list[Part]:
@@ -68,7 +82,11 @@ def parse_prompt(prompt: str, reading: Reading, emphasis: Emphasis, negative: bo
     Raises:
         ValueError: a weight that is no number or out of range, or too many brackets in each other.
     """
-    prompt, _ = take_out(prompt, reading, negative)
+    return parse_parts(take_out(prompt, reading, negative)[0], reading, emphasis)
+
+
+def parse_parts(prompt: str, reading: Reading, emphasis: Emphasis) -> list[Part]:
+    """`parse_prompt`, of what is left after `take_out`."""
     if emphasis == "none":
         return [Part([(prompt, 1.0)])]
     if reading in ("a1111", "kohya"):
@@ -97,35 +115,48 @@ def _check_nested(depth: int) -> None:
 
 
 def take_out(prompt: str, reading: Reading, negative: bool = False) -> tuple[str, list[str]]:
-    """A prompt without what `reading` does not read, and that: A1111's comments and tags such as `<lora:name:0.8>`.
+    """A prompt without what `reading` does not read, and that: A1111's comments and tags such as `<lora:name:0.8>`, and
+    the number after a colon at the very end, or before AND, as in "masterpiece:1.2".
 
     Args:
-        negative: of a negative prompt A1111 reads the tags as text.
+        negative: of a negative prompt A1111 reads tags and numbers as text.
     """
     taken = []
 
     def take(match: re.Match) -> str:
         is_open = match[0][0] == "<" and match[0][-1] != ">"
-        taken.extend([] if is_open else [match[0]])
+        taken.extend([] if is_open else [match[0].strip()])
         return match[0] if is_open else ""
 
-    if reading == "a1111":
-        prompt = _A1111_COMMENT.sub(take, prompt)
-        prompt = prompt if negative else _A1111_NETWORK.sub(take, prompt)
+    for pattern in (_A1111_COMMENT, *([] if negative else [_A1111_NETWORK, _A1111_GUIDANCE])):
+        prompt = pattern.sub(take, prompt) if reading == "a1111" else prompt
     return prompt, taken
 
 
-def unread_syntax(prompt: str) -> str:
-    """What a prompt holds of other programs' syntax that is read as text, and what to do, in words; "" for nothing."""
-    matches = [(match[0], advice) for pattern, advice in _UNREAD if (match := re.search(pattern, prompt))]
-    if prompt.isupper():  # Some people write all in capitals.
-        matches = [(text, advice) for text, advice in matches if text != "AND"]
-    return "; ".join(f"{text[:40]!r} is read as text: {advice}" for text, advice in matches)
+def find_unread(
+    prompt: str, taken_out: list[str], reading: Reading = "overlap", negative: bool = False, weights: bool = False
+) -> dict[str, str]:
+    """What a prompt holds of other programs' syntax that is not read, each in a sentence, by what there is to do.
 
-
-def has_weights(prompt: str) -> bool:
-    """Whether a prompt seems to have weights, escaped brackets or BREAK."""
-    return _WEIGHTED.search(prompt) is not None
+    Args:
+        prompt: what is left after `take_out`, and
+        taken_out: what is not.
+        negative: of a negative prompt, in which A1111 reads AND as text.
+        weights: whether signs of weights are text.
+    """
+    tags, found = " ".join([prompt, *(part for part in taken_out if part[0] == "<")]), {}
+    for pattern, advice in _UNREAD:
+        schedules = "step to step" in advice and reading == "a1111"
+        if match := not schedules and re.search(pattern, tags):
+            found[advice] = match[0]
+    if negative if reading == "a1111" else prompt.isupper():  # Some people write all in capitals.
+        found = {advice: text for advice, text in found.items() if text != "AND"}
+    for number in (part for part in taken_out if part[0] == ":"):
+        found[_GUIDANCE] = number
+    if weights and _WEIGHTED.search(prompt.strip()):
+        found[_WEIGHTS] = ""
+    sentences = {advice: f"{text[:40]!r} {advice}" if text else advice for advice, text in found.items()}
+    return {advice: f"In the prompt {prompt[:80]!r}, {sentence}." for advice, sentence in sentences.items()}
 
 
 def parse_weights(prompt: str) -> list[Part]:

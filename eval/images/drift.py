@@ -22,7 +22,9 @@ from debias_diffusion.encoders.text_encoders import TextEncoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.text.chunks import Tokens
-from debias_diffusion.text.reading import encode_texts, tokenize_text
+from debias_diffusion.text.encoding import encode
+from debias_diffusion.text.prompt import plan_tokens
+from debias_diffusion.text.prompt_tokens import tokenize_text
 from debias_diffusion.text.tokens import clean
 
 from ..intervals import Groups, group_numbers, mean_interval, paired_difference
@@ -65,7 +67,9 @@ class StatesReader:
     def states(self, tokens: list[Tokens]) -> list[Tensor]:
         """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
         length = max(len(text.ids) for text in tokens) + 2 + PADS
-        rows, _ = encode_texts(self.encoder, self.tokenizer, tokens, length)
+        context_length = self.encoder.config.max_position_embeddings
+        [plan], _ = plan_tokens([tokens], [(self.tokenizer, context_length)], positions=length)
+        rows, _ = encode(plan, self.encoder)
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
 
 

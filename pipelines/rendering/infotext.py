@@ -12,8 +12,8 @@ from PIL import Image
 
 from debias_diffusion.errors import explain_failure
 from debias_diffusion.files import open_regular
-from debias_diffusion.text.weighting import take_out
 
+from .loras import lora_tags
 from .png import PARAMETERS_KEY, SETTINGS_KEY
 
 OURS, COMFYUI = "debias-diffusion", "ComfyUI"
@@ -58,10 +58,9 @@ def read_image(path: str | os.PathLike, loras: bool = False) -> ImageSettings:
         elif (image := _read_infotext(fields.get(PARAMETERS_KEY, ""))) is None:
             raise ValueError("it holds none of a known program")
         prompt = image.settings.get("prompt")
-        for tag in take_out(prompt, "a1111")[1] if isinstance(prompt, str) and not loras else ():
-            if tag.startswith("<lora:"):
-                image.left.append(f"{tag[:80]}: give the folder of its file (generate --loras).")
-                image.settings["prompt"] = image.settings["prompt"].replace(tag, "").strip()
+        for tag in lora_tags(prompt, image.settings.get("reading")) if isinstance(prompt, str) and not loras else ():
+            image.left.append(f"{tag[:80]}: give the folder of its file (generate --loras).")
+            image.settings["prompt"] = image.settings["prompt"].replace(tag, "").strip()
         return image
 
 
@@ -185,6 +184,10 @@ def _read_graph(nodes: dict[str, dict]) -> ImageSettings:
     clip, model = _before(nodes, text, "clip"), _before(nodes, sampler, "model")
     for node in reversed([node for node in clip if node["class_type"] == "CLIPSetLastLayer"]):
         settings["clip_skip"] = -node["inputs"]["stop_at_clip_layer"]
+        if settings["clip_skip"] == 1:
+            left.append(
+                "CLIP Set Last Layer -1: of SDXL the layer before the last is read here, ComfyUI reads the last."
+            )
     for node in reversed([node for node in model if node["class_type"] in _LORAS and "prompt" in settings]):
         name = re.split(r"[\\/]", node["inputs"]["lora_name"])[-1].removesuffix(".safetensors")
         text_weight = node["inputs"]["strength_clip"] if any(node is other for other in clip) else 0

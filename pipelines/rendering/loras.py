@@ -1,6 +1,7 @@
 """LoRAs that a prompt names as in A1111, `<lora:name:0.8>`: files of one folder, by their stems."""
 
 import importlib
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from debias_diffusion.clip.model_files import quiet_logging
 from debias_diffusion.errors import UserError, explain_failure, near_matches, reason
 from debias_diffusion.files import sha256
-from debias_diffusion.text.weighting import check_weight, take_out
+from debias_diffusion.text.chunks import Reading
+from debias_diffusion.text.weighting import check_weight
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -26,9 +28,10 @@ class Lora(NamedTuple):
     unet_weight: float = 1.0
 
 
-def lora_tags(prompt: str) -> list[str]:
-    """The tags of LoRAs in a prompt, as A1111 finds them."""
-    return [tag for tag in take_out(prompt, "a1111")[1] if tag.startswith("<lora:")]
+def lora_tags(prompt: str, reading: Reading) -> list[str]:
+    """The tags of LoRAs in a prompt, which A1111 reads as `lyco`, too; under "a1111" none in comments."""
+    text = re.sub("#[^\n]*", "", prompt) if reading == "a1111" else prompt
+    return re.findall("<(?:lora|lyco):[^>]+>", text)
 
 
 def read_lora(tag: str) -> Lora:

@@ -46,8 +46,8 @@ def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
 
 
 @dataclass(kw_only=True)
-class ImageOptions(Checked):
-    """What decides an image besides its prompt, its seed and the models.
+class Denoising(Checked):
+    """How a pipeline denoises.
 
     Attributes:
         steps: Denoising steps, from 1 to 1000; more are slower and finer, up to about 50. null is the checkpoint's own
@@ -57,6 +57,19 @@ class ImageOptions(Checked):
             colours oversaturate.
         height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
         width: Pixels, as height.
+    """
+
+    steps: Steps | None = None
+    guidance_scale: Guidance | None = None
+    height: Side | None = None
+    width: Side | None = None
+
+
+@dataclass(kw_only=True)
+class ImageOptions(Denoising):
+    """What decides an image besides its prompt, its seed and the models, for commands that draw.
+
+    Attributes:
         sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
             changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
         sharpen_sentences: There each sentence's share of the attention to the words is raised to this power, while
@@ -64,9 +77,5 @@ class ImageOptions(Checked):
             separate.
     """
 
-    steps: Steps | None = None
-    guidance_scale: Guidance | None = None
-    height: Side | None = None
-    width: Side | None = None
     sharpen: Sharpening = 1.0
     sharpen_sentences: SentenceSharpening = 1.0

@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass, replace
 
 from debias_diffusion.text.chunks import PROGRAMS
+from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.text.weighting import BREAK
 
-from ..prompt_reader import LongPromptOptions
 from .loras import Lora
 
 

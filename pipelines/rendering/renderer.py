@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -29,14 +29,14 @@ from debias_diffusion.errors import FailedError, UserError, explain_failure, rea
 from debias_diffusion.jobs import Job
 from debias_diffusion.limits import Layer
 from debias_diffusion.processes import Processes
-from debias_diffusion.text.chunks import Breaks, Emphasis
+from debias_diffusion.text.options import LongPromptOptions, PromptLayout
 
-from ..prompt_reader import LongPromptOptions, PromptLayout
-from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, Parts, scheduled
+from ..calls import Parts, calling
+from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, count_calls
 from .checkpoints import KINDS, REFINER, SDXL, STRETCH, Checkpoint
 from .loading import REFINERS, Part, default_dtype, load_pipeline, load_text_encoders
 from .loras import Lora, LoraFolder, lora_tags, read_lora
-from .options import KARRAS, ClipSkip, ImageOptions, Scheduler
+from .options import KARRAS, ClipSkip, Denoising, Scheduler
 from .png import first_difference, sampler, settings_text, write_png
 from .prompts import ImagePrompt, ImageTask
 
@@ -44,30 +44,31 @@ ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4
 
 
 @dataclass(kw_only=True)
-class Sampling(ImageOptions):
+class Sampling(Denoising):
     """How images are rendered: the options that all callers share, and those of some.
 
     Attributes:
+        long_prompt: how prompts are read; the encoder's name says the reading.
         layer: of SDXL's text encoders, see `reading_layer`.
         scheduler: None keeps the checkpoint's.
-        emphasis, breaks, zero_empty_negative: see `LongPromptOptions`.
         karras: noise levels as in Karras et al. (2022), see KARRAS; None for the checkpoint's own.
-        clip_skip: the text encoders' layer that is read, for both prompts, counted from the last, 1, as A1111, Forge
-            and ComfyUI do. As in Forge, SDXL never reads the last.
+        clip_skip: counts as A1111, Forge and ComfyUI do, not as diffusers: the text encoders' layer that is read, for
+            both prompts, from the last, 1. As in Forge, SDXL never reads the last.
     """
 
+    long_prompt: LongPromptOptions = field(default_factory=LongPromptOptions)
     layer: Layer = "penultimate"
     scheduler: Scheduler | None = None
-    emphasis: Emphasis | None = None
-    breaks: Breaks = "concatenate"
-    zero_empty_negative: bool | None = None
     karras: bool | None = None
     clip_skip: ClipSkip | None = None
 
     @classmethod
     def of(cls, settings: Mapping) -> "Sampling":
-        """From all settings of a command, by the names of these fields."""
-        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+        """From all settings of a command, by the names of these fields and of those of `LongPromptOptions`."""
+        names, options = ({field.name for field in fields(each)} & settings.keys() for each in (cls, LongPromptOptions))
+        with explain_failure("Prompts cannot be read so"):
+            long_prompt = LongPromptOptions(**{name: settings[name] for name in options - {"reading"}})
+        return cls(long_prompt=long_prompt, **{name: settings[name] for name in names})
 
 
 USUAL = dict.fromkeys(("karras", "clip_skip", "loras", "refiner", "refiner_sha256"))
@@ -112,7 +113,8 @@ def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeli
 
 def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling) -> PromptLayout:
     """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
-    with explain_failure("The prompt cannot be read"), scheduled(pipe, sampling.steps or 0):
+    steps = count_calls(pipe, sampling.steps)
+    with explain_failure("The prompt cannot be read"), calling(pipe, steps=steps):
         return pipe.prompt_layout(**_texts([prompt]), do_classifier_free_guidance=sampling.guidance_scale > 1)
 
 
@@ -161,17 +163,18 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
     guided = {"do_classifier_free_guidance": sampling.guidance_scale > 1}
     how = guided | {"clip_skip": max(skipped, 0) or None}
     try:
-        with reading_layer(pipe, sampling.layer), scheduled(pipe, sampling.steps or 0) as schedule:
+        steps = count_calls(pipe, sampling.steps)
+        with reading_layer(pipe, sampling.layer), calling(pipe, steps=steps) as call:
             embeddings = pipe.encode_prompt(**_texts(prompts), device=None, num_images_per_prompt=1, **how)
     except ValueError as error:  # more layers than an encoder has
         raise UserError(f"The prompt cannot be encoded: {reason(error)}.") from error
-    parts = schedule.parts or [(schedule.steps, dict(zip(EMBEDDINGS, embeddings, strict=False)))]
+    parts = call.parts or [(steps, dict(zip(EMBEDDINGS, embeddings, strict=False)))]
     embeddings_by_id = {id(part): part for _, part in parts}  # alternating parts share theirs
     moved = {
         key: {name: embedding.cpu() for name, embedding in part.items() if embedding is not None}
         for key, part in embeddings_by_id.items()
     }
-    if sampling.sharpen_sentences != 1:  # then there is one part
+    if call.options.sharpen_sentences != 1:  # then there is one part
         moved[id(parts[0][1])]["sentences"] = torch.tensor(pipe.prompt_layout(**_texts(prompts), **guided).sentences)
     return [(last, moved[id(part)]) for last, part in parts]
 
@@ -327,24 +330,23 @@ class Renderer:
 
     def options(self, encoder: EncoderSpec) -> LongPromptOptions:
         """How prompts are read."""
-        names = ("emphasis", "breaks", "zero_empty_negative", "sharpen", "sharpen_sentences")
-        given = {name: getattr(self.sampling, name) for name in names}
+        given = {"reading": encoder.reading, "negative_clip_skip": bool(self.sampling.clip_skip)}
         with explain_failure("Prompts cannot be read so"):
-            return LongPromptOptions(reading=encoder.reading, negative_clip_skip=bool(self.sampling.clip_skip), **given)
+            return replace(self.sampling.long_prompt, **given)
 
     def cleaned(self, encoder: EncoderSpec, prompt: ImagePrompt) -> ImagePrompt:
         """A prompt as pipelines read it, with the LoRAs that its tags name. Raises UserError for a tag of no file."""
-        tags, text = lora_tags(prompt.prompt) if self.loras else [], prompt.prompt
-        for tag in tags if encoder.reading != "a1111" else ():  # where pipelines take them out
+        tags, text = lora_tags(prompt.prompt, encoder.reading) if self.loras else [], prompt.prompt
+        for tag in tags:
             text = text.replace(tag, "")
         prompt = replace(prompt, prompt=text, loras=tuple(map(read_lora, tags)))
         if self.loras:
             self.loras.digests(prompt.loras)
         return prompt.cleaned(self.options(encoder))
 
-    def identity(self, prompt: ImagePrompt) -> dict:
+    def identity(self, encoder: EncoderSpec, prompt: ImagePrompt) -> dict:
         """The values of a prompt, and the digests of its LoRAs: what tells the images of a job apart."""
-        loras = self.loras and self.loras.digests([*map(read_lora, lora_tags(prompt.prompt))])
+        loras = self.loras and self.loras.digests([*map(read_lora, lora_tags(prompt.prompt, encoder.reading))])
         return asdict(prompt) | {"loras": loras}
 
     def inputs(self, encoder: EncoderSpec) -> dict[str, str | None]:
@@ -366,7 +368,7 @@ class Renderer:
         names = self._models(encoder)
         digests = {f"{slot}_sha256": (self.digest(name) or "").rpartition(":")[2] for slot, name in names.items()}
         return {
-            **self.identity(prompt),
+            **self.identity(encoder, prompt),
             "base": self.base,
             **names,
             **{name: digest if re.fullmatch("[0-9a-f]{64}", digest) else None for name, digest in digests.items()},
@@ -404,7 +406,8 @@ class Renderer:
                 raise UserError(f"{cls.__name__} has no noise levels of Karras: leave out karras, or give {KARRAS[0]}.")
             changes["use_karras_sigmas"] = True
         pipe = replace_components(pipe, scheduler=cls.from_config(configuration, **changes))
-        return pipe.set_long_prompt(**asdict(self.options(encoder)))
+        pipe._long_prompt = self.options(encoder)
+        return pipe
 
     def render(
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]
@@ -507,6 +510,7 @@ def render_into(
     tasks: Sequence[ImageTask],
     left_out: dict[str, str] | None = None,
     processes: Processes | None = None,
+    unread: list[str] | None = None,
 ) -> Rendered:
     """Renders the images that are missing in a job folder, each with its settings in its PNG.
 
@@ -516,6 +520,7 @@ def render_into(
         job: with the renderer's settings and inputs. Images are its items, `NAME.png`.
         tasks: all images, finished or not; a finished one must be of the same prompt.
         left_out: gets, by its place, why an image was not rendered.
+        unread: gets what is not read of the prompts of missing images, in sentences.
         processes: that share the work, by default this one alone; all make this call, each with a job of its own.
 
     Raises:
@@ -523,10 +528,10 @@ def render_into(
         FailedError: some images have values that are not finite, see `render`. All others are rendered.
     """
     left_out, processes = {} if left_out is None else left_out, processes or Processes(renderer.device)
-    missing = processes.from_main(lambda: _missing(job, renderer, tasks))
+    missing = processes.from_main(lambda: _missing(job, renderer, encoder, tasks))
     print(f"Images: {len(tasks) - len(missing):,} are in {job.folder}, {len(missing):,} to render")
     if missing:
-        failed = processes.gathered(_render_share(job, renderer, encoder, tasks, missing, left_out, processes))
+        failed = processes.gathered(_render_share(job, renderer, encoder, tasks, missing, left_out, processes, unread))
         left_out |= dict(failed)
         if failed:
             raise FailedError(explain_failures(failed, f"{len(tasks):,} images in {str(job.folder)!r}", renderer.dtype))
@@ -551,7 +556,7 @@ def explain_failures(failed: Sequence[tuple[str, str]], images: str, dtype: torc
     )
 
 
-def _missing(job: Job, renderer: Renderer, tasks: Sequence[ImageTask]) -> set[int]:
+def _missing(job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence[ImageTask]) -> set[int]:
     """Indices of the images that are not there or damaged. Raises UserError for one that is something else."""
     missing, differing, damaged = set(), [], []
     finished = set(job.names())
@@ -561,7 +566,7 @@ def _missing(job: Job, renderer: Renderer, tasks: Sequence[ImageTask]) -> set[in
             missing.add(index)
             if os.path.lexists(job.folder / name):
                 differing.append(f"{name} ({task.where}): it was not made by this job")
-        elif difference := first_difference(job.notes(name), renderer.identity(task.prompt)):
+        elif difference := first_difference(job.notes(name), renderer.identity(encoder, task.prompt)):
             differing.append(f"{name} ({task.where}): {difference}")
         elif job.path(name, damaged="absent") is None:
             missing.add(index)
@@ -584,11 +589,14 @@ def _render_share(
     missing: set[int],
     left_out: dict[str, str],
     processes: Processes,
+    unread: list[str] | None,
 ) -> list[tuple[str, str]]:
     """Renders one process's share of the missing images. Returns the places and reasons of those that failed."""
     prompts, failed = [renderer.cleaned(encoder, task.prompt) for task in tasks], []
     pipe = renderer.pipeline(encoder)
     layouts = _layouts(renderer, pipe, tasks, prompts, left_out)
+    if unread is not None:
+        unread += dict.fromkeys(sentence for layout in layouts.values() for sentence in layout.warnings)
     batches = plan_batches(prompts, layouts, renderer.batch, missing)[processes.index :: processes.count]
     title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {job.folder.name}"
     total = sum(index in missing for batch in batches for index in batch)
@@ -602,7 +610,7 @@ def _render_share(
                 if index in missing and isinstance(image, str):
                     failed.append((f"{task.where}, seed {task.prompt.seed}", image))
                 elif index in missing:
-                    notes = renderer.identity(task.prompt) | layouts[index].settings()
+                    notes = renderer.identity(encoder, task.prompt) | layouts[index].settings()
                     text = renderer.png_text(pipe, encoder, task.prompt, layouts[index])
                     with job.write(task.file, **notes, seconds=seconds) as temporary:
                         write_png(image, temporary, text)

@@ -18,7 +18,7 @@ TIMES = r"(?s)\((.+):\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*\)"  
 
 
 @cache
-def tokenizer(special: tuple[str, ...]) -> Tokenizer:
+def tokenizer() -> Tokenizer:
     symbols = [chr(code) for code in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]
     merges = [tuple(line.split()) for line in gzip.decompress(MERGES.read_bytes()).decode().splitlines()[1:]]
     words = [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, merges), *SPECIAL]
@@ -26,7 +26,6 @@ def tokenizer(special: tuple[str, ...]) -> Tokenizer:
     spaces, split = normalizers.Replace(Regex(r"\s+"), " "), pre_tokenizers.Split(Regex(WORDS), "removed", invert=True)
     made.normalizer = normalizers.Sequence([normalizers.NFC(), spaces, normalizers.Lowercase()])
     made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    made.add_special_tokens(list(special))
     return made
 
 
@@ -94,7 +93,9 @@ def answer(question: dict) -> dict:
     reading, prompt, chunks, ours = question["reading"], question["prompt"], [], question.get("parts", [])
     parts = ours or [comfyui(prompt, 1.0) if reading == "comfyui" else [(prompt, 1.0)]]
     if reading == "a1111":
-        parts = a1111(re.sub(r"<\w+:[^>]+>", "", re.sub("#.*", "", prompt)), r"\s*", r"\s*\bBREAK\b\s*")
+        prompt = re.sub(r"<\w+:[^>]+>", "", re.sub("#.*", "", prompt))
+        parted = [re.sub(r"\s*:\s*[-+]?(\d+\.?|\d*\.\d+)(\s*)$", r"\2", part) for part in re.split(r"\bAND\b", prompt)]
+        parts = a1111("AND".join(parted), r"\s*", r"\s*\bBREAK\b\s*")
     elif question["emphasis"] == "no_norm":
         parts = a1111(prompt, "", "(?!)")
     left = {"cut": 75, "kohya": 225}.get(reading, sys.maxsize)
@@ -102,7 +103,7 @@ def answer(question: dict) -> dict:
         text, spans, ids, runs, kinds = "", [], [], [], []
         for at, (run, _) in enumerate(part):
             text += " " if text and not (text[-1].isspace() or run[:1].isspace()) else ""
-            read = tokenizer(SPECIAL if ours else ()).encode(run, add_special_tokens=False)
+            read = tokenizer().encode(run, add_special_tokens=False)
             spans += [(start + len(text), end + len(text)) for start, end in read.offsets]
             text, ids, runs = text + run, ids + read.ids, runs + [at] * len(read.ids)
         for (begin, end), (start, _) in pairwise(spans if ours else []):

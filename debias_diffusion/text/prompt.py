@@ -1,0 +1,351 @@
+"""`read` says once what follows from prompts, tokenizers and options: a plan, which `encoding.encode` carries out.
+
+Every door goes through it: pipelines, `encode_texts`, modular blocks, commands and the demo. No model is needed.
+"""
+
+import itertools
+import math
+import warnings
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .chunks import (
+    KOHYA_POSITIONS,
+    PROGRAMS,
+    TRAINED_POSITIONS,
+    WHOLE_ROWS,
+    Chunk,
+    Cut,
+    Emphasis,
+    Reading,
+    Tokens,
+    chunk_length,
+    positions_for,
+    positions_of,
+    split_text,
+)
+from .options import LongPromptOptions, PromptLayout
+from .prompt_tokens import tokenize_prompts
+from .schedules import MANY_STEPS, find_schedules, last_steps, text_at
+from .weighting import find_unread, parse_parts, take_out
+
+Texts = str | Sequence[str] | None  # of a batch, for one text encoder; None: the first encoder's
+Encoders = Sequence[tuple[PreTrainedTokenizerBase, int]]  # tokenizers and context lengths, BOS and EOS included
+DEFAULTS = LongPromptOptions()
+_WARNED: set[str] = set()  # kinds of warnings that this process has given
+
+
+class PartPlan(NamedTuple):
+    """What one text encoder reads of a text, or of one of its parts that are averaged.
+
+    Attributes:
+        text: the number of the text.
+        owner: the prompt, and the number of the part. Texts of a prompt that changes from step to step have one owner.
+        entries: in how many of the prompt's changes the text stands, see `weigh`.
+        tokens: what is read.
+        rest: ids that are cut off.
+        places: [positions] which states are given to the UNet, see `positions_of`.
+    """
+
+    text: int
+    owner: Hashable
+    entries: int
+    tokens: Tokens
+    rest: list[int]
+    chunks: list[Chunk]
+    places: list[int]
+
+
+class TextPlan(NamedTuple):
+    """What one text encoder reads of some texts, and which of its states become the result.
+
+    Attributes:
+        context_length: positions that it reads at once, `[BOS, text, EOS, pads]`.
+        positions: length of the result.
+        emphasis: what weights do.
+        parts: of all texts, in their order.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    positions: int
+    reading: Reading
+    emphasis: Emphasis
+    parts: list[PartPlan]
+
+
+class Batch(NamedTuple):
+    """The prompts of a call, or its negative prompts.
+
+    Attributes:
+        encoders: what each text encoder reads. All have the same texts.
+        numbers: [steps][prompts] which text is read.
+    """
+
+    encoders: list[TextPlan]
+    numbers: list[tuple[int, ...]]
+
+    @property
+    def words(self) -> torch.Tensor:
+        """[texts, positions] bool: where the state of any encoder is of the text, in any part; BOS, EOS and pads, those
+        inside chunks too, are not."""
+        rows = []
+        for plan, part in [(each, part) for each in self.encoders for part in each.parts]:
+            ends = torch.tensor([len(chunk.read) for chunk in part.chunks] + [0])  # the last of an empty chunk
+            places = torch.tensor(part.places)
+            chunks, places = places // plan.context_length, places % plan.context_length
+            rows.append((part.text, (places > 0) & (places <= ends[chunks])))
+        texts = range(1 + max(number for number, _ in rows))
+        return torch.stack([torch.stack([row for number, row in rows if number == text]).any(0) for text in texts])
+
+
+class Plan(NamedTuple):
+    """How the prompts and the negative prompts of a call are read.
+
+    Attributes:
+        prompts, negatives: None where none are encoded.
+        steps: the last step, from 1, of each of `Batch.numbers`.
+        needed: positions that the longest text takes.
+        cut_at, taken_out: see `PromptLayout`.
+        schedules: of all prompts, such as "[cat:dog:0.5]".
+        unread: what is not read, in sentences, by what there is to do.
+    """
+
+    options: LongPromptOptions
+    prompts: Batch | None
+    negatives: Batch | None
+    steps: list[int]
+    needed: int
+    positions: int
+    cut_at: int | None
+    taken_out: tuple[str, ...]
+    schedules: tuple[str, ...]
+    unread: dict[str, str]
+
+    @property
+    def sentences(self) -> tuple[tuple[int, ...], ...]:
+        """See `PromptLayout`."""
+        if self.options.reading in PROGRAMS or self.options.breaks == "average" or self.prompts is None:
+            return ()
+        rows = []
+        for tokens in (part.tokens for part in self.prompts.encoders[0].parts):
+            numbers = [0, *itertools.accumulate(cut == Cut.SENTENCE for cut in tokens.cuts[:-1])][: len(tokens.ids)]
+            rows.append((-1, *numbers, *[-1] * (self.positions - 1 - len(numbers))))
+        return tuple(rows)
+
+    def layout(self, batch: Batch | None = None) -> PromptLayout:
+        """What a person wants to know of the prompts, or of another batch of the plan."""
+        counts, shown, cut_off, lengths = [], [], [], []
+        for plan in (batch or self.prompts).encoders:
+            decode, first = plan.tokenizer.decode, [part for part in plan.parts if part.text == 0]
+            counts.append(max(len(part.chunks) for part in plan.parts))
+            kept = [part.tokens.ids[chunk.kept.start : chunk.kept.stop] for part in first for chunk in part.chunks]
+            shown.append(tuple((decode(ids), len(ids)) for ids in kept))
+            rest = [token for part in first for token in part.rest]
+            cut_off.append((decode(rest), len(rest)))
+            of_texts = Counter()
+            for part in plan.parts:
+                of_texts[part.text] += len(part.tokens.ids) + len(part.rest)
+            lengths += of_texts.values()
+        columns = max(lengths), self.positions, tuple(counts), self.cut_at, tuple(cut_off), tuple(shown), self.taken_out
+        return PromptLayout(*columns, self.schedules, self.sentences, tuple(self.unread.values()))
+
+    def refuse_schedules(self) -> None:
+        """Raises ValueError for a prompt that changes from step to step."""
+        if self.schedules:
+            raise ValueError(
+                f"{', '.join(self.schedules)} changes from step to step, which needs a call of a pipeline whose"
+                r" `callback_on_step_end` can change embeddings. Write one of the texts, or \[ for a bracket of text."
+            )
+
+    def warn(self) -> None:
+        """Warns of what is not read, of each kind once a process."""
+        for kind in self.unread.keys() - _WARNED:
+            _WARNED.add(kind)
+            warnings.warn(self.unread[kind], stacklevel=2)
+
+
+def read(
+    prompts: Sequence[Texts] | None,
+    negatives: Sequence[Texts] | None,
+    encoders: Encoders,
+    options: LongPromptOptions = DEFAULTS,
+    *,
+    steps: int = MANY_STEPS,
+    batch_size: int | None = None,
+    positions: int | None = None,
+) -> Plan:
+    """How texts are read.
+
+    Args:
+        prompts: for each text encoder the texts of the batch. One text serves the whole batch. None: there are none.
+        negatives: the negative prompts, likewise.
+        steps: that shares such as [cat:dog:0.5] are of.
+        batch_size: None: that of the prompts.
+        positions: of embeddings that were encoded before. None: as the options say, else as many as are needed.
+
+    Raises:
+        ValueError: batches of different sizes, or an empty one; a text that is none, has weights that cannot be used,
+            or does not fit the positions.
+    """
+    reading, weights = options.reading, options.weights
+    first = _rows(prompts, len(encoders), batch_size)
+    rows = [first, _rows(negatives, len(encoders), batch_size or len(first) or None)]
+    keys = [*dict.fromkeys((text, side) for side in (0, 1) for row in rows[side] for text in row)]
+    read_of = {(text, side): take_out(text, reading, bool(side)) for text, side in keys}
+    changing = [text for text, _ in read_of.values() if "[" in text] if reading == "a1111" else []
+
+    # [sides][prompts] the last steps of the texts for the encoders, and these
+    ends, texts = [], []
+    for row, side in [*zip(rows[0], itertools.repeat(0)), *zip(rows[1], itertools.repeat(1))]:
+        whole = [read_of[text, side][0] for text in row]
+        ends.append(last_steps(steps, *whole) if changing else [steps])
+        texts.append(
+            [tuple(text_at(text, end, steps) for text in whole) if changing else tuple(whole) for end in ends[-1]]
+        )
+    distinct = {text for entries in texts for entry in entries for text in entry}
+    parts = {text: parse_parts(text, reading, weights) for text in distinct}
+    entries = Counter((prompt, entry) for prompt, entries in enumerate(texts) for entry in entries)
+    how = reading, options.split_special_tokens, options.breaks
+    tokens = [
+        tokenize_prompts([parts[entry[at]] for _, entry in entries], tokenizer, *how)
+        for at, (tokenizer, _) in enumerate(encoders)
+    ]
+    owners = [(prompt, count) for (prompt, _), count in entries.items()]
+    plans, needed = plan_tokens(tokens, encoders, options, positions, owners)
+    all_ends, numbers = sorted({*itertools.chain(*ends)}), {entry: number for number, entry in enumerate(entries)}
+    n_prompts, split = len(first), sum(prompt < len(first) for prompt, _ in entries)
+    batches = []
+    for of_side, start, end in ((range(n_prompts), 0, split), (range(n_prompts, len(texts)), split, len(entries))):
+        own = [
+            plan._replace(
+                parts=[part._replace(text=part.text - start) for part in plan.parts if start <= part.text < end]
+            )
+            for plan in plans
+        ]
+        at_steps = [
+            tuple(numbers[prompt, texts[prompt][bisect_left(ends[prompt], step)]] - start for prompt in of_side)
+            for step in all_ends
+        ]
+        batches.append(Batch(own, at_steps) if of_side else None)
+    is_text = options.emphasis is None and weights == "none"
+    unread = [find_unread(*read_of[text, side], reading, bool(side), is_text) for text, side in reversed(keys)]
+    return Plan(
+        options,
+        *batches,
+        steps=all_ends,
+        needed=needed,
+        positions=plans[0].positions,
+        cut_at=_cut_at(options, encoders),
+        taken_out=tuple(part for text in dict.fromkeys(*first[:1]) for part in read_of[text, 0][1]),
+        schedules=tuple(find_schedules(*changing)),
+        unread={kind: sentence for of_text in unread for kind, sentence in of_text.items()},
+    )
+
+
+def _rows(texts: Sequence[Texts] | None, n_encoders: int, batch_size: int | None) -> list[tuple[str, ...]]:
+    """[batch] the text for each encoder; empty for None. Raises ValueError as `read` does."""
+    if texts is None:
+        return []
+    columns = [given or texts[0] for given in (*texts, *[None] * n_encoders)[:n_encoders]]
+    if batch_size is None:
+        batch_size = 1 if isinstance(columns[0], str) else len(columns[0] or ())
+    if not batch_size:
+        raise ValueError("the batch of prompts is empty: give a prompt, or a list of at least one")
+    columns = [[given] * batch_size if isinstance(given, str) else list(given or ()) for given in columns]
+    for column in columns:
+        if len(column) != batch_size:
+            raise ValueError(f"prompts must have one batch size, got {batch_size} and {len(column)}: {column}")
+        for text in column:
+            if not isinstance(text, str):
+                raise ValueError(f"a prompt must be text, got {text!r}")
+            text.encode()  # raises ValueError for half of a surrogate pair, which is no character
+    return list(zip(*columns, strict=True))
+
+
+def _cut_at(options: LongPromptOptions, encoders: Encoders) -> int | None:
+    """See `PromptLayout`."""
+    if options.reading == "kohya":
+        return options.positions or KOHYA_POSITIONS
+    return min(TRAINED_POSITIONS, *(context for _, context in encoders)) if options.reading == "cut" else None
+
+
+def plan_tokens(
+    tokens: Sequence[Sequence[Tokens]],
+    encoders: Encoders,
+    options: LongPromptOptions = DEFAULTS,
+    positions: int | None = None,
+    owners: Sequence[tuple[int, int]] | None = None,
+) -> tuple[list[TextPlan], int]:
+    """What each encoder reads of texts that are tokenized, and the positions that the longest text needs.
+
+    Args:
+        tokens: [encoders][texts]
+        positions: see `read`.
+        owners: [texts] the prompt of each, and `PartPlan.entries`; None: each is of its own.
+
+    Raises:
+        ValueError: a text does not fit the positions.
+    """
+    reading, weights, end = options.reading, options.weights, _cut_at(options, encoders)
+    contexts = [chunk_length(context, reading) for _, context in encoders]
+    owners = owners or [(number, 1) for number in range(len(tokens[0]))]
+    parts = [  # [encoders][parts]; what is read at once follows when its length is known
+        [
+            (number, at, part)
+            for number, text in enumerate(texts)
+            for at, part in enumerate(text.alone if options.breaks == "average" else [text])
+        ]
+        for texts in tokens
+    ]
+    read_of = [[part.first(end - 2) if end else part for *_, part in of_encoder] for of_encoder in parts]
+    length = positions or options.positions or (KOHYA_POSITIONS if reading == "kohya" else None)
+
+    def split() -> list[list[list[Chunk]]]:
+        columns = zip(read_of, contexts, strict=True)
+        return [[split_text(part, context - 2, reading) for part in of_encoder] for of_encoder, context in columns]
+
+    if reading in WHOLE_ROWS:
+        chunks, rows, n_texts = split(), Counter(), Counter(prompt for prompt, _ in owners)
+        for of_encoder, of_parts in zip(parts, chunks, strict=True):
+            most = Counter()
+            for (number, *_), of_part in zip(of_encoder, of_parts, strict=True):
+                most[owners[number][0]] = max(most[owners[number][0]], len(of_part))
+            for (number, _, part), of_part in zip(of_encoder, of_parts, strict=True):
+                if (
+                    n_texts[prompt := owners[number][0]] > 1
+                ):  # as in A1111, with empty chunks at the ends of the shorter
+                    of_part += [Chunk(*[range(len(part.ids), len(part.ids))] * 2)] * (most[prompt] - len(of_part))
+                rows[number] = max(rows[number], len(of_part))
+        needed = contexts[0] * max(rows.values())
+        length = length or contexts[0] * math.lcm(*rows.values())  # a text that is repeated leaves attention as it is
+        fits = length % contexts[0] == 0
+    else:
+        n_tokens = max(len(part.ids) for of_encoder in read_of for part in of_encoder)
+        needed, length = n_tokens + 2, length or positions_for(n_tokens, contexts)
+        fits = reading != "kohya" or (length - 2) % (TRAINED_POSITIONS - 2) == 0
+        contexts = [min(context, length) for context in contexts]
+        chunks = split()
+    if needed > length or not fits:
+        raise ValueError(
+            f"a text that takes {needed} positions, read as {reading!r}, does not fit the {length} positions: encode"
+            " prompt and negative prompt together, so that they share a length, or call set_long_prompt with other"
+            " positions."
+        )
+    places = [
+        [positions_of(of_part, context, length, reading) for of_part in of_encoder]
+        for of_encoder, context in zip(chunks, contexts, strict=True)
+    ]
+    plans = []
+    for (tokenizer, _), context, *columns in zip(encoders, contexts, parts, read_of, chunks, places, strict=True):
+        planned = [
+            PartPlan(number, (owners[number][0], at), owners[number][1], part, whole.ids[len(part.ids) :], *rest)
+            for (number, at, whole), part, *rest in zip(*columns, strict=True)
+        ]
+        plans.append(TextPlan(tokenizer, context, length, reading, weights, planned))
+    return plans, needed

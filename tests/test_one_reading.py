@@ -1,0 +1,455 @@
+"""A prompt is read once, and every door reads it alike: `encode_texts`, options, and what wraps a pipeline."""
+
+import ast
+import inspect
+import itertools
+import threading
+import warnings
+from dataclasses import asdict, fields
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoPipelineForImage2Image,
+    AutoPipelineForInpainting,
+    ModularPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLAutoBlocks,
+    StableDiffusionXLPipeline,
+)
+from helpers import tiny_sdxl
+from helpers.draw import LONG, SHORT, draw
+from helpers.tiny_sdxl import assemble, assemble_copy
+
+from debias_diffusion import encode_texts, last_states
+from debias_diffusion.app.demo.request import Request
+from debias_diffusion.app.options import CheckConfig, GenerateConfig, ShowcaseConfig
+from debias_diffusion.app.showcase import command as showcase
+from debias_diffusion.eval.options import FollowingConfig, GenerationConfig
+from debias_diffusion.pipelines import (
+    LongPromptOptions,
+    StableDiffusionXLLongPromptPipeline,
+    with_long_prompts,
+    write_custom_pipeline,
+)
+from debias_diffusion.pipelines.calls import calling
+from debias_diffusion.pipelines.rendering.renderer import Sampling
+from debias_diffusion.text import encoding
+from debias_diffusion.text.chunks import PROGRAMS
+from debias_diffusion.text.prompt import read
+from debias_diffusion.text.sentences import sentence_ends
+from debias_diffusion.text.tokens import clip_tokenizer
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+READINGS = ("overlap", "separate", "cut", "a1111", "kohya", "comfyui")
+# Three unlike kinds: long prose, parts, and what ends with the last token that fits.
+TEXTS = (LONG * 2, "a (red:1.4) star BREAK a blue ring BREAK a green cross BREAK a <x>", "red " * 224 + "star")
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Whose tokenizers know a textual inversion of three vectors."""
+    pipe = assemble(StableDiffusionXLPipeline, tiny_sdxl.sdxl_parts(vocabulary=clip_tokenizer))
+    tiny_sdxl.add_inversions(pipe, {"<x>": 3})
+    return pipe.components
+
+
+@pytest.fixture(scope="module")
+def stock(parts):
+    return assemble(StableDiffusionXLPipeline, parts)
+
+
+@pytest.fixture
+def pipe(stock):
+    return with_long_prompts(stock)
+
+
+def encoded(pipe, texts, length=None, **options):
+    """`prompt_embeds` and pooled ones of SDXL by `encode_texts`."""
+    pairs = ((pipe.text_encoder, pipe.tokenizer), (pipe.text_encoder_2, pipe.tokenizer_2))
+    states, pooled = zip(*(encode_texts(*pair, texts, length, **options) for pair in pairs), strict=True)
+    return torch.cat(states, dim=-1), pooled[1]
+
+
+# ---- `encode_texts` is `encode_prompt`
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("emphasis", [None, "comfyui"])
+def test_encode_texts_gives_what_encode_prompt_gives(pipe, reading, emphasis):
+    pipe.set_long_prompt(reading=reading, emphasis=emphasis)
+    for texts in (*([text] for text in TEXTS), list(TEXTS), SHORT):
+        expected, _, pooled, _ = pipe.encode_prompt(texts, do_classifier_free_guidance=False)
+        got = encoded(pipe, texts, reading=reading, emphasis=emphasis)
+        assert torch.equal(got[0], expected) and torch.equal(got[1], pooled)
+
+
+def test_encode_texts_of_sd15_and_options_that_change_the_text():
+    pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()))
+    how = {"reading": "separate", "emphasis": "comfyui", "breaks": "average"}
+    pipe.set_long_prompt(**how)
+    text = f"a (red:1.3) cat BREAK:2 {LONG}"
+    expected, _ = pipe.encode_prompt(text, None, 1, False)
+    got, pooled = encode_texts(pipe.text_encoder, pipe.tokenizer, text, states=last_states, **how)
+    assert torch.equal(got, expected) and pooled is None
+
+
+def test_the_end_of_a_text_is_never_lost(pipe):
+    for reading in ("a1111", "comfyui"):
+        for text, other in ((TEXTS[1], TEXTS[1].replace("<x>", "dog")), (TEXTS[2], TEXTS[2].replace("star", "ring"))):
+            assert not torch.equal(encoded(pipe, text, reading=reading)[0], encoded(pipe, other, reading=reading)[0])
+            with pytest.raises(ValueError, match="must be 77 or a multiple of 77 more"):
+                encoded(pipe, text, 227, reading=reading)
+    with pytest.raises(ValueError, match="takes 308 positions, .* does not fit the 231 positions"):
+        encoded(pipe, TEXTS[1], 231, reading="a1111")
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ([], {}, "the batch of prompts is empty"),
+        (["a", 7], {}, "a prompt must be text, got 7"),
+        ("a [red:blue:0.5] star", {"reading": "a1111"}, r"\[red:blue:0.5\] changes from step to step"),
+        ("a", {"reading": "nonsense"}, "reading is 'nonsense', but must be overlap or separate or cut or a1111"),
+        ("a", {"emphasis": "comfy"}, "emphasis is 'comfy', but must be None or none or ignore or original"),
+        ("a", {"length": 50}, "positions is 50, but must be a whole number of at least 77"),
+        (LONG, {"length": 77}, "does not fit the 77 positions"),
+    ],
+)
+def test_what_encode_prompt_refuses_encode_texts_refuses(pipe, texts, options, message):
+    with pytest.raises(ValueError, match=message):
+        encode_texts(pipe.text_encoder, pipe.tokenizer, texts, **options)
+
+
+def test_many_texts_are_encoded_in_batches(pipe, monkeypatch):
+    texts, rows = [*TEXTS, SHORT] * 3, []
+    at_once = encoded(pipe, texts)
+    hook = pipe.text_encoder.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    monkeypatch.setattr(encoding, "ROWS_AT_ONCE", 7)
+    for got, expected in zip(encoded(pipe, texts), at_once, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    hook.remove()
+    assert max(rows) == 7 and len(rows) > 3
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_special_tokens_that_are_typed_are_text(pipe, reading):
+    encoders = [(pipe.tokenizer, 77), (pipe.tokenizer_2, 77)]
+    options = LongPromptOptions(reading=reading)
+    for text in ("a red star <|endoftext|> a blue ring", "<|startoftext|>", "a<|ENDOFTEXT|>b"):
+        for plan in read([text], None, encoders, options).prompts.encoders:
+            ids = plan.parts[0].tokens.ids
+            assert len(ids) > 5 and not {49406, 49407} & {*ids}
+            assert ids == plan.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    long = "a red star <|endoftext|> a blue ring. " + "A green cross. " * 40
+    pooled = [
+        pipe.set_long_prompt(reading=reading).encode_prompt(each, do_classifier_free_guidance=False)[2]
+        for each in (long, long.replace("blue ring", "pink square"))
+    ]
+    assert not torch.equal(*pooled)
+
+
+# ---- the plan
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("breaks", ["concatenate", "average"])
+def test_words_are_the_positions_that_words_change(pipe, reading, breaks):
+    """No word has a token of BOS, EOS or a pad: by the ids at the positions that are given to the UNet."""
+    options = LongPromptOptions(reading=reading, breaks=breaks, emphasis=PROGRAMS.get(reading, "comfyui"))
+    encoders = [(clip_tokenizer(248), 248), (clip_tokenizer(77, "!"), 77)]
+    plan = read([[LONG, SHORT, "a red cat BREAK a dog"]], ["", None], encoders, options, batch_size=3)
+    for batch in (plan.prompts, plan.negatives):
+        expected = np.zeros((3, plan.positions), bool)
+        for each in batch.encoders:
+            for part in each.parts:
+                rows = [[None, *(part.tokens.ids[at] for at in chunk.read)] for chunk in part.chunks]
+                rows = [row + [None] * (each.context_length - len(row)) for row in rows]
+                given = [*itertools.chain(*rows), *[None] * each.context_length]
+                expected[part.text] |= [given[place] is not None for place in part.places]
+        assert np.array_equal(batch.words.numpy(), expected)
+    assert plan.prompts.words.any() and not plan.negatives.words.any()
+
+
+def test_a_call_reads_each_text_once(pipe, monkeypatch):
+    counts = {}
+
+    def counted(module, name):
+        function = getattr(module, name)
+
+        def count(*args, **kwargs):
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, count)
+
+    from debias_diffusion.pipelines import long_prompt
+    from debias_diffusion.text import prompt
+
+    counted(long_prompt, "read")
+    for name in ("take_out", "parse_parts", "tokenize_prompts", "split_text"):
+        counted(prompt, name)
+    pipe(LONG, negative_prompt="grey", num_inference_steps=1, output_type="latent")
+    # Two texts, two encoders.
+    assert counts == {"read": 1, "take_out": 2, "parse_parts": 2, "tokenize_prompts": 2, "split_text": 4}
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sharpen": "2"}, ValueError, "sharpen is '2', but must be a number above 0 and at most 4"),
+        ({"positions": 227.0}, ValueError, "positions is 227.0, but must be a whole number of at least 77, or None"),
+        ({"positions": True}, ValueError, "positions is True, but must be a whole number"),
+        ({"strict": "no"}, ValueError, "strict is 'no', but must be False or True"),
+        ({"zero_empty_negative": "yes"}, ValueError, "zero_empty_negative is 'yes', but must be None or False or True"),
+        ({"redaing": "a1111"}, TypeError, "'redaing' is no option of long prompts, which are reading, emphasis"),
+    ],
+)
+def test_a_wrong_option_is_told_at_every_door(stock, pipe, options, error, message):
+    doors = (
+        lambda: with_long_prompts(stock, **options),
+        lambda: pipe.set_long_prompt(**options),
+        lambda: pipe("a cat", long_prompt=options),
+        lambda: LongPromptOptions.of(options),
+    )
+    for door in doors:
+        with pytest.raises(error, match=message):
+            door()
+    with pytest.raises(ValueError, match="the options are 'a1111', but must be named, such as {'reading': 'a1111'}"):
+        pipe("a cat", long_prompt="a1111")
+
+
+def test_options_stand_in_signatures_and_the_wrapper_takes_them(stock, pipe):
+    names = [field.name for field in fields(LongPromptOptions)]
+    assert list(inspect.signature(with_long_prompts).parameters) == ["pipe", *names]
+    assert list(inspect.signature(pipe.set_long_prompt).parameters) == names
+    assert {"long_prompt", "sentences"} <= inspect.signature(pipe.__call__).parameters.keys()
+    ours = with_long_prompts(stock, reading="a1111", emphasis="a1111")
+    assert ours._long_prompt == LongPromptOptions(reading="a1111", emphasis="original")
+    assert with_long_prompts(ours)._long_prompt is ours._long_prompt
+    assert with_long_prompts(ours, strict=True)._long_prompt == LongPromptOptions(strict=True)
+    assert pipe.set_long_prompt(strict=True).set_long_prompt(sharpen=1.5)._long_prompt == LongPromptOptions(sharpen=1.5)
+
+
+def test_options_of_a_call_are_that_calls_and_that_threads(pipe):
+    """Another thread reads with the pipeline's own, during the call; and two calls that overlap leave them."""
+    own, seen, inside, ended = pipe._long_prompt, [], threading.Event(), threading.Event()
+
+    def in_thread(work):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    def look(*_):
+        in_thread(lambda: seen.append(pipe.encode_prompt(LONG)[0].shape[1]))
+        seen.append(pipe.encode_prompt(LONG)[0].shape[1])
+        inside.set()
+        return {}
+
+    pipe(LONG, num_inference_steps=1, long_prompt={"reading": "a1111"}, callback_on_step_end=look, output_type="latent")
+    assert seen == [152, 154] and pipe._long_prompt is own
+
+    def first():
+        with calling(pipe, LongPromptOptions(reading="a1111")):
+            inside.set()
+            ended.wait(10)
+
+    def second():
+        with calling(pipe, LongPromptOptions(reading="kohya")):
+            ended.set()
+            earlier.join()
+            seen.append(pipe.prompt_layout(LONG).positions)
+
+    inside.clear()
+    earlier = threading.Thread(target=first)
+    earlier.start()
+    inside.wait(10)
+    in_thread(second)
+    assert seen[2:] == [227] and pipe._long_prompt is own and pipe.prompt_layout(LONG).positions == 152
+
+
+# Each option of an image, and a value that must change it.
+CHANGES = {
+    "steps": 3,
+    "guidance_scale": 4.5,
+    "height": 80,
+    "width": 80,
+    "sharpen": 1.7,
+    "sharpen_sentences": 3.0,
+    "layer": "last",
+    "scheduler": "DDIMScheduler",
+    "karras": True,
+    "clip_skip": 3,
+    "emphasis": "ignore",
+    "breaks": "average",
+    "zero_empty_negative": True,
+}
+BASE = {"base": "toy/sdxl", "device": "cpu"}
+EVALUATED = BASE | {"encoders": ["original"], "output": "runs/none"}
+DOORS = {
+    "generate": lambda **given: GenerateConfig("a cat", **BASE, **given),
+    "evaluate generation": lambda **given: GenerationConfig(data="toy/test", **EVALUATED, **given),
+    "evaluate following": lambda **given: FollowingConfig(prompts="toy/test", judge="toy", **EVALUATED, **given),
+    "demo": lambda **given: Request("a cat", ["original"], **given),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_option_of_an_image_arrives(door):
+    """In what the renderer draws by: whatever the command takes changes it."""
+
+    def settings(**given) -> dict:
+        config = vars(DOORS[door](**given))
+        sampling = asdict(Sampling.of(config | {"scheduler": None} if door == "demo" else config))
+        return sampling | sampling.pop("long_prompt")
+
+    # The toy has one size, and the demo names schedulers in its own way.
+    own = {"demo": {"scheduler"}, "generate": set()}.get(door, {"height", "width"})
+    plain, taken = settings(), {field.name for field in fields(DOORS[door]())} & CHANGES.keys() - own
+    assert len(taken) >= 6
+    for name in taken:
+        changed = settings(**{name: CHANGES[name]})
+        assert changed[name] == CHANGES[name] != plain[name], name
+
+
+@pytest.mark.parametrize("config", [CheckConfig, ShowcaseConfig])
+def test_every_option_of_check_and_showcase_arrives(config, monkeypatch, tmp_path):
+    """In each of the four ways that they draw, by `generate`."""
+    drawn = []
+
+    def draw_none(config: GenerateConfig) -> None:
+        drawn.append(config)
+        (tmp_path / config.output).mkdir(exist_ok=True)
+        (tmp_path / config.output / "index.jsonl").write_text("")
+
+    monkeypatch.setattr(showcase, "generate", draw_none)
+    given = {name: value for name, value in CHANGES.items() if name in {field.name for field in fields(config)}}
+    showcase.draw_ways(config(**BASE, output=str(tmp_path), limit=1, **given))
+    sharpened_way = drawn.pop()
+    assert {name: getattr(sharpened_way, name) for name in given} == given
+    assert {(each.sharpen, each.sharpen_sentences) for each in drawn} == {(1.0, 1.0)} and len(drawn) == 3
+    for each in drawn:
+        assert (each.steps, each.guidance_scale, each.height, each.width) == (3, 4.5, 80, 80)
+
+
+def test_options_change_what_a_pipeline_draws(pipe):
+    """Each option of `LongPromptOptions`, at every door of a pipeline: set, wrapped, and of one call."""
+    prompt = f"a (red:1.4) cat! BREAK {LONG}"
+    changes = {"reading": "separate", "emphasis": "comfyui", "positions": 302, "split_special_tokens": True}
+    changes |= {"zero_empty_negative": False, "sharpen": 2.0, "sharpen_sentences": 4.0}
+    pipe.register_to_config(force_zeros_for_empty_prompt=True)
+    plain = draw(pipe, prompt)
+    for name, value in changes.items():
+        expected = draw(with_long_prompts(pipe, **{name: value}), prompt)
+        assert not np.array_equal(expected, plain), name
+        assert np.array_equal(draw(pipe, prompt, long_prompt={name: value}), expected)
+    averaged = {"emphasis": "comfyui", "breaks": "average"}
+    assert not np.array_equal(
+        draw(pipe, prompt, long_prompt=averaged),
+        draw(pipe, prompt, long_prompt=changes["emphasis"] and {"emphasis": "comfyui"}),
+    )
+    with pytest.raises(ValueError, match="`strict` allows one"):
+        draw(pipe, prompt, long_prompt={"strict": True})
+    skip, negative = {"clip_skip": 1, "negative_prompt": "grey"}, {"negative_clip_skip": True}
+    assert not np.array_equal(draw(pipe, prompt, **skip), draw(pipe, prompt, **skip, long_prompt=negative))
+
+
+# ---- what A1111 takes out
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read_as", "taken_out"),
+    [
+        ("masterpiece:1.2", "masterpiece", (":1.2",)),
+        ("aspect ratio 16:9", "aspect ratio 16", (":9",)),
+        ("smile, :3", "smile, ", (":3",)),
+        ("a castle :  -.5 \n", "a castle", (":  -.5",)),
+        ("a::2", "a:", (":2",)),
+        ("(scarf:1.1", "(scarf", (":1.1",)),
+        ("a cat:1.2 AND a dog:0.8 AND a bird", "a cat AND a dog AND a bird", (":1.2", ":0.8")),
+        ("a [cat:dog:2]:1.5", "a [cat:dog:2]", (":1.5",)),
+        ("a cat:1.2 <lora:x:1>", "a cat", ("<lora:x:1>", ":1.2")),
+        ("a cat:1.2, ", "a cat:1.2, ", ()),
+        ("a :5 b", "a :5 b", ()),
+        ("a cat:1e1", "a cat:1e1", ()),
+        ("a BAND:2AND", "a BAND:2AND", ()),
+    ],
+)
+def test_a1111_takes_a_number_at_the_end_out(pipe, prompt, read_as, taken_out):
+    """Of positive prompts. Forge's and A1111's own code gave the same conditioning for 25 such prompts."""
+    pipe.set_long_prompt(reading="a1111")
+    layout, expected = pipe.prompt_layout(prompt), pipe.prompt_layout(read_as)
+    assert layout.taken_out == taken_out and layout.texts == expected.texts
+    numbers = [each for each in taken_out if each[0] == ":"]
+    assert [f"{each!r} is taken out, as in A1111" in " ".join(layout.warnings) for each in numbers[-1:]] == [
+        True
+    ] * bool(numbers)
+    _, negative, _, _ = pipe.encode_prompt("a", negative_prompt="masterpiece:1.2")
+    assert not torch.equal(negative, pipe.encode_prompt("a", negative_prompt="masterpiece")[1])
+
+
+# ---- wrappers
+
+
+def test_autopipeline_says_that_it_cuts(pipe):
+    for auto in (AutoPipelineForImage2Image, AutoPipelineForInpainting):
+        with pytest.warns(UserWarning, match="cuts prompts: wrap it by with_long_prompts"):
+            auto.from_pipe(pipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert StableDiffusionXLLongPromptPipeline(**pipe.components).components.keys() == pipe.components.keys()
+
+
+def test_an_ip_adapter_that_is_loaded_into_the_wrapped_pipeline_is_used():
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    sizes = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, image_size=32, patch_size=16, projection_dim=24))
+    stock = assemble_copy(StableDiffusionXLPipeline, tiny_sdxl.sdxl_parts())
+    ours = with_long_prompts(stock)
+    adapter = tiny_sdxl.ip_adapter(stock.unet)
+    stock.register_modules(image_encoder=vision.eval(), feature_extractor=CLIPImageProcessor(size=32, crop_size=32))
+    stock.load_ip_adapter(adapter, subfolder=None, weight_name=None, image_encoder_folder=None)
+    first, second = (
+        draw(ours, LONG, ip_adapter_image=image) for image in (tiny_sdxl.picture(), None or tiny_sdxl.picture(1))
+    )
+    assert ours.image_encoder is stock.image_encoder and not np.array_equal(first, second)
+
+
+def test_a_modular_pipeline_says_when_it_is_saved_that_it_will_cut(parts, tmp_path):
+    pipe = StableDiffusionXLAutoBlocks().init_pipeline()
+    pipe.update_components(**{name: part for name, part in parts.items() if part is not None})
+    ours = with_long_prompts(pipe, reading="a1111")
+    inputs = {param.name: param.default for param in ours.blocks.inputs}
+    assert inputs["reading"] == "a1111" and inputs["positions"] is None
+    with pytest.raises(ValueError, match=r"`with sharpened\(pipe.unet, 1.5\)"):
+        with_long_prompts(pipe, sharpen=1.5)
+    with pytest.warns(UserWarning, match="wrap it again by with_long_prompts"):
+        ours.save_pretrained(str(tmp_path))
+    again = ModularPipeline.from_pretrained(str(tmp_path))
+    assert type(again.blocks) is StableDiffusionXLAutoBlocks  # which is why
+
+
+def test_an_exported_pipeline_has_no_name_twice_and_reads_numbers(tmp_path):
+    """Its modules stand in one file: a name of two of them would be the later one's in both."""
+    source = write_custom_pipeline(tmp_path / "pipeline.py").read_text()
+    names = [
+        name.id if isinstance(name, ast.Name) else name
+        for node in ast.parse(source).body
+        for name in (
+            [node.name]
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+            else [each for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+            if isinstance(node, ast.Assign)
+            else []
+        )
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+    space: dict = {"__name__": "exported"}
+    exec(compile(source, "pipeline.py", "exec"), space)
+    text = "A book lies open at fig. 3 on the wall. A cat."
+    assert space["sentence_ends"](text) == sentence_ends(text) == [40, 46]
