@@ -1,5 +1,6 @@
 """The demo without its page: images equal those of `generate`, whatever was generated before or failed."""
 
+import html
 import json
 import shutil
 from copy import copy
@@ -17,6 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from debias_diffusion.app.demo.launch import AppConfig, is_of_other_site, open_app
 from debias_diffusion.app.demo.models import DemoModels
+from debias_diffusion.app.demo.page import _Endpoints
 from debias_diffusion.app.demo.reading import attention, count_tokens
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, render_request
 from debias_diffusion.app.demo.request import Request, check, demo_scene, from_image, without_weights
@@ -225,6 +227,15 @@ def test_readings_are_those_of_the_images(toy, reading, prompt, emphasis):
         text = clean(without_weights(prompt, options))
         assert counted.ids == pipe.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         assert read[: len(expected)] == expected and not any(read[len(expected) :])  # an empty chunk may follow
+
+
+def test_what_is_not_read_stands_on_the_page(toy):
+    """Beside how each encoder reads, once for all of them, and not as HTML."""
+    prompt = "a (red:1.3) cat AND a <lora:x:1> dog"
+    _, shown = _Endpoints(toy, 100).count(prompt, toy.labels, "", "overlap")
+    assert "<lora" not in shown
+    for words in ("'AND' does not join two prompts", "weights such as", "'<lora:x:1>' loads nothing"):
+        assert html.unescape(shown).count(words) == 1
 
 
 def test_attention_is_that_of_the_evaluation(toy):

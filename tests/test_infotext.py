@@ -120,6 +120,8 @@ def test_a_graph_of_comfyui(tmp_path):
     }  # fmt: skip
     assert len(image.left) == 3 and "UpscaleModelLoader is not followed" in " ".join(image.left)
     assert "above 2^63" in " ".join(image.left) and "Other samplers" in " ".join(image.left)
+    last = read_image(png(tmp_path / "a.png", prompt=json.dumps(graph(_4={"stop_at_clip_layer": -1}))))
+    assert last.settings["clip_skip"] == 1 and "CLIP Set Last Layer -1: of SDXL the layer before" in " ".join(last.left)
     ours = read_image(png(tmp_path / "a.png", prompt=json.dumps(GRAPH)))
     assert ours.settings["prompt"] == GRAPH["3"]["inputs"]["text"] and ours.settings["reading"] == "overlap"
     assert ours.settings["seed"] == 0 and ours.left == []

@@ -52,6 +52,8 @@ def test_a_prompt_that_is_read_alike_is_shown_once(show):
 def test_cuts_are_marked_and_coloured_only_on_a_terminal(show, monkeypatch):
     assert " a blue ring , |\n     14  a red star above" in show(PROMPT, "--reading=a1111")
     assert "it changes with [ring:two stars:0.5]\n" in show("a [ring:two stars:0.5]", "--reading=a1111")
+    shown = show("a cat AND a dog: 1.2 # why", "--reading=a1111")
+    assert "  taken out: # why\n  taken out: : 1.2\n" in shown and "'AND' does not join two prompts" in shown
     plain = show(WEIGHTED, "--encoder=kohya:toy/clip")
     assert plain.startswith("kohya (as kohya): ") and "cut off: " in plain and "\x1b" not in plain
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
