@@ -62,7 +62,7 @@ def calling(pipe: Any, options: LongPromptOptions | None = None, steps: int | No
         options: None: those of the pipeline.
         steps: see `Call`.
     """
-    before, call = _CALLS.value, Call(options or getattr(pipe, "_options", LongPromptOptions()), steps)
+    before, call = _CALLS.value, Call(options or getattr(pipe, "_options", None) or LongPromptOptions(), steps)
     _CALLS.value = before | {id(pipe): call}
     try:
         with call.stack:

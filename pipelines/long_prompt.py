@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -32,6 +32,7 @@ _Pipe = TypeVar("_Pipe")
 _Options = ParamSpec("_Options")
 # One thread encodes at a time: pipelines may share encoders, and the scale of a LoRA is set in the encoder's layers.
 _ENCODING = threading.RLock()
+OWN = ("long_prompt", "sentences")  # arguments of a call, beside those of diffusers
 
 
 def takes_options(
@@ -39,13 +40,17 @@ def takes_options(
 ) -> Callable[[Callable[..., Any]], Callable[Concatenate[_Pipe, _Options], _Pipe]]:
     """A function of a pipeline and `**options`, which returns a pipeline, with each option in its signature."""
 
-    def with_signature(function: Callable) -> Any:
+    def with_options(function: Callable) -> Any:
         pipe, *_ = inspect.signature(function).parameters.values()
-        taken = inspect.signature(options).parameters.values()
-        function.__signature__ = inspect.Signature([pipe, *taken])  # ty: ignore[unresolved-attribute]
-        return function
+        return _with_parameters(function, [pipe, *inspect.signature(options).parameters.values()])
 
-    return with_signature
+    return with_options
+
+
+def _with_parameters(function: Any, parameters: Iterable[inspect.Parameter]) -> Any:
+    """The function, with these parameters in its signature, in the order that Python wants."""
+    function.__signature__ = inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
+    return function
 
 
 class LongPromptMixin(CallMixin):
@@ -366,10 +371,7 @@ def _long_prompt_call(cls: type, is_first: bool) -> Callable:
     @functools.wraps(cls.__call__)
     def long_prompt_call(self, *args, long_prompt: Mapping | LongPromptOptions | None = None, sentences=None, **kwargs):
         run = super(cls, self).__call__ if own is None else partial(own, self)
-        for name in (
-            "image_encoder",
-            "feature_extractor",
-        ):  # of an IP-Adapter that was loaded into the wrapped pipeline
+        for name in ("image_encoder", "feature_extractor"):  # of an IP-Adapter that the wrapped pipeline has loaded
             if getattr(self, name, None) is None and (part := getattr(self._wrapped, name, None)) is not None:
                 self.register_modules(**{name: part})
         with calling(self, None if long_prompt is None else LongPromptOptions.of(long_prompt)) as call:
@@ -379,9 +381,7 @@ def _long_prompt_call(cls: type, is_first: bool) -> Callable:
                 args, kwargs = exchange_embeddings(self, call, signature.bind(self, *args, **kwargs))
             return run(*args, **kwargs)
 
-    parameters = dict(signature.parameters)
-    rest = [parameters.pop(each.name) for each in signature.parameters.values() if each.kind == each.VAR_KEYWORD]
-    for name in ("long_prompt", "sentences"):
-        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-    long_prompt_call.__signature__ = signature.replace(parameters=[*parameters.values(), *rest])  # ty: ignore
-    return long_prompt_call
+    own_parameters = (inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in OWN)
+    return _with_parameters(
+        long_prompt_call, {**signature.parameters, **{each.name: each for each in own_parameters}}.values()
+    )

@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -89,9 +89,9 @@ def encode_texts(
         ValueError: an option that is not allowed; no text, or one that does not fit the length, has weights that cannot
             be used, or changes from step to step.
     """
-    how = {"reading": reading, "emphasis": emphasis, "breaks": breaks, "split_special_tokens": split_special_tokens}
-    context_length = encoder.config.max_position_embeddings
-    plan = read([texts], None, [(tokenizer, context_length)], LongPromptOptions(positions=length, **how))
+    how: Any = {"emphasis": emphasis, "breaks": breaks, "split_special_tokens": split_special_tokens}
+    options = LongPromptOptions(reading=reading, positions=length, **how)
+    plan = read([texts], None, [(tokenizer, encoder.config.max_position_embeddings)], options)
     plan.refuse_schedules()
     plan.warn()
     given = states and (lambda encoder, ids, eos_token_id: states(encoder, ids))

@@ -9,7 +9,7 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -57,8 +57,8 @@ class PartPlan(NamedTuple):
     entries: int
     tokens: Tokens
     rest: list[int]
-    chunks: list[Chunk]
-    places: list[int]
+    chunks: Sequence[Chunk] = ()
+    places: Sequence[int] = ()
 
 
 class TextPlan(NamedTuple):
@@ -78,6 +78,18 @@ class TextPlan(NamedTuple):
     emphasis: Emphasis
     parts: list[PartPlan]
 
+    def split(self) -> "TextPlan":
+        """With the chunks of each part. As in A1111, texts of one prompt have equally many; empty ones follow."""
+        chunks = [split_text(part.tokens, self.context_length - 2, self.reading) for part in self.parts]
+        most = Counter()
+        for part, of_part in zip(self.parts, chunks, strict=True):
+            most[part.owner] = max(most[part.owner], len(of_part))
+        for part, of_part in zip(self.parts, chunks, strict=True):
+            end = len(part.tokens.ids)
+            of_part += [Chunk(range(end, end), range(end, end))] * (most[part.owner] - len(of_part))
+        parts = [part._replace(chunks=of_part) for part, of_part in zip(self.parts, chunks, strict=True)]
+        return self._replace(parts=parts)
+
 
 class Batch(NamedTuple):
     """The prompts of a call, or its negative prompts.
@@ -94,14 +106,13 @@ class Batch(NamedTuple):
     def words(self) -> torch.Tensor:
         """[texts, positions] bool: where the state of any encoder is of the text, in any part; BOS, EOS and pads, those
         inside chunks too, are not."""
-        rows = []
+        words = torch.zeros(1 + self.encoders[0].parts[-1].text, self.encoders[0].positions, dtype=torch.bool)
         for plan, part in [(each, part) for each in self.encoders for part in each.parts]:
             ends = torch.tensor([len(chunk.read) for chunk in part.chunks] + [0])  # the last of an empty chunk
             places = torch.tensor(part.places)
             chunks, places = places // plan.context_length, places % plan.context_length
-            rows.append((part.text, (places > 0) & (places <= ends[chunks])))
-        texts = range(1 + max(number for number, _ in rows))
-        return torch.stack([torch.stack([row for number, row in rows if number == text]).any(0) for text in texts])
+            words[part.text] |= (places > 0) & (places <= ends[chunks])
+        return words
 
 
 class Plan(NamedTuple):
@@ -243,7 +254,7 @@ def read(
         positions=plans[0].positions,
         cut_at=_cut_at(options, encoders),
         taken_out=tuple(part for text in dict.fromkeys(*first[:1]) for part in read_of[text, 0][1]),
-        schedules=tuple(find_schedules(*changing)),
+        schedules=tuple(find_schedules(*changing)) if changing else (),
         unread={kind: sentence for of_text in unread for kind, sentence in of_text.items()},
     )
 
@@ -292,60 +303,39 @@ def plan_tokens(
     Raises:
         ValueError: a text does not fit the positions.
     """
-    reading, weights, end = options.reading, options.weights, _cut_at(options, encoders)
-    contexts = [chunk_length(context, reading) for _, context in encoders]
-    owners = owners or [(number, 1) for number in range(len(tokens[0]))]
-    parts = [  # [encoders][parts]; what is read at once follows when its length is known
-        [
-            (number, at, part)
-            for number, text in enumerate(texts)
+    reading, weights, end, plans = options.reading, options.weights, _cut_at(options, encoders), []
+    for (tokenizer, context), texts in zip(encoders, tokens, strict=True):
+        parts = [
+            PartPlan(
+                number, (prompt, at), count, part.first(end - 2) if end else part, part.ids[end - 2 :] if end else []
+            )
+            for number, (text, (prompt, count)) in enumerate(
+                zip(texts, owners or enumerate([1] * len(texts)), strict=True)
+            )
             for at, part in enumerate(text.alone if options.breaks == "average" else [text])
         ]
-        for texts in tokens
-    ]
-    read_of = [[part.first(end - 2) if end else part for *_, part in of_encoder] for of_encoder in parts]
-    length = positions or options.positions or (KOHYA_POSITIONS if reading == "kohya" else None)
-
-    def split() -> list[list[list[Chunk]]]:
-        columns = zip(read_of, contexts, strict=True)
-        return [[split_text(part, context - 2, reading) for part in of_encoder] for of_encoder, context in columns]
-
+        plans.append(TextPlan(tokenizer, chunk_length(context, reading), 0, reading, weights, parts))
+    length: Any = positions or options.positions or (KOHYA_POSITIONS if reading == "kohya" else None)
     if reading in WHOLE_ROWS:
-        chunks, rows, n_texts = split(), Counter(), Counter(prompt for prompt, _ in owners)
-        for of_encoder, of_parts in zip(parts, chunks, strict=True):
-            most = Counter()
-            for (number, *_), of_part in zip(of_encoder, of_parts, strict=True):
-                most[owners[number][0]] = max(most[owners[number][0]], len(of_part))
-            for (number, _, part), of_part in zip(of_encoder, of_parts, strict=True):
-                if (
-                    n_texts[prompt := owners[number][0]] > 1
-                ):  # as in A1111, with empty chunks at the ends of the shorter
-                    of_part += [Chunk(*[range(len(part.ids), len(part.ids))] * 2)] * (most[prompt] - len(of_part))
-                rows[number] = max(rows[number], len(of_part))
-        needed = contexts[0] * max(rows.values())
-        length = length or contexts[0] * math.lcm(*rows.values())  # a text that is repeated leaves attention as it is
-        fits = length % contexts[0] == 0
+        plans, size, rows = [plan.split() for plan in plans], plans[0].context_length, Counter()
+        for plan in plans:
+            for part in plan.parts:
+                rows[part.text] = max(rows[part.text], len(part.chunks))
+        needed, fits = size * max(rows.values()), not length or length % size == 0
+        length = length or size * math.lcm(*rows.values())  # a text that is repeated leaves attention as it is
     else:
-        n_tokens = max(len(part.ids) for of_encoder in read_of for part in of_encoder)
-        needed, length = n_tokens + 2, length or positions_for(n_tokens, contexts)
-        fits = reading != "kohya" or (length - 2) % (TRAINED_POSITIONS - 2) == 0
-        contexts = [min(context, length) for context in contexts]
-        chunks = split()
+        n_tokens = max(len(part.tokens.ids) for plan in plans for part in plan.parts)
+        needed, fits = n_tokens + 2, reading != "kohya" or (length - 2) % (TRAINED_POSITIONS - 2) == 0
+        length = length or positions_for(n_tokens, [plan.context_length for plan in plans])
+        plans = [plan._replace(context_length=min(plan.context_length, length)).split() for plan in plans]
     if needed > length or not fits:
         raise ValueError(
             f"a text that takes {needed} positions, read as {reading!r}, does not fit the {length} positions: encode"
             " prompt and negative prompt together, so that they share a length, or call set_long_prompt with other"
             " positions."
         )
-    places = [
-        [positions_of(of_part, context, length, reading) for of_part in of_encoder]
-        for of_encoder, context in zip(chunks, contexts, strict=True)
-    ]
-    plans = []
-    for (tokenizer, _), context, *columns in zip(encoders, contexts, parts, read_of, chunks, places, strict=True):
-        planned = [
-            PartPlan(number, (owners[number][0], at), owners[number][1], part, whole.ids[len(part.ids) :], *rest)
-            for (number, at, whole), part, *rest in zip(*columns, strict=True)
-        ]
-        plans.append(TextPlan(tokenizer, context, length, reading, weights, planned))
+    for number, plan in enumerate(plans):
+        places = [positions_of(part.chunks, plan.context_length, length, reading) for part in plan.parts]
+        parts = [part._replace(places=of_part) for part, of_part in zip(plan.parts, places, strict=True)]
+        plans[number] = plan._replace(positions=length, parts=parts)
     return plans, needed
