@@ -107,7 +107,8 @@ class LongPromptMixin(CallMixin):
             return None
         encoders = [(tokenizer, encoder.config.max_position_embeddings) for tokenizer, encoder in self._text_encoders()]
         call, negatives = call_of(self), negatives and (negatives[0] or "", *negatives[1:])
-        return read(prompts, negatives, encoders, self._options, steps=(call and call.steps) or MANY_STEPS, **given)
+        steps = call.steps if call and call.steps else MANY_STEPS
+        return read(prompts, negatives, encoders, self._options, steps=steps, **given)
 
     def _reads_zeros(self, negatives: tuple[Texts, ...]) -> bool:
         """Whether negative prompts that are empty, or absent, are zeros, not the encoded empty text."""
@@ -174,7 +175,7 @@ class LongPromptMixin(CallMixin):
         skips = clip_skip, clip_skip if self._options.negative_clip_skip else None
         with _ENCODING, self._scaled_lora(lora_scale):
             for side, batch in enumerate(batches):
-                if batch:
+                if plan and batch:
                     embeds, pooled = self._encode(plan, batch, skips[side], device)
                     encoded[side] = embeds, pooled if given[2 + side] is None else None
         # The UNet's input dtype: the encoder's, as in diffusers, unless that only stores its weights (float8).
