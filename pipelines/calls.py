@@ -25,25 +25,15 @@ class ThreadValue(threading.local):
 
 @dataclass
 class Call:
-    """A call of a pipeline.
-
-    Attributes:
-        options: how it reads prompts.
-        steps: calls of the UNet, of which the shares of scheduled prompts are; None where embeddings cannot change.
-        parts: gets what was encoded for these.
-        sources: gets the schedules, as they are written.
-        view: what the call has for its UNet; None: the UNet.
-        member: of sentences, see `sharpening.Choice`.
-        stack: contexts that end with the call.
-    """
+    """A call of a pipeline."""
 
     options: LongPromptOptions
-    steps: int | None = None
-    parts: Parts = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    view: Callable | None = None
-    member: torch.Tensor | None = None
-    stack: ExitStack = field(default_factory=ExitStack)
+    steps: int | None = None  # calls of the UNet, by which prompts change; None where embeddings cannot change
+    parts: Parts = field(default_factory=list)  # gets what was encoded for these
+    sources: list[str] = field(default_factory=list)  # gets the schedules, as they are written
+    view: Callable | None = None  # what the call has for its UNet; None: the UNet
+    member: torch.Tensor | None = None  # of sentences, see `sharpening.Choice`
+    stack: ExitStack = field(default_factory=ExitStack)  # contexts that end with the call
 
 
 _CALLS = ThreadValue({})  # by the id of the pipeline

@@ -41,42 +41,26 @@ _WARNED: set[str] = set()  # kinds of warnings that this process has given
 
 
 class PartPlan(NamedTuple):
-    """What one text encoder reads of a text, or of one of its parts that are averaged.
-
-    Attributes:
-        text: the number of the text.
-        owner: the prompt, and the number of the part. Texts of a prompt that changes from step to step have one owner.
-        entries: in how many of the prompt's changes the text stands, see `weigh`.
-        tokens: what is read.
-        rest: ids that are cut off.
-        places: [positions] which states are given to the UNet, see `positions_of`.
-    """
+    """What one text encoder reads of a text, or of one of its parts that are averaged."""
 
     text: int
-    owner: Hashable
-    entries: int
-    tokens: Tokens
-    rest: list[int]
+    owner: Hashable  # the prompt, and the number of the part; texts of a prompt that changes by steps have one owner
+    entries: int  # in how many of the prompt's changes the text stands, see `weigh`
+    tokens: Tokens  # that are read
+    rest: list[int]  # ids that are cut off
     chunks: Sequence[Chunk] = ()
-    places: Sequence[int] = ()
+    places: Sequence[int] = ()  # [positions] which states are given to the UNet, see `positions_of`
 
 
 class TextPlan(NamedTuple):
-    """What one text encoder reads of some texts, and which of its states become the result.
-
-    Attributes:
-        context_length: positions that it reads at once, `[BOS, text, EOS, pads]`.
-        positions: length of the result.
-        emphasis: what weights do.
-        parts: of all texts, in their order.
-    """
+    """What one text encoder reads of some texts, and which of its states become the result."""
 
     tokenizer: PreTrainedTokenizerBase
-    context_length: int
-    positions: int
+    context_length: int  # positions that it reads at once, `[BOS, text, EOS, pads]`
+    positions: int  # of the result
     reading: Reading
-    emphasis: Emphasis
-    parts: list[PartPlan]
+    emphasis: Emphasis  # what weights do
+    parts: list[PartPlan]  # of all texts, in their order
 
     def split(self) -> "TextPlan":
         """With the chunks of each part. As in A1111, texts of one prompt have equally many; empty ones follow."""
@@ -92,15 +76,10 @@ class TextPlan(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The prompts of a call, or its negative prompts.
+    """The prompts of a call, or its negative prompts."""
 
-    Attributes:
-        encoders: what each text encoder reads. All have the same texts.
-        numbers: [steps][prompts] which text is read.
-    """
-
-    encoders: list[TextPlan]
-    numbers: list[tuple[int, ...]]
+    encoders: list[TextPlan]  # of the same texts
+    numbers: list[tuple[int, ...]]  # [steps][prompts] which text is read
 
     @property
     def words(self) -> torch.Tensor:
@@ -116,27 +95,18 @@ class Batch(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How the prompts and the negative prompts of a call are read.
-
-    Attributes:
-        prompts, negatives: None where none are encoded.
-        steps: the last step, from 1, of each of `Batch.numbers`.
-        needed: positions that the longest text takes.
-        cut_at, taken_out: see `PromptLayout`.
-        schedules: of all prompts, such as "[cat:dog:0.5]".
-        unread: what is not read, in sentences, by what there is to do.
-    """
+    """How the prompts and the negative prompts of a call are read."""
 
     options: LongPromptOptions
-    prompts: Batch | None
+    prompts: Batch | None  # None where none are encoded
     negatives: Batch | None
-    steps: list[int]
-    needed: int
-    positions: int
-    cut_at: int | None
+    steps: list[int]  # the last step, from 1, of each of `Batch.numbers`
+    needed: int  # positions of the longest text
+    positions: int  # of all embeddings
+    cut_at: int | None  # see `PromptLayout`
     taken_out: tuple[str, ...]
-    schedules: tuple[str, ...]
-    unread: dict[str, str]
+    schedules: tuple[str, ...]  # of all prompts
+    unread: dict[str, str]  # what is not read, in sentences, by what there is to do
 
     @property
     def sentences(self) -> tuple[tuple[int, ...], ...]:
