@@ -12,6 +12,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
 from helpers.draw import aligned, load
 from helpers.ranks import forked
+from helpers.tiny_sdxl import assemble
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -21,11 +22,12 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import folder_names, image_task, render_all
 from debias_diffusion.jobs import Job
+from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.pipelines.rendering import loading
 from debias_diffusion.pipelines.rendering import renderer as rendering
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, render, render_into
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, read_layout, render, render_into
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.options import LongPromptOptions
 
@@ -129,6 +131,12 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
     with pytest.raises(FailedError, match="1 of 6 images .*line 9, seed 5: its embeddings"):
         into(tmp_path, fresh, long, tasks, left_out)
     assert list(left_out) == ["line 9, seed 5"] and len(pixels(tmp_path)) == len(TASKS)
+
+
+def test_a_second_prompt_for_one_encoder_is_refused():
+    pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()))
+    with pytest.raises(UserError, match="has a prompt_2, and this checkpoint has one text encoder"):
+        read_layout(pipe, ImagePrompt("a cat", prompt_2="a dog"), SAMPLING)
 
 
 def test_settings_are_all_that_affects_an_image(renderer, long):

@@ -90,17 +90,16 @@ def _tokenize_runs(
     """Of each text, whose weighted runs are tokenized by themselves, the tokens and their spans in the joined runs."""
     tokenizer, encoded = fast_tokenizer(tokenizer), {}
     special = tokenizer.bos_token.lower(), tokenizer.eos_token.lower()
-    pieces = {run: any(token in run.lower() for token in special) for runs in texts for run, _ in runs}
-    for typed in set(pieces.values()):  # special tokens that are typed are text, in every reading
-        chosen = [run for run, is_typed in pieces.items() if is_typed == typed]
+    for run in dict.fromkeys(run for runs in texts for run, _ in runs):  # one by one: threads cost more than they win
+        is_typed = any(token in run.lower() for token in special)  # is text, in every reading
         batch = tokenizer(
-            chosen,
+            run,
             add_special_tokens=False,
             verbose=False,  # as above
-            split_special_tokens=split_special_tokens or typed or reading in PROGRAMS,
+            split_special_tokens=split_special_tokens or is_typed or reading in PROGRAMS,
             return_offsets_mapping=True,
         )
-        encoded |= zip(chosen, zip(batch["input_ids"], batch["offset_mapping"], strict=True), strict=True)
+        encoded[run] = batch["input_ids"], batch["offset_mapping"]
     joined = [join_runs([*map(itemgetter(0), runs)]) for runs in texts]
     columns = []  # of each text: ids, spans, and for each token the weight and the number of its run
     for runs, (_, starts) in zip(texts, joined, strict=True):
@@ -111,11 +110,9 @@ def _tokenize_runs(
         columns.append((ids, spans, numbered, _same_inversion(ids, tokenizer)))
     if reading in PROGRAMS:
         comma = tokenizer.convert_tokens_to_ids(",</w>")
-        signs = [[token == comma for token in ids] for ids, *_ in columns]
-        of_texts = zip(signs, columns, strict=True)
         cuts = [
-            rate_cuts_of_program(reading, same, commas, [*map(itemgetter(1), numbered)])
-            for commas, (_, _, numbered, same) in of_texts
+            rate_cuts_of_program(reading, same, [*map(comma.__eq__, ids)], [*map(itemgetter(1), numbered)])
+            for ids, _, numbered, same in columns
         ]
     else:
         cuts = [rate_cuts(text, spans, same) for (text, _), (_, spans, _, same) in zip(joined, columns, strict=True)]

@@ -115,15 +115,17 @@ def read_layout(pipe: DiffusionPipeline, prompt: ImagePrompt, sampling: Sampling
     """How `pipe` reads a prompt. Raises UserError for one that cannot be read, such as of weights beyond the limits."""
     steps = count_calls(pipe, sampling.steps)
     with explain_failure("The prompt cannot be read"), calling(pipe, steps=steps):
-        return pipe.prompt_layout(**_texts([prompt]), do_classifier_free_guidance=sampling.guidance_scale > 1)
+        return pipe.prompt_layout(**_texts(pipe, [prompt]), do_classifier_free_guidance=sampling.guidance_scale > 1)
 
 
-def _texts(prompts: Sequence[ImagePrompt]) -> dict[str, list[str]]:
+def _texts(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt]) -> dict[str, list[str]]:
     """The arguments of a pipeline for a batch, in which all prompts have a negative prompt, or none has."""
     texts = {"prompt": [prompt.prompt for prompt in prompts]}
     if prompts[0].negative_prompt is not None:
         texts["negative_prompt"] = [prompt.negative_prompt for prompt in prompts]
     if any(prompt.prompt_2 is not None for prompt in prompts):
+        if not hasattr(pipe, "text_encoder_2"):
+            raise UserError("The prompt has a prompt_2, and this checkpoint has one text encoder. Leave it out.")
         texts["prompt_2"] = [prompt.prompt if prompt.prompt_2 is None else prompt.prompt_2 for prompt in prompts]
     return texts
 
@@ -165,7 +167,7 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
     try:
         steps = count_calls(pipe, sampling.steps)
         with reading_layer(pipe, sampling.layer), calling(pipe, steps=steps) as call:
-            embeddings = pipe.encode_prompt(**_texts(prompts), device=None, num_images_per_prompt=1, **how)
+            embeddings = pipe.encode_prompt(**_texts(pipe, prompts), device=None, num_images_per_prompt=1, **how)
     except ValueError as error:  # more layers than an encoder has
         raise UserError(f"The prompt cannot be encoded: {reason(error)}.") from error
     parts = call.parts or [(steps, dict(zip(EMBEDDINGS, embeddings, strict=False)))]
@@ -175,7 +177,9 @@ def encode(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sa
         for key, part in embeddings_by_id.items()
     }
     if call.options.sharpen_sentences != 1:  # then there is one part
-        moved[id(parts[0][1])]["sentences"] = torch.tensor(pipe.prompt_layout(**_texts(prompts), **guided).sentences)
+        moved[id(parts[0][1])]["sentences"] = torch.tensor(
+            pipe.prompt_layout(**_texts(pipe, prompts), **guided).sentences
+        )
     return [(last, moved[id(part)]) for last, part in parts]
 
 
