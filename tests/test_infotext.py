@@ -71,6 +71,7 @@ INFOTEXTS = [
     (f"a\n{SHORT.replace('Euler a', 'DPM++ 2M SDE Karras')}", {"scheduler": "DPM++ 2M SDE", "karras": True}, ""),
     (f"a\n{SHORT}{HIRES}", {"seed": 1}, "Hires upscale, ADetailer prompt"),
     (f'a <lora:x:1>\n{SHORT}, Lora hashes: "x: 12, y: 3"', {"prompt": "a"}, "<lora:x:1>: give the folder"),
+    (f"a # <lora:x:1>\n{SHORT}", {"prompt": "a # <lora:x:1>"}, ""),  # a comment
     (f"a\n{SHORT}, Version: f2.0.1v1.10.1-previous-1", {"reading": "a1111"}, ""),
 ]
 

@@ -95,6 +95,12 @@ def test_encode_texts_of_sd15_and_options_that_change_the_text():
     assert torch.equal(got, expected) and pooled is None
 
 
+def test_an_empty_negative_prompt_is_zeros_under_a1111_in_sdxl_alone(pipe):
+    sd15 = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()), reading="a1111")
+    assert sd15.encode_prompt("a cat", None, 1, True, "")[1].any()
+    assert not pipe.set_long_prompt(reading="a1111").encode_prompt("a cat", negative_prompt="")[1].any()
+
+
 def test_the_end_of_a_text_is_never_lost(pipe):
     for reading in ("a1111", "comfyui"):
         for text, other in ((TEXTS[1], TEXTS[1].replace("<x>", "dog")), (TEXTS[2], TEXTS[2].replace("star", "ring"))):
@@ -170,6 +176,8 @@ def test_words_are_the_positions_that_words_change(pipe, reading, breaks):
                 expected[part.text] |= [given[place] is not None for place in part.places]
         assert np.array_equal(batch.words.numpy(), expected)
     assert plan.prompts.words.any() and not plan.negatives.words.any()
+    [shorter, longer] = (read([first, "a cat"], None, encoders, options).prompts.words for first in ("a", f"a {SHORT}"))
+    assert shorter.sum() == 2 < longer.sum()  # a word of either encoder is one
 
 
 def test_a_call_reads_each_text_once(pipe, monkeypatch):

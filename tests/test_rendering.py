@@ -139,6 +139,15 @@ def test_a_second_prompt_for_one_encoder_is_refused():
         read_layout(pipe, ImagePrompt("a cat", prompt_2="a dog"), SAMPLING)
 
 
+def test_shares_of_a_schedule_are_of_the_steps_that_are_drawn():
+    pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()), reading="a1111")
+    prompt, sampling = ImagePrompt("a [cat:dog:0.5]"), Sampling(steps=4, guidance_scale=1.0)
+    assert [last for last, _ in encode(pipe, [prompt], sampling)] == [2, 4]
+    few = replace(sampling, steps=1)  # a share of 0.5 is over before its only step
+    assert read_layout(pipe, prompt, sampling).texts == ((("a cat", 2),),)
+    assert read_layout(pipe, prompt, few).texts == ((("a dog", 2),),)
+
+
 def test_settings_are_all_that_affects_an_image(renderer, long):
     samplings = {"scheduler": "DDIMScheduler", "layer": "last", "height": 80}
     changes = [{"encoder_2": "stretch"}, {"dtype": torch.float16}]

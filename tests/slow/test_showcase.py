@@ -76,6 +76,16 @@ def test_facts_are_marked_by_keyboard_alone_and_give_the_numbers(config, browser
 # ---- check
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"sharpen": 1.0}, "not asked for"), ({"sharpen": 1.0, "sharpen_sentences": 4.0}, "latents differ by")],
+)
+def test_sharpening_is_checked_as_it_is_asked_for(options, said, tmp_path):
+    check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu", **options))
+    checks = json.loads((tmp_path / "check.json").read_text())["checks"]
+    assert said in checks["sharpening differs and leaves no trace"]["result"]
+
+
 def test_a_failure_says_what_differs_and_the_other_checks_go_on(tmp_path, monkeypatch):
     encode = SDXLLongPromptMixin.encode_prompt
 
