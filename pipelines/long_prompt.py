@@ -189,7 +189,7 @@ class LongPromptMixin(CallMixin):
         @functools.cache  # some steps have the same texts
         def arrange(*numbers: tuple[int, ...] | None) -> Embeddings:
             values = [
-                value if each is None else each[[*numbers[at % 2]]]
+                value if each is None else each if len(ends) == 1 else each[[*numbers[at % 2]]]
                 for at, (value, each) in enumerate(
                     zip(given, itertools.chain(*zip(*encoded, strict=True)), strict=True)
                 )

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
 
 import numpy as np
@@ -278,6 +279,20 @@ def test_options_of_a_call_are_that_calls_and_that_threads(pipe):
     inside.wait(10)
     in_thread(second)
     assert seen[2:] == [227] and pipe._long_prompt is own and pipe.prompt_layout(LONG).positions == 152
+
+
+def test_threads_that_share_models_draw_with_options_of_their_own(stock):
+    """Eight images by four pipelines of one UNet, each with the options of its call."""
+    prompt, options = f"a (red:1.4) cat. {LONG}", [{}, {"reading": "a1111"}, {"sharpen": 2.0}, {"emphasis": "comfyui"}]
+    pipes = [assemble(StableDiffusionXLLongPromptPipeline, stock.components) for _ in options]
+    for each in pipes:
+        each.scheduler = type(each.scheduler).from_config(each.scheduler.config)
+    alone = [draw(each, prompt, long_prompt=own) for each, own in zip(pipes, options, strict=True)]
+    assert len({image.tobytes() for image in alone}) == 4
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(2):
+            drawn = pool.map(lambda each, own: draw(each, prompt, long_prompt=own), pipes, options)
+            assert all(map(np.array_equal, drawn, alone))
 
 
 # Each option of an image, and a value that must change it.
