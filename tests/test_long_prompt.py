@@ -257,6 +257,27 @@ def test_the_negative_prompt_follows_clip_skip_by_an_option(stock, base):
     assert torch.equal(got[0], default[0]) and torch.equal(got[1], followed)
 
 
+def test_embeddings_that_are_given_beside_a_text(stock, ours):
+    """The prompt's with a negative text, and the other way round; as diffusers, and with its length."""
+    embeds, negative, pooled, negative_pooled = stock.encode_prompt([SHORT, OTHER], negative_prompt=["grey", "old"])
+    for given, texts in (
+        ({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, {"negative_prompt": ["grey", "old"]}),
+        ({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, {"negative_prompt": "grey"}),
+        (
+            {"negative_prompt_embeds": negative, "negative_pooled_prompt_embeds": negative_pooled},
+            {"prompt": [SHORT, ""]},
+        ),
+    ):
+        call = {"prompt": None} | given | texts
+        expected = ours.encode_prompt([SHORT, OTHER], negative_prompt=texts.get("negative_prompt", ["grey", "old"]))
+        got = ours.encode_prompt(**call)
+        assert same(got[1], expected[1]) and same(got[3], expected[3])
+        assert "prompt" in texts or (same(got[0], embeds) and same(got[2], pooled))
+    long = ours.encode_prompt(words(80), negative_prompt="grey")
+    got = ours.encode_prompt(None, negative_prompt="grey", prompt_embeds=long[0], pooled_prompt_embeds=long[2])
+    assert all(map(same, got, long))
+
+
 SCALES = {"text_encoder": 0.3, "text_encoder_2": 0.1}
 
 

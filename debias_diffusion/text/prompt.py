@@ -223,7 +223,7 @@ def read(
         needed=needed,
         positions=plans[0].positions,
         cut_at=_cut_at(options, encoders),
-        taken_out=tuple(part for text in dict.fromkeys(*first[:1]) for part in read_of[text, 0][1]),
+        taken_out=tuple(part for text in dict.fromkeys(first[0] if first else ()) for part in read_of[text, 0][1]),
         schedules=tuple(find_schedules(*changing)) if changing else (),
         unread={kind: sentence for of_text in unread for kind, sentence in of_text.items()},
     )
