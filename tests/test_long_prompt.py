@@ -260,7 +260,7 @@ def test_the_negative_prompt_follows_clip_skip_by_an_option(stock, base):
 def test_embeddings_that_are_given_beside_a_text(stock, ours):
     """The prompt's with a negative text, and the other way round; as diffusers, and with its length."""
     embeds, negative, pooled, negative_pooled = stock.encode_prompt([SHORT, OTHER], negative_prompt=["grey", "old"])
-    for given, texts in (
+    for encoded, texts in (
         ({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, {"negative_prompt": ["grey", "old"]}),
         ({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, {"negative_prompt": "grey"}),
         (
@@ -268,7 +268,7 @@ def test_embeddings_that_are_given_beside_a_text(stock, ours):
             {"prompt": [SHORT, ""]},
         ),
     ):
-        call = {"prompt": None} | given | texts
+        call = {"prompt": None} | encoded | texts
         expected = ours.encode_prompt([SHORT, OTHER], negative_prompt=texts.get("negative_prompt", ["grey", "old"]))
         got = ours.encode_prompt(**call)
         assert same(got[1], expected[1]) and same(got[3], expected[3])
