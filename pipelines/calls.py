@@ -90,7 +90,8 @@ class CallMixin:
     @property
     def components(self) -> dict[str, Any]:
         """As in diffusers, with the UNet itself: other pipelines are made of them, and hooks are set on them."""
-        if sys._getframe(1).f_globals.get("__name__") == "diffusers.pipelines.auto_pipeline":
+        caller = sys._getframe(1)
+        if (caller.f_globals["__name__"], caller.f_code.co_name) == ("diffusers.pipelines.auto_pipeline", "from_pipe"):
             warnings.warn(
                 "AutoPipeline makes a pipeline that cuts prompts: wrap it by with_long_prompts.", stacklevel=3
             )

@@ -420,8 +420,9 @@ def test_a1111_takes_a_number_at_the_end_out(pipe, prompt, read_as, taken_out):
 
 def test_autopipeline_says_that_it_cuts(pipe):
     for auto in (AutoPipelineForImage2Image, AutoPipelineForInpainting):
-        with pytest.warns(UserWarning, match="cuts prompts: wrap it by with_long_prompts"):
+        with pytest.warns(UserWarning, match="cuts prompts: wrap it by with_long_prompts") as warned:
             auto.from_pipe(pipe)
+        assert {warning.filename for warning in warned} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert StableDiffusionXLLongPromptPipeline(**pipe.components).components.keys() == pipe.components.keys()
