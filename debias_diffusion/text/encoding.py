@@ -76,7 +76,10 @@ def encode_texts(
         texts: a prompt, or several.
         length: positions of the result, as `LongPromptOptions.positions`. None: what the longest text needs. For two
             encoders of different context lengths, give the length of the longer one's.
-        reading, emphasis, breaks, split_special_tokens: see `LongPromptOptions`.
+        reading: see `LongPromptOptions`, as for the next three.
+        emphasis: what weights do.
+        breaks: what BREAK does.
+        split_special_tokens: whether "!" is text.
         states: runs the encoder; the ids are on `device`. None: `penultimate_states`, for SDXL; `last_states` is for
             SD 1.5.
         device: of the results; the encoder's if None.
