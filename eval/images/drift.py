@@ -64,12 +64,15 @@ class StatesReader:
         return [tokenize_text(clean(caption), self.tokenizer)[0] for caption in captions]
 
     @torch.no_grad()
-    def states(self, tokens: list[Tokens]) -> list[Tensor]:
-        """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
-        length = max(len(text.ids) for text in tokens) + 2 + PADS
+    def rows(self, tokens: list[Tokens], length: int) -> Tensor:
+        """What a UNet is given of the texts, [texts, length, width]."""
         context_length = self.encoder.config.max_position_embeddings
         [plan], _ = plan_tokens([tokens], [(self.tokenizer, context_length)], positions=length)
-        rows, _ = encode(plan, self.encoder)
+        return encode(plan, self.encoder)[0]
+
+    def states(self, tokens: list[Tokens]) -> list[Tensor]:
+        """The states of each text: SOT, its tokens, EOT and `PADS` pads, [positions, width]."""
+        rows = self.rows(tokens, max(len(text.ids) for text in tokens) + 2 + PADS)
         return [row[: len(text.ids) + 2 + PADS] for row, text in zip(rows, tokens, strict=True)]
 
 

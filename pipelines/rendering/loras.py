@@ -11,7 +11,7 @@ from debias_diffusion.clip.model_files import quiet_logging
 from debias_diffusion.errors import UserError, explain_failure, near_matches, reason
 from debias_diffusion.files import sha256
 from debias_diffusion.text.chunks import Reading
-from debias_diffusion.text.weighting import check_weight
+from debias_diffusion.text.weighting import check_weight, take_out
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -30,7 +30,7 @@ class Lora(NamedTuple):
 
 def lora_tags(prompt: str, reading: Reading) -> list[str]:
     """The tags of LoRAs in a prompt, which A1111 reads as `lyco`, too; under "a1111" none in comments."""
-    text = re.sub("#[^\n]*", "", prompt) if reading == "a1111" else prompt
+    text, _ = take_out(prompt, reading, negative=True)  # of which it takes comments alone
     return re.findall("<(?:lora|lyco):[^>]+>", text)
 
 

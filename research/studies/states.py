@@ -39,8 +39,6 @@ from debias_diffusion.files import atomic_file
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
 from debias_diffusion.pipelines.rendering.renderer import Sampling, encode, plan_batches, read_layout, render
-from debias_diffusion.text.encoding import encode as encode_plan
-from debias_diffusion.text.prompt import plan_tokens
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -149,12 +147,9 @@ def fit_moments(reader: StatesReader, base: StatesReader, captions: list[str]) -
 def changed(embeds: Tensor, texts: Sequence[str], reader: StatesReader, moments: Moments, change: Callable) -> Tensor:
     """The original's `prompt_embeds`, [prompts, positions, width of both encoders], with the first's changed."""
     tokens, width = reader.tokens(texts), reader.encoder.config.hidden_size
-    context_length = reader.encoder.config.max_position_embeddings
-    [plan], _ = plan_tokens([tokens], [(reader.tokenizer, context_length)], positions=embeds.shape[1])
-    drifted, _ = encode_plan(plan, reader.encoder)
     rows = [
         change(States(states, row[:, :width], len(text.ids) + 1, moments))
-        for states, row, text in zip(drifted, embeds, tokens, strict=True)
+        for states, row, text in zip(reader.rows(tokens, embeds.shape[1]), embeds, tokens, strict=True)
     ]
     return torch.cat([torch.stack(rows), embeds[..., width:]], dim=2)
 
