@@ -9,10 +9,11 @@ from importlib import import_module
 from importlib.metadata import distributions, version
 from typing import NamedTuple
 
-from debias_diffusion.errors import EXTRAS, UserError, missing_library, near_matches, reason
+from debias_diffusion.errors import EXTRAS, UserError, missing_library, reason
 from debias_diffusion.eval.options import AllConfig, JudgeConfig, ReportConfig
 from debias_diffusion.eval.registry import EVALUATIONS as REGISTRY
 from debias_diffusion.files import explain_full_disk
+from debias_diffusion.registry import Registry
 from debias_diffusion.training.config import TrainConfig
 
 from . import options
@@ -46,79 +47,92 @@ class Command(NamedTuple):
 
 
 _ENCODERS = "--encoders toy/clip toy/debias-clip"
-EVALUATIONS = {
-    "all": Command(AllConfig, "eval.page:evaluate_all", f"{_ENCODERS} --data toy/test --output scores", "eval"),
-    **{
-        name.replace("_", "-"): Command(entry.options, f"eval.{entry.module}:evaluate_{name}", entry.example, "eval")
-        for name, entry in REGISTRY.items()
+EVALUATIONS = Registry(
+    "evaluation",
+    {
+        "all": Command(AllConfig, "eval.page:evaluate_all", f"{_ENCODERS} --data toy/test --output scores", "eval"),
+        **{
+            name.replace("_", "-"): Command(
+                entry.options, f"eval.{entry.module}:evaluate_{name}", entry.example, "eval"
+            )
+            for name, entry in REGISTRY.items()
+        },
+        "judge": Command(
+            JudgeConfig,
+            "eval.judge_labels:evaluate_judge",
+            "--labels labels --judge toy/checker --output scores",
+            "eval",
+        ),
+        "report": Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval"),
     },
-    "judge": Command(
-        JudgeConfig, "eval.judge_labels:evaluate_judge", "--labels labels --judge toy/checker --output scores", "eval"
-    ),
-    "report": Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval"),
-}
-COMMANDS = {
-    "quickstart": Command(options.QuickstartConfig, "app.quickstart:quickstart", "--output runs/quickstart", "eval"),
-    "train": Command(
-        TrainConfig,
-        "training.loop:train",
-        "--config configs/debias-clip-vit-b16.yaml --data captions.json --images images --output runs/a",
-        "train",
-    ),
-    "align": Command(
-        options.AlignConfig,
-        "app.align.command:align",
-        "--base sdxl --encoder runs/a --data captions.json --images images --output runs/b",
-        "train",
-    ),
-    "ablate": Command(
-        options.AblateConfig,
-        "app.ablate:ablate",
-        "--model toy/clip --data toy/validation --output runs/ablation",
-        "eval",
-    ),
-    "export": Command(options.ExportConfig, "app.export:export", "--model runs/a --output my-encoder"),
-    "comfyui": Command(
-        options.ComfyUIConfig, "app.comfyui.write:write_node", "--output ComfyUI/custom_nodes/long_prompt"
-    ),
-    "generate": Command(
-        options.GenerateConfig,
-        "app.generate:generate",
-        "'A red star above a blue ring.' --base toy/sdxl --output star.png",
-    ),
-    "check": Command(options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
-    "showcase": Command(
-        options.ShowcaseConfig,
-        "app.showcase.command:showcase",
-        "--base toy/sdxl --limit 8 --output runs/showcase",
-        "eval",
-    ),
-    "tokens": Command(
-        options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
-    ),
-    "encode": Command(
-        options.EncodeConfig,
-        "app.encode:encode_captions",
-        "--captions photos --base toy/sdxl --to diffusers --output runs/embeddings",
-    ),
-    "shards": Command(
-        options.ShardsConfig,
-        "app.shards:write_shards",
-        "--data captions.json --images images --output shards",
-        "train",
-    ),
-    "synthesize": Command(
-        options.SynthesizeConfig,
-        "app.synthesize.command:synthesize",
-        "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
-        "eval",
-    ),
-    "app": Command(options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
-    "evaluate": EVALUATIONS,
-}
+)
+COMMANDS = Registry(
+    "command",
+    {
+        "quickstart": Command(
+            options.QuickstartConfig, "app.quickstart:quickstart", "--output runs/quickstart", "eval"
+        ),
+        "train": Command(
+            TrainConfig,
+            "training.loop:train",
+            "--config configs/debias-clip-vit-b16.yaml --data captions.json --images images --output runs/a",
+            "train",
+        ),
+        "align": Command(
+            options.AlignConfig,
+            "app.align.command:align",
+            "--base sdxl --encoder runs/a --data captions.json --images images --output runs/b",
+            "train",
+        ),
+        "ablate": Command(
+            options.AblateConfig,
+            "app.ablate:ablate",
+            "--model toy/clip --data toy/validation --output runs/ablation",
+            "eval",
+        ),
+        "export": Command(options.ExportConfig, "app.export:export", "--model runs/a --output my-encoder"),
+        "comfyui": Command(
+            options.ComfyUIConfig, "app.comfyui.write:write_node", "--output ComfyUI/custom_nodes/long_prompt"
+        ),
+        "generate": Command(
+            options.GenerateConfig,
+            "app.generate:generate",
+            "'A red star above a blue ring.' --base toy/sdxl --output star.png",
+        ),
+        "check": Command(options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
+        "showcase": Command(
+            options.ShowcaseConfig,
+            "app.showcase.command:showcase",
+            "--base toy/sdxl --limit 8 --output runs/showcase",
+            "eval",
+        ),
+        "tokens": Command(
+            options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
+        ),
+        "encode": Command(
+            options.EncodeConfig,
+            "app.encode:encode_captions",
+            "--captions photos --base toy/sdxl --to diffusers --output runs/embeddings",
+        ),
+        "shards": Command(
+            options.ShardsConfig,
+            "app.shards:write_shards",
+            "--data captions.json --images images --output shards",
+            "train",
+        ),
+        "synthesize": Command(
+            options.SynthesizeConfig,
+            "app.synthesize.command:synthesize",
+            "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
+            "eval",
+        ),
+        "app": Command(options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
+        "evaluate": EVALUATIONS,
+    },
+)
 
 
-def main(arguments: list[str] | None = None, program: str = "debias-diffusion", commands: dict = COMMANDS) -> None:
+def main(arguments: list[str] | None = None, program: str = "debias-diffusion", commands: Registry = COMMANDS) -> None:
     """Runs one of the commands.
 
     Exits with 2 and one message on stderr if the user made a mistake, with 1 if the work failed, with 130 on Ctrl-C.
@@ -151,21 +165,17 @@ def main(arguments: list[str] | None = None, program: str = "debias-diffusion", 
         _leave(1)
 
 
-def _run(program: str, commands: dict, arguments: list[str]) -> None:
+def _run(program: str, commands: Registry, arguments: list[str]) -> None:
     """Runs the command named by the first argument, or lists the commands."""
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help"):
         print(_list_commands(program, commands))
     elif first == "--version":
         print(_versions())
-    elif first not in commands:
-        raise UserError(
-            f"Unknown command {first!r}.{near_matches(first, commands)} Choose one of: {', '.join(commands)}."
-        )
-    elif isinstance(commands[first], dict):
-        _run(f"{program} {first}", commands[first], arguments[1:])
+    elif isinstance(command := commands.find(first), dict):
+        _run(f"{program} {first}", command, arguments[1:])
     else:
-        _run_command(f"{program} {first}", commands[first], arguments[1:])
+        _run_command(f"{program} {first}", command, arguments[1:])
 
 
 def _versions() -> str:
@@ -181,7 +191,7 @@ def _versions() -> str:
     return "\n".join([f"debias-diffusion {version('debias-diffusion')}", system, named, ", ".join(devices)])
 
 
-def _list_commands(program: str, commands: dict) -> str:
+def _list_commands(program: str, commands: Registry) -> str:
     width = max(map(len, commands)) + 2
     group = f"Measure what an encoder reads: {', '.join(EVALUATIONS)}."
     summaries = {name: group if command is EVALUATIONS else command.summary for name, command in commands.items()}

@@ -8,6 +8,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
+from debias_diffusion.registry import Registry
+
 from . import options
 
 TOY = "--encoders toy/clip toy/debias-clip --data toy/test --output scores"
@@ -42,39 +44,43 @@ class Evaluation:
 
 
 # In the order of the page, by the name of the results, NAME.json; commands have - for _.
-EVALUATIONS = {
-    "robustness": Evaluation("How shortsighted?", options.RobustnessConfig, "robustness", "two towers"),
-    "retrieval": Evaluation("Retrieval with whole captions", options.RetrievalConfig, "retrieval", "two towers"),
-    "attention": Evaluation(
-        *("Where encoders look", options.AttentionConfig, "attention", "text encoder"), saved=("attention_image.png",)
-    ),
-    "drift": Evaluation(
-        "What the UNet reads",
-        options.DriftConfig,
-        "images.drift",
-        "text encoder",
-        "--encoders toy/debias-clip --base toy/sdxl --data toy/test --output scores",
-    ),
-    "generation": Evaluation(
-        "Images generated from captions",
-        options.GenerationConfig,
-        "images.generation",
-        "text encoder",
-        "--encoders cut:toy/clip toy/debias-clip --data toy/test --base toy/sdxl --output scores",
-        saved=("examples.png",),
-    ),
-    "following": Evaluation(
-        "Which sentences are in the image?",
-        options.FollowingConfig,
-        "images.following",
-        "text encoder",
-        "--prompts toy/test --judge toy/checker --base toy/sdxl --encoders cut:toy/clip toy/clip --output scores",
-    ),
-    "classification": Evaluation(
-        "Zero-shot classification",
-        options.ClassificationConfig,
-        "classification",
-        "two towers",
-        "--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
-    ),
-}
+EVALUATIONS: Registry[Evaluation] = Registry(
+    "evaluation",
+    {
+        "robustness": Evaluation("How shortsighted?", options.RobustnessConfig, "robustness", "two towers"),
+        "retrieval": Evaluation("Retrieval with whole captions", options.RetrievalConfig, "retrieval", "two towers"),
+        "attention": Evaluation(
+            *("Where encoders look", options.AttentionConfig, "attention", "text encoder"),
+            saved=("attention_image.png",),
+        ),
+        "drift": Evaluation(
+            "What the UNet reads",
+            options.DriftConfig,
+            "images.drift",
+            "text encoder",
+            "--encoders toy/debias-clip --base toy/sdxl --data toy/test --output scores",
+        ),
+        "generation": Evaluation(
+            "Images generated from captions",
+            options.GenerationConfig,
+            "images.generation",
+            "text encoder",
+            "--encoders cut:toy/clip toy/debias-clip --data toy/test --base toy/sdxl --output scores",
+            saved=("examples.png",),
+        ),
+        "following": Evaluation(
+            "Which sentences are in the image?",
+            options.FollowingConfig,
+            "images.following",
+            "text encoder",
+            "--prompts toy/test --judge toy/checker --base toy/sdxl --encoders cut:toy/clip toy/clip --output scores",
+        ),
+        "classification": Evaluation(
+            "Zero-shot classification",
+            options.ClassificationConfig,
+            "classification",
+            "two towers",
+            "--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
+        ),
+    },
+)

@@ -1,10 +1,12 @@
 """The command line of a checkout, `python -m research`."""
 
+from debias_diffusion.app.cli import COMMANDS as PRODUCT
 from debias_diffusion.app.cli import Command, main
+from debias_diffusion.registry import Registry
 
 from . import options
 
-COMMANDS = {
+OWN = {
     "reproduce": Command(
         options.ReproduceConfig, "reproduce.listing:reproduce", "table-S4 --world toy --device cpu", "eval"
     ),
@@ -21,5 +23,10 @@ COMMANDS = {
     ),
 }
 
+COMMANDS = Registry("command", PRODUCT | OWN)
+
 if __name__ == "__main__":
+    from . import extensions  # what research adds to the package's registries
+
+    extensions.register()
     main(program="python -m research", commands=COMMANDS)

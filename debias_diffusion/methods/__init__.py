@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, near_matches
+from ..registry import Registry
 from .base import Batch, Caption, Method, image_features
 from .dual_caption import RECIPES as DUAL_CAPTION_RECIPES
 from .fix_clip import RECIPES as FIX_CLIP_RECIPES
@@ -20,7 +21,7 @@ from .smart_clip import RECIPES as SMART_CLIP_RECIPES
 __all__ = ["METHODS", "Batch", "Caption", "KeepStates", "Method", "find_method", "image_features", "import_methods"]
 
 # What `--recipe` may name.
-METHODS: dict[str, Method] = {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES, **SMART_CLIP_RECIPES}
+METHODS: Registry[Method] = Registry("recipe", {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES, **SMART_CLIP_RECIPES})
 
 
 @cache
@@ -47,9 +48,7 @@ def find_method(name: str, settings: dict[str, Any] | None = None) -> Method:
     Raises:
         UserError: there is no such method or setting, or a value cannot be used.
     """
-    if name not in METHODS:
-        raise UserError(f"Unknown recipe {name!r}.{near_matches(name, METHODS)} Choose one of: {', '.join(METHODS)}.")
-    method, changes = METHODS[name], settings or {}
+    method, changes = METHODS.find(name), settings or {}
     known = [part.name for part in fields(method) if part.metadata.get("is_setting", True)]
     for setting in changes:
         if setting not in known:

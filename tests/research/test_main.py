@@ -7,18 +7,18 @@ import yaml
 from helpers.modules import ROOT
 
 from debias_diffusion.app.cli import main
-from research.__main__ import COMMANDS
+from research.__main__ import OWN
 
 
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as exit:
-        main([*arguments], "python -m research", COMMANDS)
+        main([*arguments], "python -m research", OWN)
     return exit.value.code or 0
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", OWN)
 def test_every_command_names_what_exists_and_has_help(name, capsys):
-    command = COMMANDS[name]
+    command = OWN[name]
     assert callable(command.load())
     assert run(name, "--help") == 0
     out = capsys.readouterr().out

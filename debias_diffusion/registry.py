@@ -1,0 +1,55 @@
+"""What others can add to: commands, training methods, families and formats of models, evaluations, benchmarks.
+
+`docs/extending.md` shows how. What only a checkout's `research/` has is added in the same way.
+"""
+
+from typing import TypeVar
+
+from .errors import UserError, near_matches
+
+Entry = TypeVar("Entry")
+
+# What people may look for here and research/ has, and the command that runs it in a checkout.
+MOVED = {
+    "ablate": "python -m research ablate",
+    "showcase": "python -m research showcase",
+    "synthesize": "python -m research synthesize",
+    "classification": "python -m research evaluate classification",
+    "judge": "python -m research evaluate judge",
+    "smart-clip": "python -m research train --recipe smart-clip",
+}
+
+
+class Registry(dict[str, Entry]):
+    """Entries of one kind, by the names that people type.
+
+    Attributes:
+        kind: what an entry is, as messages call it: "recipe".
+    """
+
+    def __init__(self, kind: str, entries: dict[str, Entry]):
+        super().__init__(entries)
+        self.kind = kind
+
+    def register(self, name: str, entry: Entry) -> None:
+        """Adds an entry.
+
+        Raises:
+            UserError: the name is taken.
+        """
+        if name in self:
+            raise UserError(f"There is a {self.kind} {name!r} already. Give yours another name.")
+        self[name] = entry
+
+    def find(self, name: str) -> Entry:
+        """The entry of that name.
+
+        Raises:
+            UserError: there is none. The message names those that are near, or where it is found.
+        """
+        if name in self:
+            return self[name]
+        if name in MOVED:
+            raise UserError(f"The {self.kind} {name!r} is found in a checkout of the project: `{MOVED[name]}`.")
+        hint = near_matches(name, self)
+        raise UserError(f"Unknown {self.kind} {name!r}.{hint} Choose one of: {', '.join(self)}.")
