@@ -7,12 +7,12 @@ import yaml
 from helpers.modules import ROOT
 
 from debias_diffusion.app.cli import main
-from research.__main__ import OWN
+from research.__main__ import COMMANDS, OWN
 
 
 def run(*arguments: str) -> int:
     with pytest.raises(SystemExit) as exit:
-        main([*arguments], "python -m research", OWN)
+        main([*arguments], "python -m research", COMMANDS)
     return exit.value.code or 0
 
 
