@@ -84,12 +84,6 @@ COMMANDS = Registry(
             "--base sdxl --encoder runs/a --data captions.json --images images --output runs/b",
             "train",
         ),
-        "ablate": Command(
-            options.AblateConfig,
-            "app.ablate:ablate",
-            "--model toy/clip --data toy/validation --output runs/ablation",
-            "eval",
-        ),
         "export": Command(options.ExportConfig, "app.export:export", "--model runs/a --output my-encoder"),
         "comfyui": Command(
             options.ComfyUIConfig, "app.comfyui.write:write_node", "--output ComfyUI/custom_nodes/long_prompt"
@@ -119,12 +113,6 @@ COMMANDS = Registry(
             "app.shards:write_shards",
             "--data captions.json --images images --output shards",
             "train",
-        ),
-        "synthesize": Command(
-            options.SynthesizeConfig,
-            "app.synthesize.command:synthesize",
-            "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
-            "eval",
         ),
         "app": Command(options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
         "evaluate": EVALUATIONS,

@@ -24,7 +24,7 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
 
 from .command_line import flag
-from .options import AblateConfig, ExportConfig
+from .options import ExportConfig
 
 if TYPE_CHECKING:
     from debias_diffusion.clip.backbone import Backbone
@@ -82,13 +82,12 @@ def model_card(
     run, base, command, ablations = _read_run(config.model), (config.model, config.pretrained), None, []
     if run:
         base = (run["settings"].get("model"), run["settings"].get("pretrained"))
-        command = _command("debias-diffusion train", run["settings"], TrainConfig)
+        command = shell_command("debias-diffusion train", run["settings"], TrainConfig)
     if (file := Path(config.model) / ABLATION_FILE).is_file():
         name, _, ablation = read_ablation(config.model)
         spec, ablations = EncoderSpec.parse(name), [ablation]
         base = (spec.place if spec.weights else name, spec.weights)
-        search = read_json_object(file).get("settings", {})
-        command = _command("debias-diffusion ablate", search, AblateConfig)
+        command = read_json_object(file).get("command")
     elif backbone:
         from debias_diffusion.ablation.heads import TOWERS, suppressed_heads  # with open_clip, which is optional
 
@@ -177,7 +176,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
                 "title": evaluation.title,
                 "tables": evaluation.load().tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
                 "notes": list(map(escaped, report["notes"])),
-                "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.options),
+                "command": shell_command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.options),
             }
         if not encoders:
             raise UserError(
@@ -193,7 +192,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
     return sections
 
 
-def _command(program: str, settings: Mapping, options: type) -> str:
+def shell_command(program: str, settings: Mapping, options: type) -> str:
     """The command that gives these settings, without defaults and without paths of one machine."""
     words = [program]
     for field in dataclasses.fields(options):

@@ -5,10 +5,21 @@ from debias_diffusion.app.cli import Command, main
 from debias_diffusion.registry import Registry
 
 from . import options
+from .ablate.options import AblateConfig
+from .synthesize.options import SynthesizeConfig
 
 OWN = {
     "reproduce": Command(
         options.ReproduceConfig, "reproduce.listing:reproduce", "table-S4 --world toy --device cpu", "eval"
+    ),
+    "ablate": Command(
+        AblateConfig, "ablate.command:ablate", "--model toy/clip --data toy/validation --output runs/ablation", "eval"
+    ),
+    "synthesize": Command(
+        SynthesizeConfig,
+        "synthesize.command:synthesize",
+        "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
+        "eval",
     ),
     "cola": Command(
         options.ColaConfig,

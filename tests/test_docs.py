@@ -19,12 +19,13 @@ import debias_diffusion
 from debias_diffusion import methods, pipelines
 from debias_diffusion.app.cli import COMMANDS
 from debias_diffusion.app.command_line import parse
-from debias_diffusion.app.options import AblateConfig, AlignConfig
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders import spec as encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
 from research.__main__ import COMMANDS as RESEARCH
+from research.ablate.options import AblateConfig
 from research.reproduce.papers import read_tables
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"

@@ -12,13 +12,15 @@ from debias_diffusion.eval import options as evaluate
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
+from research.ablate.options import AblateConfig
 from research.options import ColaConfig, ReproduceConfig
+from research.synthesize.options import SynthesizeConfig
 
 NAN, INFINITY = float("nan"), float("inf")
 CLIP = {"encoders": ["toy/clip"], "output": "o"}
 # Of each class, options that can be used.
 USABLE = {
-    app.AblateConfig: {"model": "m", "output": "runs/o", "data": "d"},
+    AblateConfig: {"model": "m", "output": "runs/o", "data": "d"},
     app.AlignConfig: {"base": "b", "data": "d", "output": "o", "encoder": "e"},
     evaluate.AllConfig: {},
     app.AppConfig: {},
@@ -39,13 +41,13 @@ USABLE = {
     evaluate.RobustnessConfig: CLIP | {"data": "d"},
     app.ShardsConfig: {"data": "d", "output": "o"},
     app.ShowcaseConfig: {"base": "b"},
-    app.SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
+    SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
     TrainConfig: {"data": "d", "output": "o", "model": "toy/clip"},
 }
 # Rules between options, and what an option may be; ranges of numbers are below.
 REFUSED = [
-    (app.AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
-    (app.AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
+    (AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
+    (AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
     (app.AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
     (evaluate.AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
     (evaluate.AttentionConfig, {"prompt": None}, "no data and no benchmark"),
@@ -59,8 +61,8 @@ REFUSED = [
     (app.GenerateConfig, {"encoder": "cut:toy/clip", "reading": "separate"}, "both say how prompts are read"),
     (app.GenerateConfig, {"prompt": None}, "not neither"),
     (ReproduceConfig, {"target": []}, "Give a table"),
-    (app.SynthesizeConfig, {"images": None}, "Neither data nor images"),
-    (app.SynthesizeConfig, {"data": "toy/test"}, "are no files"),
+    (SynthesizeConfig, {"images": None}, "Neither data nor images"),
+    (SynthesizeConfig, {"data": "toy/test"}, "are no files"),
     (TrainConfig, {"seed": 2**32}, "seed is 4294967296, but must be a whole number, from 0 to 4294967295."),
     (TrainConfig, {"betas": (0.9, 1.0)}, "betas is (0.9, 1.0), but must be 2 values, each a number, at least 0 and"),
     (TrainConfig, {"recipe": "debiased"}, "Did you mean debias-clip"),

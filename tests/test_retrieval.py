@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.export import export
-from debias_diffusion.app.options import AblateConfig, ExportConfig
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_data_file
 from debias_diffusion.data.retrieval import recall_at_k, recall_ranks
@@ -37,6 +36,8 @@ from debias_diffusion.eval.intervals import hits_interval
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.files import path_digest
 from debias_diffusion.training.loop import train
+from research.ablate.command import ablate
+from research.ablate.options import AblateConfig
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 

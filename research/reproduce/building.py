@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
-from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.align.command import align
-from debias_diffusion.app.options import AblateConfig, AlignConfig
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders.spec import SHORT
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
@@ -21,6 +20,8 @@ from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
+from ..ablate.command import ablate
+from ..ablate.options import AblateConfig
 from .availability import gpu_hours
 from .contents import Contents
 from .measuring import KINDS, checked
@@ -214,8 +215,8 @@ def _check_names(command: str, settings: Mapping, options: type) -> None:
     for name in settings:
         if name not in known:
             raise UserError(
-                f"{command} has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion {command} "
-                "--help`."
+                f"{command} has no setting {name!r}.{near_matches(name, known)} See `python -m research "
+                f"{command} --help`."
             )
 
 

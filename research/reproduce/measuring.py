@@ -9,7 +9,6 @@ import numpy as np
 from jsonargparse import ArgumentError
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
-from debias_diffusion.app.ablate import SEARCH
 from debias_diffusion.app.command_line import make_options, make_parser
 from debias_diffusion.data.caption_edits import LOSING
 from debias_diffusion.errors import UserError, reason
@@ -23,6 +22,7 @@ from debias_diffusion.eval.robustness import RobustnessConfig, rank_edits
 from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
 
+from ..ablate.command import SEARCH
 from ..cola import evaluate_cola
 from ..options import ColaConfig
 

@@ -12,9 +12,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from debias_diffusion.app.synthesize.instructions import LONG, SHORT
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
+from research.synthesize.instructions import LONG, SHORT
 
 TILE = 32  # pixels
 # Two tiles for wide and high images, one for the others, and always the whole image.

@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_llava
+from helpers import openai_server, tiny_llava
 from PIL import Image
 
-from debias_diffusion.app.options import SynthesizeConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.app.synthesize import command
-from debias_diffusion.app.synthesize.cleaning import fault
-from debias_diffusion.app.synthesize.command import synthesize
-from debias_diffusion.app.synthesize.instructions import LONG
 from debias_diffusion.data.shards import verify_shards
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.multimodal import Asked, ChatModel, answers
 from debias_diffusion.text.sentences import split_sentences
+from research.synthesize import command
+from research.synthesize.chat_model import Asked, ChatModel, Server, answers
+from research.synthesize.cleaning import fault
+from research.synthesize.command import synthesize
+from research.synthesize.instructions import LONG
+from research.synthesize.options import SynthesizeConfig
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,15 @@ def test_batches_give_what_single_images_give_and_answers_are_greedy_and_cut(mod
     assert texts == dict(answers(single, mixed, 20)) and len({*texts.values()}) > 1
     for index, text in answers(batched, mixed, 1):
         assert texts[index].startswith(text) and len(text) < len(texts[index])
+
+
+def test_a_server_is_asked_as_a_model_is(models):
+    alone = ChatModel(models["taught"], torch.device("cpu"), "fp32", 2)
+    asked = [Asked(image, LONG[0], index) for index, image in enumerate(tiny_llava.scenes()[0])]
+    with openai_server.serve(alone.model, alone.processor) as (url, requests):
+        served = dict(answers(Server(url, openai_server.MODEL, 3), asked, 1))
+    assert served == dict(answers(alone, asked, 1)) and len(requests) == len(asked)
+    assert all(request["max_tokens"] == 1 for request in requests)
 
 
 def test_long_and_short_captions_are_written_beside_existing_ones(models, scenes, tmp_path):

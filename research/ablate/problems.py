@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from ..clip.image_tower import ImageTower
-from ..data.retrieval import TIE, recall_at_k
-from ..errors import UserError
-from ..jobs import Job
-from ..text.tokens import TokenBatch
+from debias_diffusion.clip.image_tower import ImageTower
+from debias_diffusion.data.retrieval import TIE, recall_at_k
+from debias_diffusion.errors import UserError
+from debias_diffusion.jobs import Job
+from debias_diffusion.text.tokens import TokenBatch
+
 from .genetic import Generation, evolve, first_masks, population_size
 from .population import Population
 

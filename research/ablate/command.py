@@ -1,4 +1,4 @@
-"""`debias-diffusion ablate`: searches for heads whose suppression makes a CLIP retrieve better."""
+"""`python -m research ablate`: searches for heads whose suppression makes a CLIP retrieve better."""
 
 import time
 from collections.abc import Sequence
@@ -11,19 +11,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from debias_diffusion.ablation.backprop import descend, image_features
-from debias_diffusion.ablation.heads import ABLATED, Ablation, head_means, tower_shape
-from debias_diffusion.ablation.population import Population
-from debias_diffusion.ablation.problems import (
-    Problem,
-    better_alone,
-    every_mask,
-    fittest,
-    genetic_search,
-    probe,
-    recalls,
-)
+from debias_diffusion.ablation.heads import Ablation, tower_shape
 from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
+from debias_diffusion.app.model_card import shell_command
 from debias_diffusion.clip.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.caption_edits import edit_caption
@@ -39,10 +29,22 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import TokenBatch
 
+from .backprop import descend, image_features
 from .options import AblateConfig
+from .population import Population, head_means
+from .problems import (
+    Problem,
+    better_alone,
+    every_mask,
+    fittest,
+    genetic_search,
+    probe,
+    recalls,
+)
 
 FITNESS = {"margin": ("keep",), "robust": ("keep", "move4", "remove")}  # edits of the captions
 SEARCH = "search"  # the item with its time
+ABLATED = 0.5  # heads with a lower beta count as ablated, where each has a beta of its own
 PROBE_FILE, PICTURE = "probe.json", "heads.png"
 _WITHOUT_EFFECT = ("output", "model", "data", "images", "root", "device", "batch", "max_bad")  # paths are inputs
 # Why the recall may fall all the same, and what to do.
@@ -148,6 +150,7 @@ class _Search:
         recall = {"before": recalls(problem.untouched)[0], "after": recalls(encoded)[0]}
         more = {
             "heads": heads,
+            "command": shell_command("python -m research ablate", asdict(config), AblateConfig),
             "seconds": self.job.notes(SEARCH)["seconds"],
             "settings": asdict(config),
             "recall": recall,

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from ..clip.image_tower import ImageTower
-from ..clip.weight_files import save_tensors
-from ..jobs import Job
-from ..methods.objectives import contrastive_loss
-from ..training.optimizer import learning_rate
-from .suppression import Suppressed
+from debias_diffusion.ablation.suppression import Suppressed
+from debias_diffusion.clip.image_tower import ImageTower
+from debias_diffusion.clip.weight_files import save_tensors
+from debias_diffusion.jobs import Job
+from debias_diffusion.methods.objectives import contrastive_loss
+from debias_diffusion.training.optimizer import learning_rate
 
 SHARPNESS = 5.0  # beta = sigmoid(SHARPNESS * alpha), equation 4
 START = 1.0  # alpha

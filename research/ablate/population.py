@@ -10,11 +10,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..clip.blocks import TowerInput, after_attention, before_attention
-from ..clip.image_tower import ImageTower
-from ..clip.text_tower import TextTower
-from ..text.tokens import TokenBatch
-from .suppression import attend_with_share, suppress
+from debias_diffusion.ablation.suppression import attend_with_share, suppress
+from debias_diffusion.clip.blocks import TowerInput, after_attention, before_attention
+from debias_diffusion.clip.image_tower import ImageTower
+from debias_diffusion.clip.text_tower import TextTower
+from debias_diffusion.text.tokens import TokenBatch
 
 
 class Population:
@@ -81,3 +81,34 @@ class Population:
             else:
                 leaves |= self._grow(packed, below, masks, members, depth + 1)
         return leaves
+
+
+@torch.inference_mode()
+def head_means(tower: ImageTower | TextTower, batches: Iterable[Tensor | TokenBatch]) -> Tensor:
+    """What each head gives on average over tokens, in the last block over the pooled ones, [blocks, heads, head_dim].
+
+    What texts share, their SOT, counts once for each batch.
+
+    Args:
+        batches: of images as `ImageTower.embed` gives them, or of texts, on the model's device.
+    """
+    blocks = tower.transformer.resblocks
+    totals, counts, last = [torch.zeros((), dtype=torch.double) for _ in blocks], [0] * len(blocks), len(blocks) - 1
+    for batch in batches:
+        packed = tower.pack(batch)
+        states = packed.hidden_states
+        for number, block in enumerate(blocks):
+            query, key, value = before_attention(block, states)
+            if number < last:
+                attended = packed.attend(query, key, value)
+            else:
+                states = packed.pooled(states)
+                if isinstance(tower, TextTower):  # whose attention differs for few queries
+                    attended = packed.attend_last(packed.pooled(query), key, value)
+                else:
+                    attended = packed.pooled(packed.attend(query, key, value))
+            rows = attended.flatten(0, -3)
+            totals[number] = totals[number] + rows.cpu().double().sum(dim=0)
+            counts[number] += len(rows)
+            states = after_attention(block, states, attended)
+    return torch.stack([(total / count).float() for total, count in zip(totals, counts, strict=True)])

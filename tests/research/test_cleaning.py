@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from debias_diffusion.app.synthesize.cleaning import drop_unfinished, fault
-from debias_diffusion.app.synthesize.instructions import LONG, SHORT, draw_instruction
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.text.tokens import clip_tokenizer
+from research.synthesize.cleaning import drop_unfinished, fault
+from research.synthesize.instructions import LONG, SHORT, draw_instruction
 
 LABELLED = json.loads(Path(__file__).with_name("labelled-captions.json").read_text())
 # Of the thirty captions written after the cleaning was finished, it misses four, and removes no good one.

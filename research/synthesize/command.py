@@ -1,4 +1,4 @@
-"""`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""
+"""`python -m research synthesize`: captions for images, written by a multimodal model and cleaned."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from debias_diffusion.app.shards import divide, read_images, write_tar
+from debias_diffusion.app.written_folder import check_free
 from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
 from debias_diffusion.data.caption_statistics import CaptionStatistics, summarise
 from debias_diffusion.data.captions import fold
@@ -18,7 +19,6 @@ from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.shards import FINISHED, is_shards
 from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.devices import pick_precision
-from debias_diffusion.eval.multimodal import Asked, ChatModel, ServerModel, answers, model_digest
 from debias_diffusion.eval.report import versions
 from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
@@ -26,10 +26,10 @@ from debias_diffusion.processes import Processes
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.training.check import look_for_images
 
-from ..options import SynthesizeConfig
-from ..written_folder import check_free
+from .chat_model import Asked, ChatModel, Server, answers, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
+from .options import SynthesizeConfig
 from .sheet import Sheet
 
 CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
@@ -107,7 +107,7 @@ class _Synthesis:
         if not mine:
             return
         if config.server:
-            model = ServerModel(config.server, config.model, config.batch)
+            model = Server(config.server, config.model, config.batch)
         else:
             model = ChatModel(config.model, self.processes.device, self.precision, config.batch)
         indices = [index for part in mine for index in self.parts[part]]
@@ -121,9 +121,7 @@ class _Synthesis:
                 with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
                     temporary.write_bytes(b"".join(map(_line, rows)))
 
-    def _rows(
-        self, model: ChatModel | ServerModel, part: range, opened: Iterator[Image.Image | BadRecord]
-    ) -> list[Row]:
+    def _rows(self, model: ChatModel | Server, part: range, opened: Iterator[Image.Image | BadRecord]) -> list[Row]:
         """What becomes of the images of a part, in order."""
         rows: dict[int, Row] = {}
 
