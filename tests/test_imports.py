@@ -21,11 +21,10 @@ LAYERS = (
     ("toyworld",),
     ("clip",),
     ("methods",),
-    ("ablation.suppression", "ablation.heads", "ablation.saved"),
+    ("ablation",),
     ("encoders",),
     ("data",),
     ("training",),
-    ("ablation",),
     tuple(f"pipelines.rendering.{name}" for name in ("options", "loras", "prompts", "checkpoints")),  # for `tokens`
     ("pipelines",),
     ("eval.intervals", "eval.report"),
