@@ -16,6 +16,8 @@ MOVED = {
     "synthesize": "python -m research synthesize",
     "classification": "python -m research evaluate classification",
     "judge": "python -m research evaluate judge",
+    "referring-": "python -m research evaluate generation --data toy/referring-test",
+    "short-referring-": "python -m research evaluate generation --data toy/short-referring-test",
     "smart-clip": "python -m research train --recipe smart-clip",
 }
 

@@ -21,6 +21,12 @@ OWN = {
         "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
         "eval",
     ),
+    "referring": Command(
+        options.ReferringConfig,
+        "referring.scores:evaluate_referring",
+        "--encoders cut:original original --data toy/referring-test --base toy/sdxl --output scores",
+        "eval",
+    ),
     "cola": Command(
         options.ColaConfig,
         "cola:evaluate_cola",

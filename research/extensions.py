@@ -2,7 +2,13 @@
 
 from functools import cache
 
+from debias_diffusion.data import toy_scenes
+
+from .referring import grammar as referring
+
 
 @cache
 def register() -> None:
     """Adds research's methods, families of models, evaluations and benchmarks, once in a process."""
+    for name, kind in referring.KINDS.items():
+        toy_scenes.KINDS.register(name, kind)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import Data, check_output
+from debias_diffusion.eval.options import Data, GenerationConfig, check_output
 from debias_diffusion.limits import Checked, NonNegativeInt, between
 from debias_diffusion.toyworld.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
@@ -97,3 +97,11 @@ class ColaConfig(Data):
 
     data: str
     images: str
+
+
+@dataclass(kw_only=True)
+class ReferringConfig(GenerationConfig):
+    """Score images of toy captions that refer back, also by how these mention each object.
+
+    The options are those of `evaluate generation`.
+    """

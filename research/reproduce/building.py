@@ -14,7 +14,6 @@ from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS
-from debias_diffusion.toyworld.grammar import STYLES
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
@@ -22,6 +21,7 @@ from debias_diffusion.training.loop import train
 
 from ..ablate.command import ablate
 from ..ablate.options import AblateConfig
+from ..referring.grammar import STYLES, caption
 from .availability import gpu_hours
 from .contents import Contents
 from .measuring import KINDS, checked
@@ -159,8 +159,10 @@ class Work:
         if count is None:
             return ()
 
+        captions = [partial(caption, style=style) for style in STYLES]
+
         def draw(folder: Path) -> None:
-            write_pairs(folder / "data", held_out, count, styles=STYLES[:styles])
+            write_pairs(folder / "data", held_out, count, captions=captions[:styles])
 
         name = f"pairs-{count}-{held_out}" + (f"-{styles}-styles" if styles > 1 else "")
         return (self._add(name, f"draw {count} pairs to train on", draw),)

@@ -25,6 +25,7 @@ from debias_diffusion.jobs import Job
 from ..ablate.command import SEARCH
 from ..cola import evaluate_cola
 from ..options import ColaConfig
+from ..referring.scores import evaluate_referring
 
 THIRDS = ("first", "middle", "last")
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
@@ -104,12 +105,21 @@ def attention_slope(numbers: dict) -> float:
 
 
 def generation_scores(settings: dict) -> Scores:
-    """Every score of `evaluate generation` ("dino_score", "objects_right", ...), also of groups of objects.
+    """Every score of `evaluate generation` ("dino_score", "objects_right", ...), see `image_scores`."""
+    return image_scores(evaluate_generation(checked(GenerationConfig, settings)))
+
+
+def referring_scores(settings: dict) -> Scores:
+    """The same of images of captions that refer back, and those by kind of mention."""
+    return image_scores(evaluate_referring(checked(GenerationConfig, settings)))
+
+
+def image_scores(report: dict) -> Scores:
+    """The scores of a report of one encoder's images, also of groups of objects.
 
     Those of a group are named by its list: "objects_right_by_sentence: 5". "fid" is of Inception's 64 features, whose
     scale the paper's has, or of `own_features` where there is no Inception; without either there is none.
     """
-    report = evaluate_generation(checked(GenerationConfig, settings))
     [encoder] = report["encoders"].values()
     scores = {}
     for score, numbers in encoder["scores"].items():
@@ -164,6 +174,7 @@ KINDS: dict[str, Callable[[dict], Scores]] = {
     "robustness": robustness_scores,
     "attention": attention_scores,
     "generation": generation_scores,
+    "referring": referring_scores,
     "cola": cola_scores,
     "classification": classification_scores,
     "ablation": ablation_scores,

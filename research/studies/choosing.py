@@ -41,6 +41,7 @@ from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 
+from ..extensions import register
 from .harness import CPU, publish, read_options
 
 KEPT = Path(__file__).parents[2] / "build" / "choosing"
@@ -295,6 +296,7 @@ def test(chosen: Setting, best: Setting, seeds: Sequence[int], prompts: int, ali
 
 
 if __name__ == "__main__":
+    register()  # scenes whose captions refer back
     options = read_options(
         __doc__, scenes=("development", "test"), tau=4.0, sharpen=2.0, seeds=[30, 31, 32], prompts=0, aligned=None
     )

@@ -28,15 +28,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from debias_diffusion.encoders.spec import load_two_tower
-from debias_diffusion.eval.images.mentions import sentences_by_chunk, sentences_needed
 from debias_diffusion.eval.report import Table
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.toyworld.grammar import STYLES, full_caption
+from debias_diffusion.toyworld.grammar import full_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import COLOURS, KINDS, PLACES, Scene, Thing, draw_scene, generator
 from debias_diffusion.toyworld.shipped import shipped
 from research.toymodels.clip import encode
 
+from ..referring.grammar import STYLES
+from ..referring.mentions import sentences_by_chunk, sentences_needed
 from .harness import publish, read_options
 
 SPLIT = "development-binding"
@@ -121,10 +122,11 @@ def hidden_states(base: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     pipe, texts = StableDiffusionXLPipeline.from_pretrained(shipped(base)), []
     answers = torch.full((LEARNED_FROM + ASKED, len(PLACES), 2), NOBODY)
     by_reference = torch.zeros(answers.shape[:2], dtype=torch.bool)
+    styles = [*STYLES.values()]
     for index in range(len(answers)):
         rng = generator(SPLIT, index, "probe")
         scene = draw_scene(rng, 1, 3)
-        caption = full_caption(scene, rng, STYLES[index % len(STYLES)])
+        caption = full_caption(scene, rng, styles[index % len(styles)])
         read = set(sentences_by_chunk(caption, lambda text: len(pipe.tokenizer(text).input_ids) - 2, "cut")[0])
         needed = sentences_needed(caption)
         for thing in scene.things:

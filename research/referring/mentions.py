@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Reading, Tokens, split_text
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.toyworld.claims import resolve
 from debias_diffusion.toyworld.grammar import Caption
+
+from .claims import resolve
+from .grammar import claims, facts
 
 ALONE, WITHIN, ACROSS = MENTION_KINDS = "told alone", "by reference within a chunk", "by reference across a cut"
 ALL = "all objects"
@@ -58,11 +60,6 @@ def ceilings(captions: Sequence[Mapping[str, Mention]]) -> list[dict]:
     return rows
 
 
-def refers_back(caption: Caption) -> bool:
-    """Whether it takes several sentences to mention the kind and the colour of any object."""
-    return any(len(sentences) > 1 for sentences in sentences_needed(caption).values())
-
-
 def sentences_by_chunk(
     caption: Caption, count_tokens: Callable[[str], int], reading: Reading = "separate"
 ) -> list[list[int]]:
@@ -96,12 +93,13 @@ def mention_kinds(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str
 def knowable(caption: Caption, chunks: Sequence[Sequence[int]]) -> set[str]:
     """The places whose object's kind and colour can be known from chunks that are read apart."""
     attributes: dict[str, set[str]] = {}
+    said = claims(caption)
     for chunk in chunks:
-        for place, facts in resolve({number: caption.sentences[number].claim for number in chunk}).items():
-            attributes.setdefault(place, set()).update(facts)
+        for place, known in resolve({number: said[number] for number in chunk}).items():
+            attributes.setdefault(place, set()).update(known)
     return {place for place, known in attributes.items() if {"kind", "colour"} <= known}
 
 
 def sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:
     """{place: the numbers of the sentences that mention the kind and the colour of the object there together}"""
-    return {place: facts["kind"].sentences | facts["colour"].sentences for place, facts in caption.facts().items()}
+    return {place: known["kind"].sentences | known["colour"].sentences for place, known in facts(caption).items()}
