@@ -56,12 +56,7 @@ class Statement(Sentence):
 
 def facts(caption: Caption) -> Facts:
     """What the caption says of each object, and which sentences say it together."""
-    return resolve(claims(caption))
-
-
-def claims(caption: Caption) -> dict[int, Claim | None]:
-    """What each sentence says, by its number."""
-    return {number: getattr(sentence, "claim", None) for number, sentence in enumerate(caption.sentences)}
+    return resolve({at: getattr(sentence, "claim", None) for at, sentence in enumerate(caption.sentences)})
 
 
 def describe_plainly(scene: Scene, things: Sequence[Thing], rng: random.Random) -> Described:

@@ -7,8 +7,7 @@ from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Reading, Tokens
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 
-from .claims import resolve
-from .grammar import claims, facts
+from .grammar import facts
 
 ALONE, WITHIN, ACROSS = MENTION_KINDS = "told alone", "by reference within a chunk", "by reference across a cut"
 ALL = "all objects"
@@ -92,12 +91,11 @@ def mention_kinds(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str
 
 def knowable(caption: Caption, chunks: Sequence[Sequence[int]]) -> set[str]:
     """The places whose object's kind and colour can be known from chunks that are read apart."""
-    attributes: dict[str, set[str]] = {}
-    said = claims(caption)
-    for chunk in chunks:
-        for place, known in resolve({number: said[number] for number in chunk}).items():
-            attributes.setdefault(place, set()).update(known)
-    return {place for place, known in attributes.items() if {"kind", "colour"} <= known}
+    return {
+        place
+        for place, known in facts(caption).items()
+        if all(any(known[name].sentences <= set(chunk) for chunk in chunks) for name in ("kind", "colour"))
+    }
 
 
 def sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:
