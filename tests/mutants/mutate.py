@@ -23,6 +23,7 @@ SETTINGS = """
 [tool.mutmut]
 source_paths = ["debias_diffusion"]
 only_mutate = ["{file}"]
+do_not_mutate_patterns = ['raise \\w+']
 pytest_add_cli_args_test_selection = {tests}
 pytest_add_cli_args = ["-p", "no:cacheprovider"]
 also_copy = {others}
