@@ -14,8 +14,6 @@ from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import tiny_clip, tiny_siglip
 from PIL import Image
 
-from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.encoders.attention import eot_attention
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
@@ -27,6 +25,8 @@ from debias_diffusion.eval.attention import (
     load_caption_reader,
     look_at_captions,
 )
+from debias_diffusion.eval.caption_edits import edit_caption
+from debias_diffusion.eval.eot_attention import eot_attention
 from debias_diffusion.eval.image_maps import image_maps
 from debias_diffusion.eval.intervals import mean_interval
 

@@ -9,11 +9,11 @@ from helpers.coco_cn import coco_cn, draw, write
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import entry
 
-from debias_diffusion.data import retrieval_sets
-from debias_diffusion.data.retrieval_sets import BENCHMARKS, COCO_CN_FILE, SHAREGPT4V_FILE, read_retrieval_set
 from debias_diffusion.data.seen import SEEN
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval import retrieval_sets
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.retrieval_sets import BENCHMARKS, COCO_CN_FILE, SHAREGPT4V_FILE, read_retrieval_set
 
 ALL = ("train", "val", "test")
 

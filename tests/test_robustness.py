@@ -11,8 +11,8 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
-from debias_diffusion.data.caption_edits import EDITS, LOSING, beginning, edit_caption
 from debias_diffusion.encoders.loading import load_backbone
+from debias_diffusion.eval.caption_edits import EDITS, LOSING, beginning, edit_caption
 from debias_diffusion.eval.growth import correlations, in_order
 from debias_diffusion.eval.intervals import hits_interval, paired_difference
 from debias_diffusion.eval.options import RobustnessConfig

@@ -26,7 +26,7 @@ from debias_diffusion.toyworld.checker import Comparison
 from debias_diffusion.toyworld.grammar import Caption
 
 from ..intervals import first_of_each
-from ..options import TOY_FEATURES, AllConfig, GenerationConfig
+from ..options import GenerationConfig
 from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
 from .mentions import ALL, READERS, Mention, ceilings, read_caption, refers_back
@@ -390,19 +390,3 @@ def plot_examples(
             if not row:
                 axes.set_title(textwrap.fill(label, 20), fontsize="medium")
     return figure
-
-
-def settings_for(everything: AllConfig) -> GenerationConfig | None:
-    """Its settings in `evaluate all`; None without an SDXL checkpoint.
-
-    Raises:
-        UserError: a network cannot be loaded, which should not stop a run later.
-    """
-    if everything.sdxl is None:
-        return None
-    toy = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} if everything.is_toy else {}
-    toy = {name: network for name, network in toy.items() if getattr(everything, name) is None}
-    given = {"base": everything.sdxl, "encoders": everything.for_images, "limit": everything.generated}
-    config = everything.settings(GenerationConfig, **given, **toy)
-    load_networks(config, torch.device("cpu"))
-    return config

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from debias_diffusion.data.retrieval_sets import COCO_CN_FILE
+from debias_diffusion.eval.retrieval_sets import COCO_CN_FILE
 
 COLOURS = ("red", "green", "blue", "white", "grey", "black")
 
