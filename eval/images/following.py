@@ -56,6 +56,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
             any is generated, or answers too little.
     """
     started, processes, count = time.monotonic(), Processes.connect(config.device), config.images_per_prompt
+    drawing = rendering_settings(config)  # before a judge is asked
     judge: Questioning | None = None  # of the main process
 
     def read() -> tuple[PromptSet, list[ImageTask]]:
@@ -96,7 +97,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
         compare(results),
         NOTES,
         seconds=time.monotonic() - started,
-        drawing=rendering_settings(config),
+        drawing=drawing,
         prompts=len(data.prompts),
         questions=sum(len(prompt.questions) for prompt in data.prompts),
         judge=judge.of_toys,

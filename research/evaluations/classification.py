@@ -33,7 +33,7 @@ from debias_diffusion.eval.report import Table, cell, compared_tables
 from debias_diffusion.eval.session import compare_encoders
 from debias_diffusion.files import read_file, sha256
 
-from .registry import ClassificationConfig
+from .options import ClassificationConfig
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES = [

@@ -13,7 +13,7 @@ from debias_diffusion.eval.intervals import hits_interval, mean_interval
 from debias_diffusion.eval.report import Table, cell, draw_bars
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
-from .registry import GrowthConfig
+from .options import GrowthConfig
 
 
 def beginning(part: int, parts: int, sentences: list[str]) -> list[str]:

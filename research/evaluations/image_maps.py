@@ -20,7 +20,7 @@ from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.session import Session
 
-from .registry import MapsConfig
+from .options import MapsConfig
 
 _PAD = 0.35  # opacity outside of a prompt's band
 

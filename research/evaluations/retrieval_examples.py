@@ -18,7 +18,7 @@ from debias_diffusion.eval.image_features import PairSession
 from debias_diffusion.eval.report import Table, image_url, write_page
 from debias_diffusion.eval.retrieval import retrieve
 
-from .registry import ExamplesConfig
+from .options import ExamplesConfig
 
 TEMPLATE = "retrieval_examples.html.j2"
 SIDE = 320  # pixels of an image's longer side on the page
