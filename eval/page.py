@@ -115,7 +115,7 @@ def write_report(output: Path, results: Sequence[Result]) -> Path:
     shown = [(section, {name: image_url(png) for name, png in section.figures.items()}) for section in sections]
     write_page(output / "report.html", TEMPLATE, sections=shown, has_story=story is not None, **(story or {}))
     if story:
-        print("\n".join(["", *story["sentences"], "", str(story["scores"]), ""]))
+        print("", story["lead"] or "", "", story["scores"], "", sep="\n")
     print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
     return output / "report.html"
 

@@ -36,7 +36,7 @@ USABLE = {
     evaluate.GenerationConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
     GrowthConfig: CLIP | {"data": "d"},
     evaluate.JudgeConfig: {"labels": "l", "judge": "j", "output": "o"},
-    MapsConfig: CLIP | {"image": "i", "prompt": "p"},
+    MapsConfig: CLIP | {"image": "i", "text": "t"},
     app.QuickstartConfig: {},
     ReportConfig: {"folder": "f"},
     ReproduceConfig: {"target": ["table-S4"]},

@@ -74,7 +74,7 @@ def evaluate_maps(config: MapsConfig) -> dict:
     session, drawn = Session("image-maps", config, None), {}
 
     def evaluate(label: str, backbone: Backbone) -> dict:
-        drawn[label] = image_maps(backbone, config.image, config.prompt)
+        drawn[label] = image_maps(backbone, config.image, config.text)
         return {name: part for name, part in drawn[label].items() if name != "pixels"}
 
     results = session.by_encoder(evaluate)

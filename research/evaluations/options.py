@@ -36,11 +36,11 @@ class MapsConfig(Encoders):
 
     Attributes:
         image: Image file.
-        prompt: The text that its parts are compared with.
+        text: The text that its parts are compared with.
     """
 
     image: str
-    prompt: str
+    text: str
 
 
 @dataclass(kw_only=True)

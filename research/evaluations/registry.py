@@ -28,7 +28,7 @@ EVALUATIONS = {
         options=MapsConfig,
         function="evaluations.image_maps:evaluate_maps",
         needs="two towers",
-        example="--encoders toy/clip --image photo.jpg --prompt 'A red star.' --output maps",
+        example="--encoders toy/clip --image photo.jpg --text 'A red star.' --output maps",
         settings=_takes_no_part,
         saved=("image-maps.png",),
     ),

@@ -10,6 +10,7 @@ from debias_diffusion.eval.retrieval_sets import BENCHMARKS, find_root, read_ret
 from research.evaluations.benchmarks import BENCHMARKS as OWN
 from research.evaluations.benchmarks import COCO_CN_FILE
 
+pytestmark = pytest.mark.usefixtures("with_research")
 ALL = ("train", "val", "test")
 SPLITS = {"val": ("val",), "test": ("test",), "all": ALL}
 

@@ -25,7 +25,7 @@ def test_growth_in_closed_form():
     assert in_order(similarities[:2]).tolist() == [100, 0, 0, 0, 100, 100]
 
 
-@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.usefixtures("blank_figures", "with_research")
 def test_it_is_of_captions_with_enough_sentences(tmp_path):
     report = evaluate_growth(GrowthConfig(["toy/clip"], str(tmp_path), "toy/test", limit=4))
     check_report(report)

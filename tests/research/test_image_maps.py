@@ -43,7 +43,7 @@ def test_a_patch_is_compared_with_the_text_as_cls_would_be(image):
 def test_the_command_draws_a_row_for_each_encoder(image, tmp_path):
     prompted().float().save(tmp_path / "fix-clip")
     encoders = ["toy/clip", str(tmp_path / "fix-clip")]
-    report = evaluate_maps(MapsConfig(encoders, str(tmp_path / "out"), prompt=TEXT, image=image))
+    report = evaluate_maps(MapsConfig(encoders, str(tmp_path / "out"), text=TEXT, image=image))
     found = [numbers["prompts"] for numbers in report["encoders"].values()]
     assert [len(prompts) for prompts in found] == [0, PROMPTS]
     assert np.sum(found[1], axis=(1, 2)) == pytest.approx(1)  # the last block's attention to all patches
