@@ -1,8 +1,8 @@
 """The command line of a checkout, `python -m research`."""
 
 from debias_diffusion.app.cli import COMMANDS as PRODUCT
-from debias_diffusion.app.cli import Command, main
-from debias_diffusion.registry import Registry
+from debias_diffusion.app.cli import main
+from debias_diffusion.registry import Command, Registry
 
 from . import options
 from .ablate.options import AblateConfig

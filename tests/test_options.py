@@ -9,10 +9,12 @@ import pytest
 from debias_diffusion.app import options as app
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import options as evaluate
+from debias_diffusion.eval.all_options import AllConfig, ReportConfig
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
 from research.ablate.options import AblateConfig
+from research.evaluations.options import ClassificationConfig, ExamplesConfig, GrowthConfig, MapsConfig
 from research.options import ColaConfig, ReproduceConfig
 from research.synthesize.options import SynthesizeConfig
 
@@ -22,20 +24,23 @@ CLIP = {"encoders": ["toy/clip"], "output": "o"}
 USABLE = {
     AblateConfig: {"model": "m", "output": "runs/o", "data": "d"},
     app.AlignConfig: {"base": "b", "data": "d", "output": "o", "encoder": "e"},
-    evaluate.AllConfig: {},
+    AllConfig: {},
     app.AppConfig: {},
     evaluate.AttentionConfig: CLIP | {"prompt": "a star"},
     app.CheckConfig: {"base": "toy/sdxl"},
-    evaluate.ClassificationConfig: CLIP | {"dataset": "cifar-10", "data": "d"},
+    ClassificationConfig: CLIP | {"dataset": "cifar-10", "data": "d"},
     ColaConfig: CLIP | {"data": "d", "images": "i"},
     evaluate.DriftConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
     app.ExportConfig: {"model": "m", "output": "o"},
+    ExamplesConfig: CLIP | {"data": "d"},
     evaluate.FollowingConfig: CLIP | {"prompts": "p.txt", "judge": "j", "base": "toy/sdxl"},
     app.GenerateConfig: {"prompt": "a star", "base": "toy/sdxl"},
     evaluate.GenerationConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
+    GrowthConfig: CLIP | {"data": "d"},
     evaluate.JudgeConfig: {"labels": "l", "judge": "j", "output": "o"},
+    MapsConfig: CLIP | {"image": "i", "text": "t"},
     app.QuickstartConfig: {},
-    evaluate.ReportConfig: {"folder": "f"},
+    ReportConfig: {"folder": "f"},
     ReproduceConfig: {"target": ["table-S4"]},
     evaluate.RetrievalConfig: CLIP | {"data": "d"},
     evaluate.RobustnessConfig: CLIP | {"data": "d"},
@@ -49,7 +54,7 @@ REFUSED = [
     (AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
     (AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
     (app.AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
-    (evaluate.AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
+    (AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
     (evaluate.AttentionConfig, {"prompt": None}, "no data and no benchmark"),
     (app.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (evaluate.FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes"),
@@ -83,7 +88,7 @@ def test_every_option_is_explained(options):
 
 
 MAY_BE_ZERO = set(
-    "seed seeds workers validation keep_best examples warmup weight_decay eps betas max_bad beta guidance_scale "
+    "seed seeds workers validation keep_best warmup weight_decay eps betas max_bad beta guidance_scale "
     "denoising keep_states keep_features keep_positions components short_weight label_smoothing".split()
 )
 FIX_CLIPS = {part.name for part in fields(METHODS["fix-clip"])} - {part.name for part in fields(METHODS["debias-clip"])}
