@@ -10,7 +10,7 @@ from importlib.metadata import distributions, version
 from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, reason
-from debias_diffusion.eval.options import AllConfig, JudgeConfig, ReportConfig
+from debias_diffusion.eval.options import AllConfig, ReportConfig
 from debias_diffusion.eval.registry import EVALUATIONS as REGISTRY
 from debias_diffusion.files import explain_full_disk
 from debias_diffusion.registry import Registry
@@ -57,12 +57,6 @@ EVALUATIONS = Registry(
             )
             for name, entry in REGISTRY.items()
         },
-        "judge": Command(
-            JudgeConfig,
-            "eval.judge_labels:evaluate_judge",
-            "--labels labels --judge toy/checker --output scores",
-            "eval",
-        ),
         "report": Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval"),
     },
 )

@@ -12,7 +12,7 @@ from debias_diffusion.eval import options as evaluate
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
-from research.options import ColaConfig, ReproduceConfig
+from research.options import ColaConfig, JudgeConfig, ReproduceConfig
 
 NAN, INFINITY = float("nan"), float("inf")
 CLIP = {"encoders": ["toy/clip"], "output": "o"}
@@ -28,10 +28,10 @@ USABLE = {
     ColaConfig: CLIP | {"data": "d", "images": "i"},
     evaluate.DriftConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
     app.ExportConfig: {"model": "m", "output": "o"},
-    evaluate.FollowingConfig: CLIP | {"prompts": "p.txt", "judge": "j", "base": "toy/sdxl"},
+    evaluate.FollowingConfig: CLIP | {"prompts": "p.txt", "judge": "j", "server": "http://s", "base": "toy/sdxl"},
     app.GenerateConfig: {"prompt": "a star", "base": "toy/sdxl"},
     evaluate.GenerationConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
-    evaluate.JudgeConfig: {"labels": "l", "judge": "j", "output": "o"},
+    JudgeConfig: {"labels": "l", "judge": "toy/checker", "output": "o"},
     app.QuickstartConfig: {},
     evaluate.ReportConfig: {"folder": "f"},
     ReproduceConfig: {"target": ["table-S4"]},
@@ -51,6 +51,7 @@ REFUSED = [
     (evaluate.AttentionConfig, {"prompt": None}, "no data and no benchmark"),
     (app.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (evaluate.FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes"),
+    (evaluate.FollowingConfig, {"server": None}, "'j' needs a server"),
     (evaluate.DriftConfig, {"encoders": ["toy/clip", "separate:toy/clip"]}, "none twice"),
     (evaluate.GenerationConfig, {"layer": "first"}, "layer is 'first', but must be penultimate or last."),
     (evaluate.GenerationConfig, {"encoders": ["chunks:toy/clip"]}, "reads long prompts: overlap, separate, cut"),
