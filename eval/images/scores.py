@@ -6,11 +6,11 @@ recall, the distances between two sets of images, are torch-fidelity's.
 **Intervals of distances.** A bootstrap does not fit: a repeated image lowers the rank of a covariance (FID), is
 compared with itself (KID), and has a neighbour at distance 0 (precision, recall). Against the true spread over 120 data
 sets of 200 images its standard errors were 1.0 to 1.8 times as large, for recall 2.5 to 5 times; those of the halves
-used here 0.9 to 1.5 times. A half has half of the groups of pairs of an image and its reference, drawn without replacement. The
-spread of a score over halves is its spread over sets of as many images as there are (the delete-d jackknife with
-d = N / 2: Wu 1986, Shao and Wu 1989; the variance over subsets of h of N is multiplied by h / (N - h)). Only the spread
-is used, because FID falls with the number of images: the interval is value +- 1.96 standard errors, that of the score
-*at this number of images*.
+used here 0.9 to 1.5 times. A half has half of the groups of pairs of an image and its reference, drawn without
+replacement. The spread of a score over halves is its spread over sets of as many images as there are (the delete-d
+jackknife with d = N / 2: Wu 1986, Shao and Wu 1989; the variance over subsets of h of N is multiplied by h / (N - h)).
+Only the spread is used, because FID falls with the number of images: the interval is value +- 1.96 standard errors,
+that of the score *at this number of images*.
 
 Two encoders are compared over the same halves: p is of their difference in its standard errors. A randomization test
 would be wrong: it asks whether the images are alike, and finds a difference between two encoders that miss the
