@@ -27,7 +27,8 @@ class AllConfig(Scoring, Data):
             drift is measured; auto is toy/sdxl for scenes of the toy world, whose images toy/features scores, and none
             for other data.
         prompts: Prompts of `evaluate following`, whose images are generated with the base.
-        judge: Judge of these images, in process.
+        judge: Judge of these images, as in `evaluate following`.
+        server: Address of the server that it runs on.
         batch_size: Images, texts or questions taken at once; null is each evaluation's own number.
     """
 
@@ -38,6 +39,7 @@ class AllConfig(Scoring, Data):
     base: str | None = "auto"
     prompts: str | None = None
     judge: str | None = None
+    server: str | None = None
     batch_size: PositiveInt | None = field(default=None, kw_only=True)
 
     WITH_READINGS = True

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from debias_diffusion.encoders.spec import EncoderSpec, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import Checked, Layer, PositiveInt, Precision, Seed, Share, between
+from debias_diffusion.limits import Checked, Layer, PositiveInt, Seed, Share, between
 from debias_diffusion.pipelines.rendering.options import ImageOptions, Scheduler, split_base
 from debias_diffusion.toyworld.shipped import TWO_TOWERS
 
@@ -299,18 +299,20 @@ class Judging(Checked):
     """What answers questions about images.
 
     Attributes:
-        judge: Folder or hub id of an image-text-to-text model of transformers with a chat template, or, with --server,
-            its name there; toy/checker for toy scenes, toy/checker:0.1:0.2 if it is to err on 0.1 of the questions
-            whose answer is no, and on 0.2 of the others.
-        server: Address of an OpenAI-compatible server with top_logprobs (vLLM, SGLang), such as http://localhost:8000.
-        batch_size: Questions asked at once.
-        precision: fp32, bf16 or fp16 of the judge. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
+        judge: Multimodal model that judges, by its name on --server; or toy/checker for toy scenes, toy/checker:0.1:0.2
+            if it is to err on 0.1 of the questions whose answer is no, and on 0.2 of the others.
+        server: Address of an OpenAI-compatible server that gives top_logprobs, such as http://localhost:8000.
+        batch_size: Questions sent to the server at once.
     """
 
     judge: str
     server: str | None = None
     batch_size: PositiveInt = 16
-    precision: Precision = "auto"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.server is None and not self.judge.startswith("toy/"):
+            raise UserError(f"The judge {self.judge!r} needs a server. Give --server, such as http://localhost:8000.")
 
 
 @dataclass(kw_only=True)
@@ -332,31 +334,4 @@ class FollowingConfig(Judging, Drawing):
     def __post_init__(self):
         super().__post_init__()
         if self.judge.startswith("toy/") and not self.prompts.startswith("toy/"):
-            raise UserError(f"{self.judge!r} judges toy scenes. Give --prompts toy/test, or a model as --judge.")
-
-
-@dataclass(kw_only=True)
-class JudgeConfig(Judging):
-    """How well a judge agrees with people who labelled images.
-
-    Attributes:
-        labels: Folder with labels.csv of the columns image, prompt, element (a text or a question) and label (1 if the
-            image shows it, else 0), and the images; or the folder data of LongT2IBench, with split/test.json.
-        output: Folder for the results. What is answered is not asked again.
-        clip_score: CLIP model for CLIPScore of the same prompts: a folder, file, hub id, or MODEL:PRETRAINED as
-            open_clip names them. A judge that orders images no better is not fit for claims.
-        limit: Use only the first so many images. null uses all.
-        max_bad: Largest share of unusable labels and images, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
-    """
-
-    labels: str
-    output: str
-    clip_score: str | None = None
-    limit: PositiveInt | None = None
-    max_bad: Share = 0.01
-    device: str | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_output(self.output)
+            raise UserError(f"{self.judge!r} judges toy scenes. Give --prompts toy/test, or a model on a --server.")

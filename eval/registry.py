@@ -104,12 +104,6 @@ EVALUATIONS: Registry[Command] = Registry(
             "--output scores",
             settings=AllConfig.following,
         ),
-        "judge": Command(
-            options.JudgeConfig,
-            "eval.judge_labels:evaluate_judge",
-            "--labels labels --judge toy/checker --output scores",
-            "eval",
-        ),
     },
 )
 

@@ -5,7 +5,6 @@ tests/slow/test_docs_examples.py runs what can be run.
 
 import re
 import shlex
-from functools import partial
 from importlib import import_module
 from pkgutil import resolve_name
 from unittest.mock import patch
@@ -75,7 +74,22 @@ PROGRAMS = {
     ("python", "-m", "research"): partial(check_ours, program="python -m research", commands=RESEARCH),
     ("make",): check_make,
 }
-SHELL = {"export", "for", "done", "wait", ".", "srun", "python", "pip", "hf", ".ci/run", "git", "cd"}
+SHELL = {
+    "export",
+    "for",
+    "done",
+    "wait",
+    ".",
+    "srun",
+    "python",
+    "pip",
+    "hf",
+    ".ci/run",
+    "git",
+    "cd",
+    "vllm",
+    "llama-server",
+}
 
 
 def check_command(words: list[str]) -> None:

@@ -65,7 +65,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
     def chosen(**settings):
         return settings_of_all(AllConfig(**settings))
 
-    bench = chosen(encoders=["toy/clip"], prompts="dpg:bench", judge="qwen", **toy)
+    bench = chosen(encoders=["toy/clip"], prompts="dpg:bench", judge="qwen", server="http://localhost", **toy)
     assert (bench["following"].prompts, bench["following"].encoders) == ("dpg:bench", ["original"])
     assert list(bench) == ["robustness", "retrieval", "attention", "generation", "following"]  # as on the page
     real = toy | DATA | {"base": str(sdxl_folder), "own_features": "toy/features"}

@@ -15,7 +15,7 @@ from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
 from research.ablate.options import AblateConfig
 from research.evaluations.options import ClassificationConfig, ExamplesConfig, GrowthConfig, MapsConfig
-from research.options import ColaConfig, ReproduceConfig
+from research.options import ColaConfig, JudgeConfig, ReproduceConfig
 from research.synthesize.options import SynthesizeConfig
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -33,12 +33,12 @@ USABLE = {
     evaluate.DriftConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
     app.ExportConfig: {"model": "m", "output": "o"},
     ExamplesConfig: CLIP | {"data": "d"},
-    evaluate.FollowingConfig: CLIP | {"prompts": "p.txt", "judge": "j", "base": "toy/sdxl"},
+    GrowthConfig: CLIP | {"data": "d"},
+    MapsConfig: CLIP | {"image": "i", "text": "t"},
+    evaluate.FollowingConfig: CLIP | {"prompts": "p.txt", "judge": "j", "server": "http://s", "base": "toy/sdxl"},
     app.GenerateConfig: {"prompt": "a star", "base": "toy/sdxl"},
     evaluate.GenerationConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
-    GrowthConfig: CLIP | {"data": "d"},
-    evaluate.JudgeConfig: {"labels": "l", "judge": "j", "output": "o"},
-    MapsConfig: CLIP | {"image": "i", "text": "t"},
+    JudgeConfig: {"labels": "l", "judge": "toy/checker", "output": "o"},
     app.QuickstartConfig: {},
     ReportConfig: {"folder": "f"},
     ReproduceConfig: {"target": ["table-S4"]},
@@ -58,6 +58,7 @@ REFUSED = [
     (evaluate.AttentionConfig, {"prompt": None}, "no data and no benchmark"),
     (app.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (evaluate.FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes"),
+    (evaluate.FollowingConfig, {"server": None}, "'j' needs a server"),
     (evaluate.DriftConfig, {"encoders": ["toy/clip", "separate:toy/clip"]}, "none twice"),
     (evaluate.GenerationConfig, {"layer": "first"}, "layer is 'first', but must be penultimate or last."),
     (evaluate.GenerationConfig, {"encoders": ["chunks:toy/clip"]}, "reads long prompts: overlap, separate, cut"),

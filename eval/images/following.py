@@ -64,8 +64,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
         nonlocal judge
         data = read_prompt_set(config.prompts, config.limit)
         print_left_out(data.bad)
-        judge = Questioning(config, processes.device, config.output)
-        judge.release()  # images are generated next
+        judge = Questioning(config, config.output)
         places = enumerate((prompt, number) for prompt in data.prompts for number in range(count))
         tasks = [image_task(config, f"{prompt.name}/{number}", prompt.text, at) for at, (prompt, number) in places]
         return data, tasks

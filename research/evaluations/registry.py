@@ -1,7 +1,9 @@
 """Research's evaluations."""
 
 from debias_diffusion.eval.registry import Evaluation
+from debias_diffusion.registry import Command
 
+from ..options import JudgeConfig
 from .options import ClassificationConfig, ExamplesConfig, GrowthConfig, MapsConfig
 
 
@@ -39,5 +41,8 @@ EVALUATIONS = {
         needs="two towers",
         example="--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
         settings=_takes_no_part,
+    ),
+    "judge": Command(
+        JudgeConfig, "judge_labels:evaluate_judge", "--labels labels --judge toy/checker --output scores", "eval"
     ),
 }
