@@ -23,7 +23,7 @@ from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.renderer import EMBEDDINGS
 
 from .options import CheckConfig
-from .showcase.command import draw_sheet, provenance
+from .sheet import digests, draw_ways, provenance, read_sheet_prompts, write_sheet
 
 SHORT, OTHER = "a red bus in front of an old stone house", "two grey cats on a roof at night, ink drawing"
 LONG = 34 * "A red bus passes the old stone house, and a man waits there in the rain. "  # 612 tokens
@@ -47,11 +47,18 @@ def check(config: CheckConfig) -> None:
         print(f"The files of weights hold {weights:.2f} GB; {free:.1f} GB of memory are free.", flush=True)
     results = _model_checks(config, device)
     clear_device_cache(garbage_collection=True)  # or those models and the ones that draw would be in memory together
-    results["prompts in four ways"] = _result("prompts in four ways", lambda: draw_sheet(config))
+    results["prompts in four ways"] = _result("prompts in four ways", lambda: _draw_sheet(config))
     write_json(Path(config.output) / "check.json", provenance(config) | {"checks": results})
     print(f"Wrote {config.output}/check.json.")
     if failed := [name for name, result in results.items() if "failed" in result]:
         raise FailedError(f"{len(failed)} of {len(results)} checks failed: {'; '.join(failed)}.")
+
+
+def _draw_sheet(config: CheckConfig) -> dict[str, dict[str, str]]:
+    prompts = read_sheet_prompts()[: config.limit]
+    images = draw_ways(config, prompts)
+    write_sheet(config, prompts, images, range(len(prompts)))
+    return digests(images)
 
 
 def _result(name: str, work: Callable) -> dict:

@@ -100,12 +100,6 @@ COMMANDS = Registry(
             "'A red star above a blue ring.' --base toy/sdxl --output star.png",
         ),
         "check": Command(options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
-        "showcase": Command(
-            options.ShowcaseConfig,
-            "app.showcase.command:showcase",
-            "--base toy/sdxl --limit 8 --output runs/showcase",
-            "eval",
-        ),
         "tokens": Command(
             options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
         ),

@@ -429,7 +429,7 @@ class CheckConfig(ImageOptions):
     Attributes:
         base: SDXL checkpoint: a folder in diffusers' layout, a hub id, a single .safetensors file, or toy/sdxl.
         output: Folder to write. What a stopped run has drawn is kept.
-        limit: How many of the project's 100 prompts are drawn.
+        limit: How many of the eight prompts are drawn.
         seed: Prompt i, from 0, starts from noise of this seed + i, in all ways.
         sharpen: The factor of the fourth way, whole and sharpened; above 0, at most 4.
         batch: Images drawn at once, of prompts of equal length.
@@ -440,7 +440,7 @@ class CheckConfig(ImageOptions):
 
     base: str
     output: str = "runs/real"
-    limit: between(int, 1, 100) = 8
+    limit: between(int, 1, 8) = 8
     seed: Seed = 0
     sharpen: Sharpening = field(default=1.5, kw_only=True)
     batch: PositiveInt = 1
@@ -452,25 +452,6 @@ class CheckConfig(ImageOptions):
         super().__post_init__()
         check_output(self.output)
         split_base(self.base)  # raises UserError for what is not there
-
-
-@dataclass
-class ShowcaseConfig(CheckConfig):
-    """Draw 100 long prompts in four ways, on a page where a person marks what is right in them.
-
-    Attributes:
-        output: Folder to write: images, index.html, mark.html, contact-sheet.png, showcase.json.
-        marks: File that mark.html has saved: then showcase.json counts facts right by way and sentence.
-        judge: Multimodal model that marks all facts, too, as in `evaluate following`: a folder or hub id or, with
-            --server, its name there. With marks, how often it agrees with them is printed.
-        server: Address of an OpenAI-compatible server with top_logprobs, such as http://localhost:8000.
-    """
-
-    output: str = "runs/showcase"
-    limit: between(int, 1, 100) = 100
-    marks: str | None = None
-    judge: str | None = None
-    server: str | None = None
 
 
 @dataclass

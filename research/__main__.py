@@ -5,6 +5,7 @@ from debias_diffusion.app.cli import Command, main
 from debias_diffusion.registry import Registry
 
 from . import options
+from .showcase.options import ShowcaseConfig
 
 OWN = {
     "reproduce": Command(
@@ -18,6 +19,9 @@ OWN = {
         "eval",
     ),
     "pairs": Command(options.PairsConfig, "pairs:write_pairs", "--root data --output data/coco-train-1k.jsonl", "eval"),
+    "showcase": Command(
+        ShowcaseConfig, "showcase.command:showcase", "--base toy/sdxl --limit 8 --output runs/showcase", "eval"
+    ),
     "toymodels": Command(
         options.ToyModelsConfig, "toymodels.build:build", "--output runs/toyworld --weights runs/weights", "eval"
     ),

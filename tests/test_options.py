@@ -13,6 +13,7 @@ from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
 from research.options import ColaConfig, ReproduceConfig
+from research.showcase.options import ShowcaseConfig
 
 NAN, INFINITY = float("nan"), float("inf")
 CLIP = {"encoders": ["toy/clip"], "output": "o"}
@@ -38,7 +39,7 @@ USABLE = {
     evaluate.RetrievalConfig: CLIP | {"data": "d"},
     evaluate.RobustnessConfig: CLIP | {"data": "d"},
     app.ShardsConfig: {"data": "d", "output": "o"},
-    app.ShowcaseConfig: {"base": "b"},
+    ShowcaseConfig: {"base": "b"},
     app.SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
     TrainConfig: {"data": "d", "output": "o", "model": "toy/clip"},
 }

@@ -11,15 +11,17 @@ from helpers import tiny_llava
 from helpers.html_page import Page
 from PIL import Image
 
-from debias_diffusion.app.options import ShowcaseConfig
-from debias_diffusion.app.showcase import command
+from debias_diffusion.app.sheet import CUT, SHARPENED, WAYS, WHOLE
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval.judge import load_judge
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.pipelines.rendering.png import read_settings
+from research.showcase import command
+from research.showcase.command import facts_of
+from research.showcase.options import ShowcaseConfig
 
-PROMPTS = command.read_showcase_prompts()
+PROMPTS = command.read_prompts()
 CONFIG = ShowcaseConfig("toy/sdxl", limit=2, steps=1, device="cpu")
 
 
@@ -32,7 +34,7 @@ def drawn(tmp_path_factory):
 
 
 def images_of(output) -> dict[str, bytes]:
-    ways = [way.replace(" ", "-").lower() for way in command.WAYS]
+    ways = [way.replace(" ", "-").lower() for way in WAYS]
     return {f"{way}/{file.name}": file.read_bytes() for way in ways for file in (output / way).glob("0*.png")}
 
 
@@ -54,8 +56,8 @@ def test_every_way_draws_what_it_is_called_from_the_same_noise(drawn):
 def test_the_page_of_marks_tells_no_way(drawn):
     source = (drawn / "mark.html").read_text()
     items = json.loads(source.partition('id="items">')[2].partition("</script>")[0])
-    facts = [[fact for _, fact in prompt.facts] for prompt in PROMPTS[:2]]
-    assert [item["facts"] for item in items] == [given for given in facts for _ in command.WAYS]
+    facts = [[fact for _, fact in facts_of(prompt)] for prompt in PROMPTS[:2]]
+    assert [item["facts"] for item in items] == [given for given in facts for _ in WAYS]
     names = [item["image"] for item in items]
     assert names == sorted(names[:4]) + sorted(names[4:])  # of each prompt by checksum, not by way
     assert not any(name.split("/")[1] in source for name in images_of(drawn))
@@ -70,33 +72,33 @@ def marks_for(prompts, **shares) -> dict:
     """Of each way, with underscores: the number of facts that are right, the first ones, for each prompt."""
     return {
         way: [
-            None if right is None else [number < right for number in range(len(prompt.facts))]
+            None if right is None else [number < right for number in range(len(facts_of(prompt)))]
             for prompt, right in zip(prompts, shares[way.replace(" ", "_")], strict=True)
         ]
-        for way in command.WAYS
+        for way in WAYS
     }
 
 
 def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
     prompts = PROMPTS[:3]
-    facts = [len(prompt.facts) for prompt in prompts]
+    facts = [len(facts_of(prompt)) for prompt in prompts]
     total = facts[0] + facts[1]  # the third prompt is not marked in all ways
     shares = {"as_A1111_reads": [*facts[:2], 0], "whole_and_sharpened": [1, 1, None]}
     result = command.summarize(marks_for(prompts, cut=[0, 0, 3], whole=facts, **shares), prompts)
     assert result["prompts"] == [prompt.name for prompt in prompts[:2]] and result["facts"] == total
     shares = {way: value["all"] for way, value in result["ways"].items()}
-    assert shares[command.WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": 100.0, "high": 100.0}
-    assert shares[command.SHARPENED]["right"] == 2 and shares[command.SHARPENED]["value"] == pytest.approx(200 / total)
+    assert shares[WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": 100.0, "high": 100.0}
+    assert shares[SHARPENED]["right"] == 2 and shares[SHARPENED]["value"] == pytest.approx(200 / total)
     limits = sorted(100 / count for count in facts[:2])  # of two prompts, a bootstrap sample may hold one alone
-    assert [shares[command.SHARPENED]["low"], shares[command.SHARPENED]["high"]] == pytest.approx(limits)
-    by_sentence = result["ways"][command.SHARPENED]["by_sentence"]
+    assert [shares[SHARPENED]["low"], shares[SHARPENED]["high"]] == pytest.approx(limits)
+    by_sentence = result["ways"][SHARPENED]["by_sentence"]
     assert [share["right"] for share in by_sentence.values()] == [2, *[0] * (len(by_sentence) - 1)]
 
 
 def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path):
     result = json.loads((drawn / "showcase.json").read_text())["images"]
     marks = {
-        digest[:16]: [way != command.CUT] * len(prompt.facts)
+        digest[:16]: [way != CUT] * len(facts_of(prompt))
         for way, files in result.items()
         for digest, prompt in zip(files.values(), PROMPTS, strict=False)
     }
@@ -117,7 +119,7 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
 def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch):
     monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
     monkeypatch.setattr(judges, "CONTROLS", 2)
-    tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in PROMPTS[0].facts])
+    tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in facts_of(PROMPTS[0])])
     shutil.copytree(drawn, tmp_path / "a")
     config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=str(tmp_path / "tiny"))
     command.showcase(config)
@@ -127,7 +129,7 @@ def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch)
     for way, files in result["images"].items():
         [[name, digest]] = files.items()
         with Image.open(tmp_path / "a" / way.replace(" ", "-").lower() / name) as image:
-            asked = [f'Does this image show "{fact}"?' for _, fact in PROMPTS[0].facts]
+            asked = [f'Does this image show "{fact}"?' for _, fact in facts_of(PROMPTS[0])]
             answers[digest[:16]] = judge(image.convert("RGB"), asked)
     shares = [value["all"]["right"] for value in result["judged"]["ways"].values()]
     assert shares == [sum(p > 0.5 for p in given) for given in answers.values()]
@@ -143,7 +145,7 @@ def test_the_grid_is_chosen_by_rule():
     assert command.grid(PROMPTS) == list(range(6)) and command.grid(PROMPTS[:2]) == [0, 1]
     prompts = PROMPTS[:13]
     # The more facts are right in cut, the less is gained; the last prompt is not marked in it.
-    facts = [len(prompt.facts) for prompt in prompts]
+    facts = [len(facts_of(prompt)) for prompt in prompts]
     right = [round(number / 12 * count) for number, count in enumerate(facts)]
     marked = marks_for(prompts, cut=[*right[:12], None], whole=facts, as_A1111_reads=facts, whole_and_sharpened=facts)
     assert command.grid(prompts, marked) == list(range(1, 1 + command.GRID))

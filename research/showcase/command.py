@@ -1,16 +1,25 @@
 """`showcase`: long prompts in four ways by an SDXL checkpoint, pages to look at and to mark, and what marks say."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
-import yaml
 from PIL import Image
 
+from debias_diffusion.app.sheet import (
+    CUT,
+    WAYS,
+    WHOLE,
+    Images,
+    SheetPrompt,
+    digests,
+    draw_ways,
+    provenance,
+    read_sheet_prompts,
+    write_sheet,
+)
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.networks import load_image
@@ -18,58 +27,32 @@ from debias_diffusion.eval.images.prompt_sets import statement
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.judge import Questioning, error_table, errors, filled
 from debias_diffusion.eval.options import Judging
-from debias_diffusion.eval.report import Table, cell, versions, write_page
-from debias_diffusion.files import atomic_file, open_regular, read_file, read_json, sha256, write_json, write_text
-from debias_diffusion.machine import machine_name
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.eval.report import Table, cell, write_page
+from debias_diffusion.files import atomic_file, open_regular, read_json, write_json
 
-from ..contact_sheet import write_contact_sheets
-from ..generate import generate
-from ..options import CheckConfig, GenerateConfig, ShowcaseConfig
+from .options import ShowcaseConfig
 
 HERE = Path(__file__).parent
-CUT, WHOLE, SHARPENED = "cut", "whole", "whole and sharpened"
-WAYS = {CUT: "cut", "as A1111 reads": "a1111", WHOLE: "overlap", SHARPENED: "overlap"}  # readings; cut is stock SDXL's
 GRID = 10  # prompts of the contact sheet, with marks
 ENDS = ("value", "low", "high")
 MARKING = "marking"  # folder of the images to mark
 
-Images = dict[str, list[tuple[Path, str]]]  # by way, in the order of the prompts: file and sha256
 Marks = dict[str, list[list[bool] | None]]  # by way, for each prompt whether each fact is right; None: not all marked
 Judged = dict[str, list[np.ndarray]]  # by way, for each prompt the judge's p(yes) of each fact
 
 
-@dataclass(frozen=True)
-class ShowcasePrompt:
-    """A prompt with what can be checked in its image.
-
-    Attributes:
-        name: unique.
-        kind: people, places, interiors, animals, food, drawings.
-        sentences: {sentence: its facts}, in the order of the prompt.
-    """
-
-    name: str
-    kind: str
-    sentences: dict[str, list[str]]
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.sentences)
-
-    @property
-    def facts(self) -> list[tuple[int, str]]:
-        """(number of the sentence, from 1; fact), in the order of the prompt."""
-        return [(number, fact) for number, facts in enumerate(self.sentences.values(), 1) for fact in facts]
-
-
 @cache
-def read_showcase_prompts() -> list[ShowcasePrompt]:
-    """All prompts; the first of each kind come first, then the second ones, and so on."""
-    kinds: dict[str, list[ShowcasePrompt]] = {}
-    for name, entry in yaml.safe_load(read_file(HERE / "prompts.yaml")).items():
-        kinds.setdefault(entry["kind"], []).append(ShowcasePrompt(name, **entry))
+def read_prompts() -> list[SheetPrompt]:
+    """All 100 prompts; the first of each kind come first, then the second ones, and so on."""
+    kinds: dict[str, list[SheetPrompt]] = {}
+    for prompt in read_sheet_prompts() + read_sheet_prompts(HERE / "prompts.yaml"):
+        kinds.setdefault(prompt.kind, []).append(prompt)
     return [prompt for prompt in chain(*zip_longest(*kinds.values())) if prompt]
+
+
+def facts_of(prompt: SheetPrompt) -> list[tuple[int, str]]:
+    """(number of the sentence, from 1; fact), in the order of the prompt."""
+    return [(number, fact) for number, facts in enumerate(prompt.sentences.values(), 1) for fact in facts]
 
 
 def showcase(config: ShowcaseConfig) -> Path:
@@ -88,7 +71,8 @@ def showcase(config: ShowcaseConfig) -> Path:
         FailedError: some images have values that are not finite; the same command draws the others.
     """
     output, page, judge = Path(config.output), Path(config.output) / "index.html", _judge_of(config)
-    prompts, images = draw_ways(config)
+    prompts = read_prompts()[: config.limit]
+    images = draw_ways(config, prompts)
     result, marks, tables = provenance(config) | {"images": digests(images)}, None, []
     if config.marks:
         marks = read_marks(config.marks, prompts, images)
@@ -109,50 +93,7 @@ def showcase(config: ShowcaseConfig) -> Path:
     return page
 
 
-def draw_sheet(config: CheckConfig) -> dict[str, dict[str, str]]:
-    """Draws prompts in four ways, all in one contact sheet. Returns `digests`."""
-    prompts, images = draw_ways(config)
-    write_sheet(config, prompts, images, range(len(prompts)))
-    return digests(images)
-
-
-def draw_ways(config: CheckConfig) -> tuple[list[ShowcasePrompt], Images]:
-    """Draws the missing images of each way, in a folder each. Raises UserError or FailedError as `generate`."""
-    prompts, images, output = read_showcase_prompts()[: config.limit], {}, Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    lines = [{"prompt": prompt.text, "seed": config.seed + number} for number, prompt in enumerate(prompts)]
-    write_text(output / "prompts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    own = {field.name for field in fields(GenerateConfig)} - {"prompt", "prompts", "output", "seed"}
-    shared = {name: value for name, value in asdict(config).items() if name in own}  # every option of an image
-    shared["prompts"] = str(output / "prompts.jsonl")
-    for way, reading in WAYS.items():
-        print(f"\n{way}:")
-        folder = output / way.replace(" ", "-").lower()
-        plain = {} if way == SHARPENED else {"sharpen": 1.0, "sharpen_sentences": 1.0}
-        generate(GenerateConfig(None, output=str(folder), reading=reading, **shared | plain))
-        index = map(json.loads, read_file(folder / "index.jsonl").splitlines())
-        images[way] = [(file, sha256(file)) for file in (folder / entry["file"] for entry in index)]
-    return prompts, images
-
-
-def provenance(config: CheckConfig) -> dict:
-    """What a result must say of itself: machine, versions, settings, and the digest of the weights."""
-    machine, base = machine_name(pick_device(config.device)), Checkpoint.parse(config.base).digest
-    return {"machine": machine, "versions": versions(), "settings": asdict(config), "base": base}
-
-
-def digests(images: Images) -> dict[str, dict[str, str]]:
-    """{way: {file: sha256}}"""
-    return {way: {file.name: digest for file, digest in pairs} for way, pairs in images.items()}
-
-
-def write_sheet(config: CheckConfig, prompts: Sequence[ShowcasePrompt], images: Images, numbers: Sequence[int]) -> None:
-    """`contact-sheet.png` of the prompts of these numbers, in all ways side by side."""
-    cells = [(pairs[number][0], way, prompts[number].text) for number in numbers for way, pairs in images.items()]
-    write_contact_sheets(Path(config.output), cells)
-
-
-def grid(prompts: Sequence[ShowcasePrompt], marks: Marks | None = None) -> list[int]:
+def grid(prompts: Sequence[SheetPrompt], marks: Marks | None = None) -> list[int]:
     """Numbers of the prompts to show, by rule: with marks, the `GRID` prompts whose facts gain by reading the whole
     prompt most nearly what the median prompt gains; without, the first prompt of each kind."""
     pairs = zip(marks[WHOLE], marks[CUT], strict=True) if marks else ()
@@ -166,7 +107,7 @@ def grid(prompts: Sequence[ShowcasePrompt], marks: Marks | None = None) -> list[
 # ---- marks
 
 
-def write_marking(output: Path, prompts: Sequence[ShowcasePrompt], images: Images) -> None:
+def write_marking(output: Path, prompts: Sequence[SheetPrompt], images: Images) -> None:
     """`mark.html`, and copies of the images, without their settings, under names that tell no way.
 
     The images of a prompt follow each other, so that who stops early leaves whole prompts, in the order of their
@@ -180,11 +121,11 @@ def write_marking(output: Path, prompts: Sequence[ShowcasePrompt], images: Image
             if not copy.exists():
                 with open_regular(path) as file, Image.open(file) as image, atomic_file(copy) as unfinished:
                     image.convert("RGB").save(unfinished, "JPEG", quality=95)
-            items.append({"image": digest[:16], "facts": [fact for _, fact in prompt.facts]})
+            items.append({"image": digest[:16], "facts": [fact for _, fact in facts_of(prompt)]})
     write_page(output / "mark.html", "mark.html.j2", HERE, items=items, marking=MARKING)
 
 
-def read_marks(file: str, prompts: Sequence[ShowcasePrompt], images: Images) -> Marks:
+def read_marks(file: str, prompts: Sequence[SheetPrompt], images: Images) -> Marks:
     """The marks of these images.
 
     Raises:
@@ -192,9 +133,9 @@ def read_marks(file: str, prompts: Sequence[ShowcasePrompt], images: Images) -> 
     """
     marks = read_json(file, advice="Give the file that mark.html has saved.").get("marks")
 
-    def whole(image: tuple[Path, str], prompt: ShowcasePrompt) -> list[bool] | None:
+    def whole(image: tuple[Path, str], prompt: SheetPrompt) -> list[bool] | None:
         given = marks.get(image[1][:16]) if isinstance(marks, dict) else None
-        fits = isinstance(given, list) and len(given) == len(prompt.facts) and set(map(type, given)) == {bool}
+        fits = isinstance(given, list) and len(given) == len(facts_of(prompt)) and set(map(type, given)) == {bool}
         return given if fits else None
 
     marked = {way: list(map(whole, pairs, prompts)) for way, pairs in images.items()}
@@ -203,13 +144,13 @@ def read_marks(file: str, prompts: Sequence[ShowcasePrompt], images: Images) -> 
     return marked
 
 
-def summarize(marks: Marks, prompts: Sequence[ShowcasePrompt]) -> dict:
+def summarize(marks: Marks, prompts: Sequence[SheetPrompt]) -> dict:
     """Facts right in percent by way, in all and by sentence, and each way compared with the cut prompt.
 
     The intervals (95%) are over prompts. Only prompts that are marked in all ways count.
     """
     numbers = [number for number in range(len(prompts)) if all(marks[way][number] for way in WAYS)]
-    facts = [(group, sentence) for group, number in enumerate(numbers) for sentence, _ in prompts[number].facts]
+    facts = [(group, sentence) for group, number in enumerate(numbers) for sentence, _ in facts_of(prompts[number])]
     groups, sentences = np.array(facts, dtype=int).reshape(-1, 2).T
     right = {way: np.array([100.0 * mark for number in numbers for mark in marks[way][number]]) for way in WAYS}
 
@@ -258,10 +199,10 @@ def _judge_of(config: ShowcaseConfig) -> Questioning | None:
     return judge
 
 
-def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:
+def ask_about_facts(judge: Questioning, prompts: Sequence[SheetPrompt], images: Images) -> Judged:
     """What the judge says of all facts of all images; those that it has answered before are not asked again."""
     asked = [
-        (partial(load_image, file), digest, [statement(fact) for _, fact in prompt.facts])
+        (partial(load_image, file), digest, [statement(fact) for _, fact in facts_of(prompt)])
         for pairs in images.values()
         for prompt, (file, digest) in zip(prompts, pairs, strict=True)
     ]
