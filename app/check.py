@@ -22,7 +22,7 @@ from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.renderer import EMBEDDINGS
 
-from .options import CheckConfig
+from .prompt_options import CheckConfig
 from .sheet import digests, draw_ways, provenance, read_sheet_prompts, write_sheet
 
 SHORT, OTHER = "a red bus in front of an old stone house", "two grey cats on a roof at night, ink drawing"

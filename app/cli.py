@@ -16,7 +16,7 @@ from debias_diffusion.files import explain_full_disk
 from debias_diffusion.registry import Registry
 from debias_diffusion.training.config import TrainConfig
 
-from . import options
+from . import options, prompt_options
 
 
 class Command(NamedTuple):
@@ -95,16 +95,16 @@ COMMANDS = Registry(
             options.ComfyUIConfig, "app.comfyui.write:write_node", "--output ComfyUI/custom_nodes/long_prompt"
         ),
         "generate": Command(
-            options.GenerateConfig,
+            prompt_options.GenerateConfig,
             "app.generate:generate",
             "'A red star above a blue ring.' --base toy/sdxl --output star.png",
         ),
-        "check": Command(options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
+        "check": Command(prompt_options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
         "tokens": Command(
-            options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
+            prompt_options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
         ),
         "encode": Command(
-            options.EncodeConfig,
+            prompt_options.EncodeConfig,
             "app.encode:encode_captions",
             "--captions photos --base toy/sdxl --to diffusers --output runs/embeddings",
         ),
@@ -120,7 +120,7 @@ COMMANDS = Registry(
             "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
             "eval",
         ),
-        "app": Command(options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
+        "app": Command(prompt_options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
         "evaluate": EVALUATIONS,
     },
 )

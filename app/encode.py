@@ -34,7 +34,7 @@ from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.text.prompt import read
 
-from .options import EncodeConfig
+from .prompt_options import EncodeConfig
 from .tokens import load_tokenizers
 
 INDEX, DIGEST = "index.jsonl", "debias_diffusion"  # the digest's name in a file

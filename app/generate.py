@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.devices import DTYPES, explain_memory, pick_device
-from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
@@ -31,7 +31,8 @@ from debias_diffusion.pipelines.rendering.renderer import (
 )
 
 from .contact_sheet import write_contact_sheets
-from .options import GenerateConfig
+from .like import take_settings
+from .prompt_options import GenerateConfig
 from .prompts import check_prompt, check_text, expand, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
@@ -59,14 +60,11 @@ def generate(config: GenerateConfig) -> Path:
             suffice.
         FailedError: some images have values that are not finite. These are not written, all others are.
     """
-    for name, value in config.taken.items():
-        print(f"From {config.like}: {name} {str(value)[:100]!r}")
-    for sentence in config.left:
-        print(f"Not from it: {sentence}")
+    config = take_settings(config) if config.like else config
     if config.prompt is not None:
         check_prompt(config.prompt)
     check_text("negative prompt", config.negative_prompt or "")
-    encoder = EncoderSpec.parse(config.encoder or ORIGINAL, config.reading)
+    encoder = config.spec
     if encoder.fitted_second and config.encoder_2:
         encoder = replace(encoder, name=encoder.place)  # without the second encoder
     elif encoder.fitted_second:

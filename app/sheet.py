@@ -16,7 +16,7 @@ from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 
 from .contact_sheet import write_contact_sheets
 from .generate import generate
-from .options import CheckConfig, GenerateConfig
+from .prompt_options import CheckConfig, GenerateConfig
 
 CUT, WHOLE, SHARPENED = "cut", "whole", "whole and sharpened"
 WAYS = {CUT: "cut", "as A1111 reads": "a1111", WHOLE: "overlap", SHARPENED: "overlap"}  # readings; cut is stock SDXL's

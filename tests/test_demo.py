@@ -24,7 +24,7 @@ from debias_diffusion.app.demo.reading import attention, count_tokens
 from debias_diffusion.app.demo.rendering import RenderedImage, Step, render_request
 from debias_diffusion.app.demo.request import Request, check, check_texts, demo_scene, from_image
 from debias_diffusion.app.generate import generate
-from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_caption_reader, look_at_prompt

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from debias_diffusion.app import encode
 from debias_diffusion.app.encode import INDEX, encode_captions
-from debias_diffusion.app.options import EncodeConfig
+from debias_diffusion.app.prompt_options import EncodeConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.toyworld.grammar import caption

@@ -13,6 +13,7 @@ from debias_diffusion.errors import EXTRAS
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
 LAYERS = (
     ("errors", "limits", "devices", "machine"),
+    ("options",),
     ("registry",),
     ("files",),
     ("jobs",),

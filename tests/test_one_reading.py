@@ -26,7 +26,7 @@ from helpers.tiny_sdxl import assemble, assemble_copy
 from debias_diffusion import encode_texts, last_states
 from debias_diffusion.app import sheet
 from debias_diffusion.app.demo.request import Request
-from debias_diffusion.app.options import CheckConfig, GenerateConfig
+from debias_diffusion.app.prompt_options import CheckConfig, GenerateConfig
 from debias_diffusion.eval.options import FollowingConfig, GenerationConfig
 from debias_diffusion.pipelines import (
     LongPromptOptions,

@@ -16,7 +16,7 @@ from debias_diffusion.pipelines.rendering.png import write_png
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
 from debias_diffusion.pipelines.rendering.renderer import encode, read_layout, render
 
-from ..options import AppConfig
+from ..prompt_options import AppConfig
 from .models import DemoModels
 from .reading import read_prompt
 from .request import Request, check

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from debias_diffusion.app.options import CheckConfig
+from debias_diffusion.app.prompt_options import CheckConfig
 from debias_diffusion.limits import between
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ShowcaseConfig(CheckConfig):
     """Draw 100 long prompts in four ways, on a page where a person marks what is right in them.
 

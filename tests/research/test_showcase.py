@@ -22,7 +22,7 @@ from research.showcase.command import facts_of
 from research.showcase.options import ShowcaseConfig
 
 PROMPTS = command.read_prompts()
-CONFIG = ShowcaseConfig("toy/sdxl", limit=2, steps=1, device="cpu")
+CONFIG = ShowcaseConfig(base="toy/sdxl", limit=2, steps=1, device="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from debias_diffusion.app.check import check
-from debias_diffusion.app.options import CheckConfig
+from debias_diffusion.app.prompt_options import CheckConfig
 from debias_diffusion.errors import FailedError
 from debias_diffusion.pipelines.long_prompt import SDXLLongPromptMixin
 
@@ -15,7 +15,7 @@ from debias_diffusion.pipelines.long_prompt import SDXLLongPromptMixin
     [({"sharpen": 1.0}, "not asked for"), ({"sharpen": 1.0, "sharpen_sentences": 4.0}, "latents differ by")],
 )
 def test_sharpening_is_checked_as_it_is_asked_for(options, said, tmp_path):
-    check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu", **options))
+    check(CheckConfig(base="toy/sdxl", output=str(tmp_path), limit=1, steps=1, device="cpu", **options))
     checks = json.loads((tmp_path / "check.json").read_text())["checks"]
     assert said in checks["sharpening differs and leaves no trace"]["result"]
 
@@ -29,7 +29,7 @@ def test_a_failure_says_what_differs_and_the_other_checks_go_on(tmp_path, monkey
 
     monkeypatch.setattr(SDXLLongPromptMixin, "encode_prompt", wrong)
     with pytest.raises(FailedError, match="1 of 6 checks failed: short"):
-        check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu"))
+        check(CheckConfig(base="toy/sdxl", output=str(tmp_path), limit=1, steps=1, device="cpu"))
     result = json.loads((tmp_path / "check.json").read_text())
     assert (tmp_path / "contact-sheet.png").is_file() and result["versions"] and result["machine"] and result["base"]
     checks = result["checks"]

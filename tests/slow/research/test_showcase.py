@@ -20,7 +20,7 @@ PROMPTS = read_prompts()
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     output = str(tmp_path_factory.mktemp("showcase"))
-    settings = ShowcaseConfig("toy/sdxl", output, limit=2, steps=1, device="cpu")
+    settings = ShowcaseConfig(base="toy/sdxl", output=output, limit=2, steps=1, device="cpu")
     showcase(settings)
     return settings
 
