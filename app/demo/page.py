@@ -212,9 +212,9 @@ class _Endpoints:
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             request = Request(
-                prompt, encoders, negative_prompt, parse_seed(seed), images, scheduler, emphasis or None, reading,
-                scene, steps=steps, guidance_scale=guidance_scale, height=height, width=width, sharpen=sharpen,
-                sharpen_sentences=sharpen_sentences,
+                prompt, encoders, negative_prompt, parse_seed(seed), images, emphasis or None, reading, scene,
+                scheduler=scheduler, steps=steps, guidance_scale=guidance_scale, height=height, width=width,
+                sharpen=sharpen, sharpen_sentences=sharpen_sentences,
             )  # fmt: skip
             toy_scene = scene_of(scene, prompt)
             shown, started = _reference(toy_scene), time.monotonic()

@@ -1,6 +1,6 @@
 """A request to the demo: every setting that decides its images, its limits, and its way into a PNG and back."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Request(ImageOptions):
     negative_prompt: str = ""
     seed: int = 0
     images: between(int, 1, MOST_IMAGES) = 1
-    scheduler: str = "Euler"
+    scheduler: str = field(default="Euler", kw_only=True)
     emphasis: Emphasis | None = None
     reading: Reading = "overlap"
     scene: int | None = None
