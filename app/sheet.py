@@ -4,9 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import NamedTuple
-
-import yaml
 
 from debias_diffusion.devices import pick_device
 from debias_diffusion.eval.report import versions
@@ -21,39 +18,14 @@ from .prompt_options import CheckConfig, GenerateConfig
 CUT, WHOLE, SHARPENED = "cut", "whole", "whole and sharpened"
 WAYS = {CUT: "cut", "as A1111 reads": "a1111", WHOLE: "overlap", SHARPENED: "overlap"}  # readings; cut is stock SDXL's
 
-SHEET = Path(__file__).with_name("sheet.yaml")
-
 Images = dict[str, list[tuple[Path, str]]]  # by way, in the order of the prompts: file and sha256
 
 
-class SheetPrompt(NamedTuple):
-    """A prompt with what can be checked in its image.
-
-    Attributes:
-        name: unique.
-        kind: people, places, interiors, animals, food, drawings.
-        sentences: {sentence: its facts}, in the order of the prompt.
-    """
-
-    name: str
-    kind: str
-    sentences: dict[str, list[str]]
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.sentences)
-
-
-def read_sheet_prompts(file: Path = SHEET) -> list[SheetPrompt]:
-    """The prompts of a file: by default those that `check` draws."""
-    return [SheetPrompt(name, **entry) for name, entry in yaml.safe_load(read_file(file)).items()]
-
-
-def draw_ways(config: CheckConfig, prompts: Sequence[SheetPrompt]) -> Images:
+def draw_ways(config: CheckConfig, prompts: Sequence[str]) -> Images:
     """Draws the missing images of each way, in a folder each. Raises UserError or FailedError as `generate`."""
     images, output = {}, Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    lines = [{"prompt": prompt.text, "seed": config.seed + number} for number, prompt in enumerate(prompts)]
+    lines = [{"prompt": prompt, "seed": config.seed + number} for number, prompt in enumerate(prompts)]
     write_text(output / "prompts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     own = {field.name for field in fields(GenerateConfig)} - {"prompt", "prompts", "output", "seed"}
     shared = {name: value for name, value in asdict(config).items() if name in own}  # every option of an image
@@ -68,9 +40,9 @@ def draw_ways(config: CheckConfig, prompts: Sequence[SheetPrompt]) -> Images:
     return images
 
 
-def write_sheet(config: CheckConfig, prompts: Sequence[SheetPrompt], images: Images, numbers: Sequence[int]) -> None:
+def write_sheet(config: CheckConfig, prompts: Sequence[str], images: Images, numbers: Sequence[int]) -> None:
     """`contact-sheet.png` of the prompts of these numbers, in all ways side by side."""
-    cells = [(pairs[number][0], way, prompts[number].text) for number in numbers for way, pairs in images.items()]
+    cells = [(pairs[number][0], way, prompts[number]) for number in numbers for way, pairs in images.items()]
     write_contact_sheets(Path(config.output), cells)
 
 

@@ -350,7 +350,7 @@ def test_every_option_of_check_arrives(monkeypatch, tmp_path):
 
     monkeypatch.setattr(sheet, "generate", draw_none)
     given = {name: value for name, value in CHANGES.items() if name in {field.name for field in fields(CheckConfig)}}
-    sheet.draw_ways(CheckConfig(**BASE, output=str(tmp_path), **given), sheet.read_sheet_prompts()[:1])
+    sheet.draw_ways(CheckConfig(**BASE, output=str(tmp_path), **given), ["a cat"])
     sharpened_way = drawn.pop()
     assert {name: getattr(sharpened_way, name) for name in given} == given
     assert {(each.sharpen, each.sharpen_sentences) for each in drawn} == {(1.0, 1.0)} and len(drawn) == 3

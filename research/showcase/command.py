@@ -1,23 +1,24 @@
 """`showcase`: long prompts in four ways by an SDXL checkpoint, pages to look at and to mark, and what marks say."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import numpy as np
+import yaml
 from PIL import Image
 
+from debias_diffusion.app.prompts import SHEET
 from debias_diffusion.app.sheet import (
     CUT,
     WAYS,
     WHOLE,
     Images,
-    SheetPrompt,
     digests,
     draw_ways,
     provenance,
-    read_sheet_prompts,
     write_sheet,
 )
 from debias_diffusion.devices import pick_device
@@ -28,7 +29,7 @@ from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.judge import Questioning, error_table, errors, filled
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.eval.report import Table, cell, write_page
-from debias_diffusion.files import atomic_file, open_regular, read_json, write_json
+from debias_diffusion.files import atomic_file, open_regular, read_file, read_json, write_json
 
 from .options import ShowcaseConfig
 
@@ -41,18 +42,38 @@ Marks = dict[str, list[list[bool] | None]]  # by way, for each prompt whether ea
 Judged = dict[str, list[np.ndarray]]  # by way, for each prompt the judge's p(yes) of each fact
 
 
+@dataclass(frozen=True)
+class ShowcasePrompt:
+    """A prompt with what can be checked in its image.
+
+    Attributes:
+        name: unique.
+        kind: people, places, interiors, animals, food, drawings.
+        sentences: {sentence: its facts}, in the order of the prompt.
+    """
+
+    name: str
+    kind: str
+    sentences: dict[str, list[str]]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.sentences)
+
+    @property
+    def facts(self) -> list[tuple[int, str]]:
+        """(number of the sentence, from 1; fact), in the order of the prompt."""
+        return [(number, fact) for number, facts in enumerate(self.sentences.values(), 1) for fact in facts]
+
+
 @cache
-def read_prompts() -> list[SheetPrompt]:
-    """All 100 prompts; the first of each kind come first, then the second ones, and so on."""
-    kinds: dict[str, list[SheetPrompt]] = {}
-    for prompt in read_sheet_prompts() + read_sheet_prompts(HERE / "prompts.yaml"):
-        kinds.setdefault(prompt.kind, []).append(prompt)
+def read_showcase_prompts() -> list[ShowcasePrompt]:
+    """All prompts; the first of each kind come first, then the second ones, and so on."""
+    kinds: dict[str, list[ShowcasePrompt]] = {}
+    for file in (SHEET, HERE / "prompts.yaml"):
+        for name, entry in yaml.safe_load(read_file(file)).items():
+            kinds.setdefault(entry["kind"], []).append(ShowcasePrompt(name, **entry))
     return [prompt for prompt in chain(*zip_longest(*kinds.values())) if prompt]
-
-
-def facts_of(prompt: SheetPrompt) -> list[tuple[int, str]]:
-    """(number of the sentence, from 1; fact), in the order of the prompt."""
-    return [(number, fact) for number, facts in enumerate(prompt.sentences.values(), 1) for fact in facts]
 
 
 def showcase(config: ShowcaseConfig) -> Path:
@@ -71,8 +92,9 @@ def showcase(config: ShowcaseConfig) -> Path:
         FailedError: some images have values that are not finite; the same command draws the others.
     """
     output, page, judge = Path(config.output), Path(config.output) / "index.html", _judge_of(config)
-    prompts = read_prompts()[: config.limit]
-    images = draw_ways(config, prompts)
+    prompts = read_showcase_prompts()[: config.limit]
+    texts = [prompt.text for prompt in prompts]
+    images = draw_ways(config, texts)
     result, marks, tables = provenance(config) | {"images": digests(images)}, None, []
     if config.marks:
         marks = read_marks(config.marks, prompts, images)
@@ -86,14 +108,14 @@ def showcase(config: ShowcaseConfig) -> Path:
         tables += mark_tables(result["judged"], " by the judge") + agreement_tables(result["agreement"])
     print(*tables, sep="\n\n", end="\n\n" * bool(tables))
     write_json(output / "showcase.json", result)
-    write_sheet(config, prompts, images, grid(prompts, marks))
+    write_sheet(config, texts, images, grid(prompts, marks))
     write_marking(output, prompts, images)
     write_page(page, "index.html.j2", HERE, prompts=prompts, images=images, tables=tables, result=result)
     print(f"Wrote {page}. Mark facts on {output / 'mark.html'}, then give --marks marks.json.")
     return page
 
 
-def grid(prompts: Sequence[SheetPrompt], marks: Marks | None = None) -> list[int]:
+def grid(prompts: Sequence[ShowcasePrompt], marks: Marks | None = None) -> list[int]:
     """Numbers of the prompts to show, by rule: with marks, the `GRID` prompts whose facts gain by reading the whole
     prompt most nearly what the median prompt gains; without, the first prompt of each kind."""
     pairs = zip(marks[WHOLE], marks[CUT], strict=True) if marks else ()
@@ -107,7 +129,7 @@ def grid(prompts: Sequence[SheetPrompt], marks: Marks | None = None) -> list[int
 # ---- marks
 
 
-def write_marking(output: Path, prompts: Sequence[SheetPrompt], images: Images) -> None:
+def write_marking(output: Path, prompts: Sequence[ShowcasePrompt], images: Images) -> None:
     """`mark.html`, and copies of the images, without their settings, under names that tell no way.
 
     The images of a prompt follow each other, so that who stops early leaves whole prompts, in the order of their
@@ -121,11 +143,11 @@ def write_marking(output: Path, prompts: Sequence[SheetPrompt], images: Images) 
             if not copy.exists():
                 with open_regular(path) as file, Image.open(file) as image, atomic_file(copy) as unfinished:
                     image.convert("RGB").save(unfinished, "JPEG", quality=95)
-            items.append({"image": digest[:16], "facts": [fact for _, fact in facts_of(prompt)]})
+            items.append({"image": digest[:16], "facts": [fact for _, fact in prompt.facts]})
     write_page(output / "mark.html", "mark.html.j2", HERE, items=items, marking=MARKING)
 
 
-def read_marks(file: str, prompts: Sequence[SheetPrompt], images: Images) -> Marks:
+def read_marks(file: str, prompts: Sequence[ShowcasePrompt], images: Images) -> Marks:
     """The marks of these images.
 
     Raises:
@@ -133,9 +155,9 @@ def read_marks(file: str, prompts: Sequence[SheetPrompt], images: Images) -> Mar
     """
     marks = read_json(file, advice="Give the file that mark.html has saved.").get("marks")
 
-    def whole(image: tuple[Path, str], prompt: SheetPrompt) -> list[bool] | None:
+    def whole(image: tuple[Path, str], prompt: ShowcasePrompt) -> list[bool] | None:
         given = marks.get(image[1][:16]) if isinstance(marks, dict) else None
-        fits = isinstance(given, list) and len(given) == len(facts_of(prompt)) and set(map(type, given)) == {bool}
+        fits = isinstance(given, list) and len(given) == len(prompt.facts) and set(map(type, given)) == {bool}
         return given if fits else None
 
     marked = {way: list(map(whole, pairs, prompts)) for way, pairs in images.items()}
@@ -144,13 +166,13 @@ def read_marks(file: str, prompts: Sequence[SheetPrompt], images: Images) -> Mar
     return marked
 
 
-def summarize(marks: Marks, prompts: Sequence[SheetPrompt]) -> dict:
+def summarize(marks: Marks, prompts: Sequence[ShowcasePrompt]) -> dict:
     """Facts right in percent by way, in all and by sentence, and each way compared with the cut prompt.
 
     The intervals (95%) are over prompts. Only prompts that are marked in all ways count.
     """
     numbers = [number for number in range(len(prompts)) if all(marks[way][number] for way in WAYS)]
-    facts = [(group, sentence) for group, number in enumerate(numbers) for sentence, _ in facts_of(prompts[number])]
+    facts = [(group, sentence) for group, number in enumerate(numbers) for sentence, _ in prompts[number].facts]
     groups, sentences = np.array(facts, dtype=int).reshape(-1, 2).T
     right = {way: np.array([100.0 * mark for number in numbers for mark in marks[way][number]]) for way in WAYS}
 
@@ -199,10 +221,10 @@ def _judge_of(config: ShowcaseConfig) -> Questioning | None:
     return judge
 
 
-def ask_about_facts(judge: Questioning, prompts: Sequence[SheetPrompt], images: Images) -> Judged:
+def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:
     """What the judge says of all facts of all images; those that it has answered before are not asked again."""
     asked = [
-        (partial(load_image, file), digest, [statement(fact) for _, fact in facts_of(prompt)])
+        (partial(load_image, file), digest, [statement(fact) for _, fact in prompt.facts])
         for pairs in images.values()
         for prompt, (file, digest) in zip(prompts, pairs, strict=True)
     ]

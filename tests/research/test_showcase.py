@@ -18,10 +18,9 @@ from debias_diffusion.eval.judge import load_judge
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.pipelines.rendering.png import read_settings
 from research.showcase import command
-from research.showcase.command import facts_of
 from research.showcase.options import ShowcaseConfig
 
-PROMPTS = command.read_prompts()
+PROMPTS = command.read_showcase_prompts()
 CONFIG = ShowcaseConfig(base="toy/sdxl", limit=2, steps=1, device="cpu")
 
 
@@ -56,7 +55,7 @@ def test_every_way_draws_what_it_is_called_from_the_same_noise(drawn):
 def test_the_page_of_marks_tells_no_way(drawn):
     source = (drawn / "mark.html").read_text()
     items = json.loads(source.partition('id="items">')[2].partition("</script>")[0])
-    facts = [[fact for _, fact in facts_of(prompt)] for prompt in PROMPTS[:2]]
+    facts = [[fact for _, fact in prompt.facts] for prompt in PROMPTS[:2]]
     assert [item["facts"] for item in items] == [given for given in facts for _ in WAYS]
     names = [item["image"] for item in items]
     assert names == sorted(names[:4]) + sorted(names[4:])  # of each prompt by checksum, not by way
@@ -72,7 +71,7 @@ def marks_for(prompts, **shares) -> dict:
     """Of each way, with underscores: the number of facts that are right, the first ones, for each prompt."""
     return {
         way: [
-            None if right is None else [number < right for number in range(len(facts_of(prompt)))]
+            None if right is None else [number < right for number in range(len(prompt.facts))]
             for prompt, right in zip(prompts, shares[way.replace(" ", "_")], strict=True)
         ]
         for way in WAYS
@@ -81,7 +80,7 @@ def marks_for(prompts, **shares) -> dict:
 
 def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
     prompts = PROMPTS[:3]
-    facts = [len(facts_of(prompt)) for prompt in prompts]
+    facts = [len(prompt.facts) for prompt in prompts]
     total = facts[0] + facts[1]  # the third prompt is not marked in all ways
     shares = {"as_A1111_reads": [*facts[:2], 0], "whole_and_sharpened": [1, 1, None]}
     result = command.summarize(marks_for(prompts, cut=[0, 0, 3], whole=facts, **shares), prompts)
@@ -98,7 +97,7 @@ def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
 def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path):
     result = json.loads((drawn / "showcase.json").read_text())["images"]
     marks = {
-        digest[:16]: [way != CUT] * len(facts_of(prompt))
+        digest[:16]: [way != CUT] * len(prompt.facts)
         for way, files in result.items()
         for digest, prompt in zip(files.values(), PROMPTS, strict=False)
     }
@@ -119,7 +118,7 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
 def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch):
     monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
     monkeypatch.setattr(judges, "CONTROLS", 2)
-    tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in facts_of(PROMPTS[0])])
+    tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in PROMPTS[0].facts])
     shutil.copytree(drawn, tmp_path / "a")
     config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=str(tmp_path / "tiny"))
     command.showcase(config)
@@ -129,7 +128,7 @@ def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch)
     for way, files in result["images"].items():
         [[name, digest]] = files.items()
         with Image.open(tmp_path / "a" / way.replace(" ", "-").lower() / name) as image:
-            asked = [f'Does this image show "{fact}"?' for _, fact in facts_of(PROMPTS[0])]
+            asked = [f'Does this image show "{fact}"?' for _, fact in PROMPTS[0].facts]
             answers[digest[:16]] = judge(image.convert("RGB"), asked)
     shares = [value["all"]["right"] for value in result["judged"]["ways"].values()]
     assert shares == [sum(p > 0.5 for p in given) for given in answers.values()]
@@ -145,7 +144,7 @@ def test_the_grid_is_chosen_by_rule():
     assert command.grid(PROMPTS) == list(range(6)) and command.grid(PROMPTS[:2]) == [0, 1]
     prompts = PROMPTS[:13]
     # The more facts are right in cut, the less is gained; the last prompt is not marked in it.
-    facts = [len(facts_of(prompt)) for prompt in prompts]
+    facts = [len(prompt.facts) for prompt in prompts]
     right = [round(number / 12 * count) for number, count in enumerate(facts)]
     marked = marks_for(prompts, cut=[*right[:12], None], whole=facts, as_A1111_reads=facts, whole_and_sharpened=facts)
     assert command.grid(prompts, marked) == list(range(1, 1 + command.GRID))

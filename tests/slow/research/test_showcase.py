@@ -10,11 +10,11 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from debias_diffusion.app.sheet import CUT, WHOLE
-from research.showcase.command import facts_of, read_prompts, showcase
+from research.showcase.command import read_showcase_prompts, showcase
 from research.showcase.options import ShowcaseConfig
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PROMPTS = read_prompts()
+PROMPTS = read_showcase_prompts()
 
 
 @pytest.fixture(scope="module")
@@ -67,5 +67,5 @@ def test_facts_are_marked_by_keyboard_alone_and_give_the_numbers(config, browser
     assert errors == []
     showcase(replace(config, marks=str(tmp_path / "marks.json")))
     marks = json.loads((Path(config.output) / "showcase.json").read_text())["marks"]
-    assert marks["facts"] == sum(len(facts_of(prompt)) for prompt in PROMPTS[:2])
+    assert marks["facts"] == sum(len(prompt.facts) for prompt in PROMPTS[:2])
     assert {name: way["all"]["value"] for name, way in marks["ways"].items()}.items() >= {CUT: 0, WHOLE: 100}.items()
