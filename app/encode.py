@@ -41,6 +41,7 @@ from .tokens import load_tokenizers
 INDEX, KOHYA = "index.jsonl", "_te_outputs.npz"
 DIGEST = "debias_diffusion"  # the digest's name in a file
 LONGEST = 302  # positions, unless more are asked for
+_OUTSIDE = {"..", "/"}  # parts of paths that lead out of the folder
 
 
 def encode_captions(config: EncodeConfig) -> Path:
@@ -81,8 +82,9 @@ def encode_captions(config: EncodeConfig) -> Path:
             " replace them, or another --output."
         )
     output.mkdir(parents=True, exist_ok=True)
-    left_out = {f"{os.path.splitext(record.where)[0]}{KOHYA}" for record in bad} - files.keys()
-    if stale := [name for name in sorted(left_out) if config.to == "kohya" and _digest_in(output / name)]:
+    inside = [each.where for each in bad if config.to == "kohya" and not _OUTSIDE & {*PurePosixPath(each.where).parts}]
+    left_out = {f"{os.path.splitext(name)[0]}{KOHYA}" for name in inside} - files.keys()
+    if stale := [name for name in sorted(left_out) if _digest_in(output / name)]:
         for name in stale:  # or sd-scripts would train these images on their old captions
             (output / name).unlink()
         print(f"Removed, because their captions are left out: {_named(stale)}")
@@ -141,8 +143,7 @@ def _read_captions(
     """The captions that can be encoded, at any length. Adds the others to `bad`."""
     for record in tqdm(records, "reading captions", disable=len(records) < 10_000):
         with leave_out(record.image, bad):
-            path = PurePosixPath(record.image)
-            if path.is_absolute() or ".." in path.parts or not is_there(images, record.image):
+            if _OUTSIDE & {*PurePosixPath(record.image).parts} or not is_there(images, record.image):
                 raise ValueError(f"no such image: {record.image} in the folder")
             plan = read([record.caption], None, encoders, options)
             plan.refuse_schedules()
