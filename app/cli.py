@@ -13,7 +13,7 @@ from debias_diffusion.files import explain_full_disk
 from debias_diffusion.registry import Command, Registry
 from debias_diffusion.training.config import TrainConfig
 
-from . import options
+from . import options, prompt_options
 
 
 def evaluations() -> Registry[Command]:
@@ -46,22 +46,16 @@ COMMANDS = Registry(
             options.ComfyUIConfig, "app.comfyui.write:write_node", "--output ComfyUI/custom_nodes/long_prompt"
         ),
         "generate": Command(
-            options.GenerateConfig,
+            prompt_options.GenerateConfig,
             "app.generate:generate",
             "'A red star above a blue ring.' --base toy/sdxl --output star.png",
         ),
-        "check": Command(options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
-        "showcase": Command(
-            options.ShowcaseConfig,
-            "app.showcase.command:showcase",
-            "--base toy/sdxl --limit 8 --output runs/showcase",
-            "eval",
-        ),
+        "check": Command(prompt_options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
         "tokens": Command(
-            options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
+            prompt_options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
         ),
         "encode": Command(
-            options.EncodeConfig,
+            prompt_options.EncodeConfig,
             "app.encode:encode_captions",
             "--captions photos --base toy/sdxl --to diffusers --output runs/embeddings",
         ),
@@ -72,7 +66,10 @@ COMMANDS = Registry(
             "train",
         ),
         "app": Command(
-            options.AppConfig, "app.demo.launch:run_app", "--base toy/sdxl --encoders toy/clip toy/debias-clip", "app"
+            prompt_options.AppConfig,
+            "app.demo.launch:run_app",
+            "--base toy/sdxl --encoders toy/clip toy/debias-clip",
+            "app",
         ),
         "evaluate": evaluations,
     },

@@ -5,7 +5,8 @@ import yaml
 from diffusers import AutoencoderKL
 
 from debias_diffusion.app.cli import COMMANDS, evaluations, main
-from debias_diffusion.app.options import AlignConfig, GenerateConfig
+from debias_diffusion.app.options import AlignConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.training.config import TrainConfig
 
 

@@ -5,6 +5,7 @@ tests/slow/test_docs_examples.py runs what can be run.
 
 import re
 import shlex
+from functools import partial
 from importlib import import_module
 from pkgutil import resolve_name
 from unittest.mock import patch

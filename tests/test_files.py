@@ -15,7 +15,7 @@ from debias_diffusion import files
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.contact_sheet import write_contact_sheets
 from debias_diffusion.app.demo.launch import open_app
-from debias_diffusion.app.options import AppConfig, GenerateConfig
+from debias_diffusion.app.prompt_options import AppConfig, GenerateConfig
 from debias_diffusion.app.prompts import read_prompts
 from debias_diffusion.clip.weight_files import read_state
 from debias_diffusion.data.images import ImageFolder
