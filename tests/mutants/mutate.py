@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--tests", default="", help="by default those of the module's name, or that import it")
     parser.add_argument("--limit", type=int, default=50, help="most changes to try, drawn at random")
     args = parser.parse_args()
+    if not (ROOT / args.file).is_file():
+        parser.error(f"there is no file {args.file} in the checkout")
     tests = args.tests.split() or tests_of(args.file)
     if not tests:
         parser.error(f"no file of tests imports {args.file.stem}: name some")
