@@ -157,26 +157,26 @@ def _read_run(model: str) -> dict | None:
 def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
     """The results of `evaluate`, of the exported model alone, each with its command."""
     from debias_diffusion.errors import explain_failure
-    from debias_diffusion.eval.registry import EVALUATIONS
+    from debias_diffusion.eval.registry import with_reports
     from debias_diffusion.eval.report import escaped
 
-    sections = []
-    for name, evaluation in EVALUATIONS.items():
+    sections, evaluations = [], with_reports()
+    for name, evaluation in evaluations.items():
         file = Path(config.scores, f"{name}.json")
         if not file.is_file():
             continue
         digest_there = digest or ""  # nothing measures two towers of a text encoder alone
         if evaluation.needs == "text encoder":
             digest_there = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained)))).digest
-        report, words = read_json_object(file), name.replace("_", "-")
-        with explain_failure(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`"):
+        report = read_json_object(file)
+        with explain_failure(f"{str(file)!r} is no result of `debias-diffusion evaluate {name}`"):
             digests = report["digests"]["encoders"]
             encoders = {label: one for label, one in report["encoders"].items() if digests.get(label) == digest_there}
             section = {
                 "title": evaluation.title,
-                "tables": evaluation.load().tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
+                "tables": evaluation.tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
                 "notes": list(map(escaped, report["notes"])),
-                "command": shell_command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.options),
+                "command": shell_command(f"debias-diffusion evaluate {name}", report["settings"], evaluation.options),
             }
         if not encoders:
             raise UserError(
@@ -186,7 +186,7 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
         sections.append(section)
     if not sections:
         raise UserError(
-            f"The folder {config.scores!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give the "
+            f"The folder {config.scores!r} holds none of {', '.join(f'{name}.json' for name in evaluations)}. Give the "
             "--output of `debias-diffusion evaluate`."
         )
     return sections

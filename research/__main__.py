@@ -1,11 +1,12 @@
 """The command line of a checkout, `python -m research`."""
 
 from debias_diffusion.app.cli import COMMANDS as PRODUCT
-from debias_diffusion.app.cli import Command, main
-from debias_diffusion.registry import Registry
+from debias_diffusion.app.cli import main
+from debias_diffusion.registry import Command, Registry
 
 from . import options
 from .ablate.options import AblateConfig
+from .showcase.options import ShowcaseConfig
 from .synthesize.options import SynthesizeConfig
 
 OWN = {
@@ -35,6 +36,9 @@ OWN = {
         "eval",
     ),
     "pairs": Command(options.PairsConfig, "pairs:write_pairs", "--root data --output data/coco-train-1k.jsonl", "eval"),
+    "showcase": Command(
+        ShowcaseConfig, "showcase.command:showcase", "--base toy/sdxl --limit 8 --output runs/showcase", "eval"
+    ),
     "toymodels": Command(
         options.ToyModelsConfig, "toymodels.build:build", "--output runs/toyworld --weights runs/weights", "eval"
     ),

@@ -24,7 +24,7 @@ from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.checker import Comparison
 
 from ..intervals import first_of_each
-from ..options import TOY_FEATURES, AllConfig, GenerationConfig
+from ..options import GenerationConfig
 from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
 from .networks import FID_FEATURES, ImageLike, load_image
@@ -66,8 +66,8 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         return evaluation.report(rendered, digests) if processes.is_main else {}
 
 
-def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores:
-    """The networks that score images; there may be none for the toy world, which has scores of its own.
+def load_networks(config: GenerationConfig) -> ImageScores:
+    """The networks that score images, on the CPU; there may be none for the toy world, which has scores of its own.
 
     Raises:
         UserError: a network cannot be loaded, or none is named.
@@ -78,7 +78,7 @@ def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores
             f"None of {', '.join(NETWORKS)} is given, which leaves no score. Give at least one, such as --dino "
             "facebook/dino-vits16."
         )
-    return ImageScores(networks, config.batch_size, device)
+    return ImageScores(networks, config.batch_size, torch.device("cpu"))
 
 
 class _Generation:
@@ -90,7 +90,8 @@ class _Generation:
     def read(self) -> list[ImageTask]:
         """The images to generate."""
         config = self.config
-        load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
+        self.drawing = rendering_settings(config)
+        self.networks = load_networks(config)  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
         bad = _unreadable(records, images)
@@ -113,7 +114,7 @@ class _Generation:
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
-        networks, session = load_networks(self.config, self.processes.device), self.session
+        networks, session = self.networks.to(self.processes.device), self.session
         scenes, captions = (
             zip(*(toy_scene(record.image) for record in self.records), strict=True) if self.is_toy else ((), ())
         )
@@ -173,7 +174,7 @@ class _Generation:
             list(dict.fromkeys(notes)),
             saved={"examples.png": self._examples(rendered)},
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
-            drawing=rendering_settings(self.config),
+            drawing=self.drawing,
             images=len(self.records),
             records={"image": self.names, "group": self.groups},
             resize=networks.resize,
@@ -353,19 +354,3 @@ def plot_examples(
             if not row:
                 axes.set_title(textwrap.fill(label, 20), fontsize="medium")
     return figure
-
-
-def settings_for(everything: AllConfig) -> GenerationConfig | None:
-    """Its settings in `evaluate all`; None without an SDXL checkpoint.
-
-    Raises:
-        UserError: a network cannot be loaded, which should not stop a run later.
-    """
-    if everything.sdxl is None:
-        return None
-    toy = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} if everything.is_toy else {}
-    toy = {name: network for name, network in toy.items() if getattr(everything, name) is None}
-    given = {"base": everything.sdxl, "encoders": everything.for_images, "limit": everything.generated}
-    config = everything.settings(GenerationConfig, **given, **toy)
-    load_networks(config, torch.device("cpu"))
-    return config

@@ -16,12 +16,12 @@ from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
 from debias_diffusion.app.model_card import shell_command
 from debias_diffusion.clip.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.data.bad_records import check_share, print_left_out
-from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.retrieval import encode_images, encode_texts, images_digest
 from debias_diffusion.data.seen import add_seen, read_seen, write_seen
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.caption_edits import edit_caption
 from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.files import read_json, read_json_object, write_json

@@ -10,10 +10,9 @@ from jsonargparse import ArgumentError
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.app.command_line import make_options, make_parser
-from debias_diffusion.data.caption_edits import LOSING
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
-from debias_diffusion.eval.classification import ClassificationConfig, evaluate_classification
+from debias_diffusion.eval.caption_edits import LOSING
 from debias_diffusion.eval.image_features import PairSession
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import FEW
@@ -24,6 +23,7 @@ from debias_diffusion.jobs import Job
 
 from ..ablate.command import SEARCH
 from ..cola import evaluate_cola
+from ..evaluations.classification import ClassificationConfig, evaluate_classification
 from ..options import ColaConfig
 from ..referring.scores import evaluate_referring
 

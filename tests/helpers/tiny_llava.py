@@ -120,14 +120,12 @@ def build(folder, steps=130):
     return loss
 
 
-def save_judge(folder, questions):
-    """(model, processor), saved in a folder, of a random model that says yes and no."""
+def judge(questions):
+    """(model, processor) of a random model that says yes and no."""
     processor = make_processor(["Yes no yes No"] * 20 + questions)
     model, vocabulary = tiny_llava(processor), processor.tokenizer.get_vocab()
     ids = [index for token, index in vocabulary.items() if token.strip("Ġ").lower() in ("yes", "no")]
     assert len(ids) >= 4  # of several cases
     with torch.no_grad():
         model.lm_head.weight[ids] *= 20
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
     return model, processor

@@ -1,4 +1,4 @@
-"""The page of `showcase` on which a person marks facts, in a real browser, by keyboard alone; and a failed `check`."""
+"""The page of `showcase` on which a person marks facts, in a real browser, by keyboard alone."""
 
 import json
 import os
@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from debias_diffusion.app.check import check
-from debias_diffusion.app.options import CheckConfig, ShowcaseConfig
-from debias_diffusion.app.showcase.command import CUT, WHOLE, read_showcase_prompts, showcase
-from debias_diffusion.errors import FailedError
-from debias_diffusion.pipelines.long_prompt import SDXLLongPromptMixin
+from debias_diffusion.app.sheet import CUT, WHOLE
+from research.showcase.command import read_showcase_prompts, showcase
+from research.showcase.options import ShowcaseConfig
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PROMPTS = read_showcase_prompts()
@@ -22,7 +20,7 @@ PROMPTS = read_showcase_prompts()
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     output = str(tmp_path_factory.mktemp("showcase"))
-    settings = ShowcaseConfig("toy/sdxl", output, limit=2, steps=1, device="cpu")
+    settings = ShowcaseConfig(base="toy/sdxl", output=output, limit=2, steps=1, device="cpu")
     showcase(settings)
     return settings
 
@@ -71,35 +69,3 @@ def test_facts_are_marked_by_keyboard_alone_and_give_the_numbers(config, browser
     marks = json.loads((Path(config.output) / "showcase.json").read_text())["marks"]
     assert marks["facts"] == sum(len(prompt.facts) for prompt in PROMPTS[:2])
     assert {name: way["all"]["value"] for name, way in marks["ways"].items()}.items() >= {CUT: 0, WHOLE: 100}.items()
-
-
-# ---- check
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"sharpen": 1.0}, "not asked for"), ({"sharpen": 1.0, "sharpen_sentences": 4.0}, "latents differ by")],
-)
-def test_sharpening_is_checked_as_it_is_asked_for(options, said, tmp_path):
-    check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu", **options))
-    checks = json.loads((tmp_path / "check.json").read_text())["checks"]
-    assert said in checks["sharpening differs and leaves no trace"]["result"]
-
-
-def test_a_failure_says_what_differs_and_the_other_checks_go_on(tmp_path, monkeypatch):
-    encode = SDXLLongPromptMixin.encode_prompt
-
-    def wrong(self, prompt, *args, **kwargs):
-        states, *others = encode(self, prompt, *args, **kwargs)
-        return (states + 0.5 if kwargs.get("clip_skip") else states, *others)
-
-    monkeypatch.setattr(SDXLLongPromptMixin, "encode_prompt", wrong)
-    with pytest.raises(FailedError, match="1 of 6 checks failed: short"):
-        check(CheckConfig("toy/sdxl", str(tmp_path), limit=1, steps=1, device="cpu"))
-    result = json.loads((tmp_path / "check.json").read_text())
-    assert (tmp_path / "contact-sheet.png").is_file() and result["versions"] and result["machine"] and result["base"]
-    checks = result["checks"]
-    costs = checks["time and memory, by positions"]["result"]
-    assert list(costs) == ["stock, 77", "ours, 77", "ours, 227", "ours, 527"]
-    failed = checks["short prompts equal stock diffusers"]["failed"]
-    assert "'clip_skip': 1} differ by 0.5" in failed and sum("result" in value for value in checks.values()) == 5

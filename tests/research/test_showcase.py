@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from helpers import tiny_llava
+from helpers import openai_server, tiny_llava
 from helpers.html_page import Page
 from PIL import Image
 
-from debias_diffusion.app.options import ShowcaseConfig
-from debias_diffusion.app.showcase import command
+from debias_diffusion.app.sheet import CUT, SHARPENED, WAYS, WHOLE
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval.judge import load_judge
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.pipelines.rendering.png import read_settings
+from research.showcase import command
+from research.showcase.options import ShowcaseConfig
 
 PROMPTS = command.read_showcase_prompts()
-CONFIG = ShowcaseConfig("toy/sdxl", limit=2, steps=1, device="cpu")
+CONFIG = ShowcaseConfig(base="toy/sdxl", limit=2, steps=1, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def drawn(tmp_path_factory):
 
 
 def images_of(output) -> dict[str, bytes]:
-    ways = [way.replace(" ", "-").lower() for way in command.WAYS]
+    ways = [way.replace(" ", "-").lower() for way in WAYS]
     return {f"{way}/{file.name}": file.read_bytes() for way in ways for file in (output / way).glob("0*.png")}
 
 
@@ -55,7 +55,7 @@ def test_the_page_of_marks_tells_no_way(drawn):
     source = (drawn / "mark.html").read_text()
     items = json.loads(source.partition('id="items">')[2].partition("</script>")[0])
     facts = [[fact for _, fact in prompt.facts] for prompt in PROMPTS[:2]]
-    assert [item["facts"] for item in items] == [given for given in facts for _ in command.WAYS]
+    assert [item["facts"] for item in items] == [given for given in facts for _ in WAYS]
     names = [item["image"] for item in items]
     assert names == sorted(names[:4]) + sorted(names[4:])  # of each prompt by checksum, not by way
     assert not any(name.split("/")[1] in source for name in images_of(drawn))
@@ -73,7 +73,7 @@ def marks_for(prompts, **shares) -> dict:
             None if right is None else [number < right for number in range(len(prompt.facts))]
             for prompt, right in zip(prompts, shares[way.replace(" ", "_")], strict=True)
         ]
-        for way in command.WAYS
+        for way in WAYS
     }
 
 
@@ -85,18 +85,18 @@ def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
     result = command.summarize(marks_for(prompts, cut=[0, 0, 3], whole=facts, **shares), prompts)
     assert result["prompts"] == [prompt.name for prompt in prompts[:2]] and result["facts"] == total
     shares = {way: value["all"] for way, value in result["ways"].items()}
-    assert shares[command.WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": 100.0, "high": 100.0}
-    assert shares[command.SHARPENED]["right"] == 2 and shares[command.SHARPENED]["value"] == pytest.approx(200 / total)
+    assert shares[WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": 100.0, "high": 100.0}
+    assert shares[SHARPENED]["right"] == 2 and shares[SHARPENED]["value"] == pytest.approx(200 / total)
     limits = sorted(100 / count for count in facts[:2])  # of two prompts, a bootstrap sample may hold one alone
-    assert [shares[command.SHARPENED]["low"], shares[command.SHARPENED]["high"]] == pytest.approx(limits)
-    by_sentence = result["ways"][command.SHARPENED]["by_sentence"]
+    assert [shares[SHARPENED]["low"], shares[SHARPENED]["high"]] == pytest.approx(limits)
+    by_sentence = result["ways"][SHARPENED]["by_sentence"]
     assert [share["right"] for share in by_sentence.values()] == [2, *[0] * (len(by_sentence) - 1)]
 
 
 def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path):
     result = json.loads((drawn / "showcase.json").read_text())["images"]
     marks = {
-        digest[:16]: [way != command.CUT] * len(prompt.facts)
+        digest[:16]: [way != CUT] * len(prompt.facts)
         for way, files in result.items()
         for digest, prompt in zip(files.values(), PROMPTS, strict=False)
     }
@@ -114,15 +114,20 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
             command.read_marks(str(file), PROMPTS[:2], pairs)
 
 
-def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch):
+@pytest.fixture
+def server():
+    with openai_server.serve(*tiny_llava.judge([fact for _, fact in PROMPTS[0].facts])) as (url, _):
+        yield url
+
+
+def test_a_judge_marks_the_facts_beside_the_person(drawn, server, tmp_path, monkeypatch):
     monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
     monkeypatch.setattr(judges, "CONTROLS", 2)
-    tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in PROMPTS[0].facts])
     shutil.copytree(drawn, tmp_path / "a")
-    config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=str(tmp_path / "tiny"))
+    config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=openai_server.MODEL, server=server)
     command.showcase(config)
     result = json.loads((tmp_path / "a" / "showcase.json").read_text())
-    judge = load_judge(Judging(judge=config.judge), torch.device("cpu"))
+    judge = load_judge(Judging(judge=config.judge, server=server))
     answers = {}  # as the judge gives them, asked by hand
     for way, files in result["images"].items():
         [[name, digest]] = files.items()

@@ -3,16 +3,22 @@
 from functools import partial
 
 import numpy as np
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.caption_edits import beginning
 from debias_diffusion.data.retrieval import TIE
+from debias_diffusion.eval.image_features import PairSession
+from debias_diffusion.eval.intervals import hits_interval, mean_interval
+from debias_diffusion.eval.report import Table, cell, draw_bars
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
-from .image_features import PairSession
-from .intervals import hits_interval, mean_interval
-from .report import Table, cell
+from .options import GrowthConfig
+
+
+def beginning(part: int, parts: int, sentences: list[str]) -> list[str]:
+    """The first `part` of so many parts of the sentences, in whole ones; from `parts` sentences on no two are equal."""
+    return sentences[: -(-part * len(sentences) // parts)]
 
 
 def correlations(similarities: np.ndarray) -> np.ndarray:
@@ -45,7 +51,7 @@ MEASURES = {
 def measure_growth(session: PairSession, label: str, backbone: Backbone) -> dict[str, dict]:
     """The means of `MEASURES` over the captions of at least K sentences, on beginnings that end with sentences.
 
-    See `caption_edits.beginning`; the last one is the whole caption. HiMo-CLIP's own, for DOCCI, may end in a sentence.
+    See `beginning`; the last one is the whole caption. HiMo-CLIP's own, for DOCCI, may end in a sentence.
 
     Returns:
         By name "captions", how many there are; "mean" and "interval", its 95% interval over groups: None without any.
@@ -64,10 +70,40 @@ def measure_growth(session: PairSession, label: str, backbone: Backbone) -> dict
     return numbers
 
 
-def growth_table(encoders: dict[str, dict]) -> Table:
-    """The numbers of `measure_growth`, by label."""
+def evaluate_growth(config: GrowthConfig) -> dict:
+    """The measures of `MEASURES`, by encoder; writes `growth.json` and `growth.png` and prints a table.
+
+    What `evaluate robustness` has ranked into the same output folder is not encoded again.
+
+    Returns:
+        The content of the file, see `Session.report`; by encoder the numbers of `measure_growth`.
+
+    Raises:
+        UserError: the data or an encoder cannot be used.
+    """
+    session = PairSession("growth", config)
+    return session.report(tables, figures, session.by_encoder(partial(measure_growth, session)))
+
+
+def tables(report: dict) -> list[Table]:
+    """The numbers of a report."""
     rows = [
         [label, *(cell(part["mean"], *part["interval"], form=".2f") for part in numbers.values())]
-        for label, numbers in encoders.items()
+        for label, numbers in report["encoders"].items()
     ]
-    return Table(["similarity to the image of nested beginnings", *MEASURES], rows)
+    return [Table(["similarity to the image of nested beginnings", *MEASURES], rows)]
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """Bars of the shares in order, with 95% intervals."""
+    figure = Figure(figsize=(6, 3.5), layout="constrained", dpi=150)
+    axes, names = figure.subplots(), [name for name in MEASURES if name.startswith("%")]
+    groups = {}
+    for label, numbers in report["encoders"].items():
+        parts = [numbers[name] for name in names]
+        means = [np.nan if part["mean"] is None else part["mean"] for part in parts]
+        groups[label] = means, [part["interval"] for part in parts]
+    draw_bars(axes, groups, names)
+    axes.set_ylabel("captions (%), with 95% intervals")
+    axes.legend(fontsize="small")
+    return {"growth.png": figure}

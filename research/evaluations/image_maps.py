@@ -17,6 +17,10 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.blocks import before_attention
 from debias_diffusion.data.images import open_image
 from debias_diffusion.errors import UserError, explain_failure
+from debias_diffusion.eval.report import Table
+from debias_diffusion.eval.session import Session
+
+from .options import MapsConfig
 
 _PAD = 0.35  # opacity outside of a prompt's band
 
@@ -56,6 +60,39 @@ def image_maps(backbone: Backbone, image: str | os.PathLike, text: str) -> dict:
 
 def _rows(values: torch.Tensor, visual: torch.nn.Module) -> list[list[float]]:
     return values.view(visual.grid_size).tolist()
+
+
+def evaluate_maps(config: MapsConfig) -> dict:
+    """Maps of one image by each encoder; writes `image-maps.json` and `image-maps.png` and prints a table.
+
+    Returns:
+        The content of the file, see `Session.report`; by encoder `image_maps` without its pixels.
+
+    Raises:
+        UserError: the image or an encoder cannot be used.
+    """
+    session, drawn = Session("image-maps", config, None), {}
+
+    def evaluate(label: str, backbone: Backbone) -> dict:
+        drawn[label] = image_maps(backbone, config.image, config.text)
+        return {name: part for name, part in drawn[label].items() if name != "pixels"}
+
+    results = session.by_encoder(evaluate)
+    return session.report(tables, figures, results, saved={"image-maps.png": plot_maps(drawn)})
+
+
+def tables(report: dict) -> list[Table]:
+    """The range of each map of similarity, over the patches of the image."""
+    rows = []
+    for label, numbers in report["encoders"].items():
+        values = np.asarray(numbers["similarity"])
+        rows.append([label, *(f"{value:.3f}" for value in (values.min(), values.mean(), values.max()))])
+    return [Table(["cosine of a patch with the text", "least", "mean", "largest"], rows)]
+
+
+def figures(report: dict) -> dict[str, Figure]:
+    """None: they need the image."""
+    return {}
 
 
 def plot_maps(results: Mapping[str, dict]) -> Figure:

@@ -1,8 +1,7 @@
 """`showcase`: long prompts in four ways by an SDXL checkpoint, pages to look at and to mark, and what marks say."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -11,30 +10,33 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from debias_diffusion.devices import pick_device
+from debias_diffusion.app.prompts import SHEET
+from debias_diffusion.app.sheet import (
+    CUT,
+    WAYS,
+    WHOLE,
+    Images,
+    digests,
+    draw_ways,
+    provenance,
+    write_sheet,
+)
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.networks import load_image
 from debias_diffusion.eval.images.prompt_sets import statement
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
 from debias_diffusion.eval.judge import Questioning, error_table, errors, filled
 from debias_diffusion.eval.options import Judging
-from debias_diffusion.eval.report import Table, cell, versions, write_page
-from debias_diffusion.files import atomic_file, open_regular, read_file, read_json, sha256, write_json, write_text
-from debias_diffusion.machine import machine_name
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.eval.report import Table, cell, write_page
+from debias_diffusion.files import atomic_file, open_regular, read_file, read_json, write_json
 
-from ..contact_sheet import write_contact_sheets
-from ..generate import generate
-from ..options import CheckConfig, GenerateConfig, ShowcaseConfig
+from .options import ShowcaseConfig
 
 HERE = Path(__file__).parent
-CUT, WHOLE, SHARPENED = "cut", "whole", "whole and sharpened"
-WAYS = {CUT: "cut", "as A1111 reads": "a1111", WHOLE: "overlap", SHARPENED: "overlap"}  # readings; cut is stock SDXL's
 GRID = 10  # prompts of the contact sheet, with marks
 ENDS = ("value", "low", "high")
 MARKING = "marking"  # folder of the images to mark
 
-Images = dict[str, list[tuple[Path, str]]]  # by way, in the order of the prompts: file and sha256
 Marks = dict[str, list[list[bool] | None]]  # by way, for each prompt whether each fact is right; None: not all marked
 Judged = dict[str, list[np.ndarray]]  # by way, for each prompt the judge's p(yes) of each fact
 
@@ -67,8 +69,9 @@ class ShowcasePrompt:
 def read_showcase_prompts() -> list[ShowcasePrompt]:
     """All prompts; the first of each kind come first, then the second ones, and so on."""
     kinds: dict[str, list[ShowcasePrompt]] = {}
-    for name, entry in yaml.safe_load(read_file(HERE / "prompts.yaml")).items():
-        kinds.setdefault(entry["kind"], []).append(ShowcasePrompt(name, **entry))
+    for file in (SHEET, HERE / "prompts.yaml"):
+        for name, entry in yaml.safe_load(read_file(file)).items():
+            kinds.setdefault(entry["kind"], []).append(ShowcasePrompt(name, **entry))
     return [prompt for prompt in chain(*zip_longest(*kinds.values())) if prompt]
 
 
@@ -88,7 +91,9 @@ def showcase(config: ShowcaseConfig) -> Path:
         FailedError: some images have values that are not finite; the same command draws the others.
     """
     output, page, judge = Path(config.output), Path(config.output) / "index.html", _judge_of(config)
-    prompts, images = draw_ways(config)
+    prompts = read_showcase_prompts()[: config.limit]
+    texts = [prompt.text for prompt in prompts]
+    images = draw_ways(config, texts)
     result, marks, tables = provenance(config) | {"images": digests(images)}, None, []
     if config.marks:
         marks = read_marks(config.marks, prompts, images)
@@ -102,54 +107,11 @@ def showcase(config: ShowcaseConfig) -> Path:
         tables += mark_tables(result["judged"], " by the judge") + agreement_tables(result["agreement"])
     print(*tables, sep="\n\n", end="\n\n" * bool(tables))
     write_json(output / "showcase.json", result)
-    write_sheet(config, prompts, images, grid(prompts, marks))
+    write_sheet(config, texts, images, grid(prompts, marks))
     write_marking(output, prompts, images)
     write_page(page, "index.html.j2", HERE, prompts=prompts, images=images, tables=tables, result=result)
     print(f"Wrote {page}. Mark facts on {output / 'mark.html'}, then give --marks marks.json.")
     return page
-
-
-def draw_sheet(config: CheckConfig) -> dict[str, dict[str, str]]:
-    """Draws prompts in four ways, all in one contact sheet. Returns `digests`."""
-    prompts, images = draw_ways(config)
-    write_sheet(config, prompts, images, range(len(prompts)))
-    return digests(images)
-
-
-def draw_ways(config: CheckConfig) -> tuple[list[ShowcasePrompt], Images]:
-    """Draws the missing images of each way, in a folder each. Raises UserError or FailedError as `generate`."""
-    prompts, images, output = read_showcase_prompts()[: config.limit], {}, Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    lines = [{"prompt": prompt.text, "seed": config.seed + number} for number, prompt in enumerate(prompts)]
-    write_text(output / "prompts.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    own = {field.name for field in fields(GenerateConfig)} - {"prompt", "prompts", "output", "seed"}
-    shared = {name: value for name, value in asdict(config).items() if name in own}  # every option of an image
-    shared["prompts"] = str(output / "prompts.jsonl")
-    for way, reading in WAYS.items():
-        print(f"\n{way}:")
-        folder = output / way.replace(" ", "-").lower()
-        plain = {} if way == SHARPENED else {"sharpen": 1.0, "sharpen_sentences": 1.0}
-        generate(GenerateConfig(None, output=str(folder), reading=reading, **shared | plain))
-        index = map(json.loads, read_file(folder / "index.jsonl").splitlines())
-        images[way] = [(file, sha256(file)) for file in (folder / entry["file"] for entry in index)]
-    return prompts, images
-
-
-def provenance(config: CheckConfig) -> dict:
-    """What a result must say of itself: machine, versions, settings, and the digest of the weights."""
-    machine, base = machine_name(pick_device(config.device)), Checkpoint.parse(config.base).digest
-    return {"machine": machine, "versions": versions(), "settings": asdict(config), "base": base}
-
-
-def digests(images: Images) -> dict[str, dict[str, str]]:
-    """{way: {file: sha256}}"""
-    return {way: {file.name: digest for file, digest in pairs} for way, pairs in images.items()}
-
-
-def write_sheet(config: CheckConfig, prompts: Sequence[ShowcasePrompt], images: Images, numbers: Sequence[int]) -> None:
-    """`contact-sheet.png` of the prompts of these numbers, in all ways side by side."""
-    cells = [(pairs[number][0], way, prompts[number].text) for number in numbers for way, pairs in images.items()]
-    write_contact_sheets(Path(config.output), cells)
 
 
 def grid(prompts: Sequence[ShowcasePrompt], marks: Marks | None = None) -> list[int]:
@@ -252,10 +214,7 @@ def _judge_of(config: ShowcaseConfig) -> Questioning | None:
     """The judge, or None without one. Raises UserError as `Questioning`."""
     if config.judge is None:
         return None
-    settings = Judging(judge=config.judge, server=config.server, precision=config.precision)
-    judge = Questioning(settings, pick_device(config.device), config.output)
-    judge.release()  # images are generated next
-    return judge
+    return Questioning(Judging(judge=config.judge, server=config.server), config.output)
 
 
 def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:

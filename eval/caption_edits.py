@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..methods.sampling import draw_generator
-from ..text.sentences import join_sentences, split_sentences
+from debias_diffusion.methods.sampling import draw_generator
+from debias_diffusion.text.sentences import join_sentences, split_sentences
 
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5
@@ -29,11 +29,6 @@ def moved(percent: int, sentences: list[str]) -> list[str]:
     """
     place = (percent * (len(sentences) - 1) + 50) // 100
     return [*sentences[1 : place + 1], *sentences[:1], *sentences[place + 1 :]]
-
-
-def beginning(part: int, parts: int, sentences: list[str]) -> list[str]:
-    """The first `part` of so many parts of the sentences, in whole ones; from `parts` sentences on no two are equal."""
-    return sentences[: -(-part * len(sentences) // parts)]
 
 
 def padded(count: int, sentences: list[str]) -> list[str]:

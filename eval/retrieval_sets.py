@@ -1,7 +1,4 @@
-"""Retrieval benchmarks: images, captions, which belong together, and how each is laid out by its authors.
-
-docs/evaluation.md shows the layouts.
-"""
+"""Retrieval benchmarks: images with their captions, in the layouts of their authors, which docs/evaluation.md shows."""
 
 import csv
 import io
@@ -15,25 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from ..errors import UserError, explain_failure, near_matches
-from ..files import bytes_digest, open_regular, read_file, read_json
-from ..limits import SHAREGPT4V_HELD_OUT
-from .bad_records import BadRecord, leave_out
-from .captions import answer_of, check_object, fold, is_text, parse_object, usable_captions, utf8
-from .images import ImageFolder, ImageSource, is_there
+from debias_diffusion.data.bad_records import BadRecord, leave_out
+from debias_diffusion.data.captions import answer_of, check_object, fold, is_text, parse_object, usable_captions, utf8
+from debias_diffusion.data.images import ImageFolder, ImageSource, is_there
+from debias_diffusion.errors import UserError, explain_failure
+from debias_diffusion.files import bytes_digest, open_regular, read_file, read_json
+from debias_diffusion.limits import SHAREGPT4V_HELD_OUT
+from debias_diffusion.registry import Registry
 
-FIVE = 5  # first captions of each image of COCO, which has five to seven, in Long-CLIP's eval/retrieval/coco.py
 SHAREGPT4V_FILE = "share-captioner_coco_lcs_sam_1246k_1107.json"
 # Where the images of ImageInWords' three parts lie, and the key of their name.
 IIW_PARTS = {"IIW-400": ("images_aar", "image/key"), "DCI_Test": ("photos", "image"), "DOCCI_Test": ("images", "image")}
-COCO_CN_FILE = "imageid.human-written-caption.txt"
-# Lines of captions: a key "image#number", in which "#number" may be missing, then the caption. A tab ends the key; in
-# some copies of COCO-CN it is a space, and no key of COCO-CN or Flickr30k-CNA holds one.
+FLICKR30K, FLICKR_IMAGES = "results_20130124.token", "flickr30k-images"
 _FLICKR30K_LINE = re.compile(r"([^\t]+)#[^\t#]*\t(.*)")
-_COCO_CN_LINE = re.compile(r"\s*((?:COCO_(train2014|val2014))_\d{12})(?:#\S*)?(?:\s+(.*))?$")  # with the image's folder
-_CNA_LINE = re.compile(r"\s*(\d+)(?:#\S*)?(?:\s+(.*))?$")
-RECOS_FILE, RECOS_KEYS = "recos_v1.json", ("image", "caption")
-_HUB, _GITHUB = "https://huggingface.co/datasets", "https://github.com"
+HUB, GITHUB = "https://huggingface.co/datasets", "https://github.com"
 _AGAIN = "Download it again."
 
 
@@ -77,8 +69,8 @@ def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
                 yield f"{name}, line {number}", line
 
 
-def _matches(root: Path, name: str, pattern: re.Pattern, bad: list[BadRecord]) -> Iterator[tuple[str, tuple]]:
-    """(where, groups) of each line that is not blank and matches one of the patterns of lines above."""
+def matching_lines(root: Path, name: str, pattern: re.Pattern, bad: list[BadRecord]) -> Iterator[tuple[str, tuple]]:
+    """(where, groups) of each line that is not blank and matches the pattern of an image and a caption."""
     for where, line in _lines(root, name):
         with leave_out(where, bad):
             if not (match := pattern.match(line)):
@@ -98,7 +90,7 @@ def _json_lines(root: Path, name: str, bad: list[BadRecord]) -> Iterator[tuple[s
             yield where, parse_object(line)
 
 
-def _json_list(entries: list, name: str, bad: list[BadRecord]) -> Iterator[tuple[str, dict]]:
+def json_objects(entries: list, name: str, bad: list[BadRecord]) -> Iterator[tuple[str, dict]]:
     """(where, object) of each entry of a list that is an object."""
     for index, entry in enumerate(entries):
         where = f"{name}, entry {index}"
@@ -152,8 +144,7 @@ def _long_dci(root: Path, bad: list[BadRecord]) -> Entries:
     failure = f"{str(path)!r} cannot be read as tab-separated values"
     with _open_text(path, newline="") as file, explain_failure(failure, _AGAIN):
         for row in csv.DictReader(file, delimiter="\t"):
-            image = row.get("filepath")
-            yield Entry(f"dci_long.csv, image {image}", image, (row.get("title"),))
+            yield Entry(f"dci_long.csv, image {row.get('filepath')}", row.get("filepath"), (row.get("title"),))
 
 
 def _docci(root: Path, bad: list[BadRecord]) -> Entries:
@@ -174,7 +165,7 @@ def _iiw(root: Path, bad: list[BadRecord]) -> Entries:
 
 def _sharegpt4v(root: Path, bad: list[BadRecord]) -> Entries:
     entries = read_json(root / SHAREGPT4V_FILE, list, _AGAIN)[:SHAREGPT4V_HELD_OUT]
-    for where, entry in _json_list(entries, SHAREGPT4V_FILE, bad):
+    for where, entry in json_objects(entries, SHAREGPT4V_FILE, bad):
         yield Entry(where, entry.get("image"), (answer_of(entry),))
 
 
@@ -198,9 +189,6 @@ def _coco(*splits: str, captions_an_image: int | None = None) -> Benchmark:
     return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download", keys)
 
 
-_FLICKR30K, _FLICKR30K_IMAGES = "results_20130124.token", "flickr30k-images"
-
-
 def _karpathy(*splits: str) -> Benchmark:
     """The images of Flickr30k in these parts of Karpathy's split: 29,000 train, 1,014 val, 1,000 test."""
     name, page = "dataset_flickr30k.json", "https://cs.stanford.edu/people/karpathy/deepimagesent/"
@@ -213,100 +201,25 @@ def _karpathy(*splits: str) -> Benchmark:
                 yield Entry(f"{name}, image {file}", file, raw)
 
     keys = "split, filename, sentences, of these raw"
-    return Benchmark(read, (name, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page, keys)
+    return Benchmark(read, (name, FLICKR_IMAGES), (FLICKR_IMAGES,), page, keys)
 
 
 def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
     """Lines "name.jpg#0<tab>caption". The five of an image are joined afterwards, as all entries of one image are."""
-    for where, (image, caption) in _matches(root, _FLICKR30K, _FLICKR30K_LINE, bad):
+    for where, (image, caption) in matching_lines(root, FLICKR30K, _FLICKR30K_LINE, bad):
         yield Entry(where, image, (caption,))
-
-
-# ---- COCO-CN and Flickr30k-CNA: Chinese captions of COCO's and Flickr30k's images
-
-
-def _coco_cn(*splits: str) -> Benchmark:
-    """The images of these splits with the captions that people wrote, not those that they or a machine translated.
-
-    `coco-cn_SPLIT.txt` names an image a line (18,341 train, 1,000 val, 1,000 test), and
-    `imageid.human-written-caption.txt` has a line "COCO_train2014_000000000009#0<tab>caption" for each of 22,218
-    captions: version 201805, by the README of https://github.com/li-xirong/coco-cn. The names of the files, and the
-    lines' form, are those of public scripts that read `coco-cn-version1805v1.1.tar.gz`; the archive was not seen.
-    """
-    lists = [f"coco-cn_{split}.txt" for split in splits]
-
-    def read(root: Path, bad: list[BadRecord]) -> Entries:
-        entries: dict[str, list[Entry]] = {}
-        for where, (image, folder, caption) in _matches(root, COCO_CN_FILE, _COCO_CN_LINE, bad):
-            entries.setdefault(image, []).append(Entry(where, f"{folder}/{image}.jpg", (caption,)))
-        for name in lists:
-            for where, (image, folder, _) in _matches(root, name, _COCO_CN_LINE, bad):
-                # One without a caption is an error that names it.
-                yield from entries.pop(image, [Entry(where, f"{folder}/{image}.jpg", (None,))])
-
-    folders = ("train2014", "val2014")
-    return Benchmark(read, (COCO_CN_FILE, *lists), folders, f"{_HUB}/AIMClab-RUC/COCO-CN")
-
-
-def _flickr30k_cna(*splits: str) -> Benchmark:
-    """The images of these splits.
-
-    `train/flickr30k_cna_train.txt` (148,909 lines) and `val/flickr30k_cna_val.txt` (5,000) have lines
-    "6228559981<tab>caption". The test split (5,000) is `test/flickr30k_cn_test.txt`, Flickr30k-CN's human translation,
-    with lines "id#zhb#0<tab>caption"; R2D2's own reader names it `flickr30k_cna_test.txt`. From
-    https://zero.so.com/detail.html, https://github.com/yuxie11/R2D2, and public scripts that read and count these
-    files; the archive was not seen.
-    """
-
-    def read(root: Path, bad: list[BadRecord]) -> Entries:
-        for split in splits:
-            names = [f"{split}/flickr30k_cna_{split}.txt", f"{split}/flickr30k_cn_{split}.txt"]
-            name = next((name for name in names if (root / name).exists()), names[1])
-            for where, (image, caption) in _matches(root, name, _CNA_LINE, bad):
-                yield Entry(where, f"{image}.jpg", (caption,))
-
-    page = "https://zero.so.com/download.html"
-    return Benchmark(read, (*splits, _FLICKR30K_IMAGES), (_FLICKR30K_IMAGES,), page)
-
-
-def _recos(root: Path, bad: list[BadRecord]) -> Entries:
-    """The pairs of ReCoS-v1, of all its twelve tasks.
-
-    `recos_v1.json` holds the texts, of 1,000 images; those of four tasks come with it in `images`, the rest are COCO's
-    and Total-Text's: the README of https://github.com/Bruce-XJChen/ReCos. Neither it nor any public script that could
-    be looked up shows the file's keys. Expected is a list of objects with `RECOS_KEYS`, of which "caption" is a text or
-    a list of texts.
-
-    Raises:
-        UserError: the file has other keys; the message names them.
-    """
-    expected = f"Expected is a list of objects with {' and '.join(RECOS_KEYS)}."
-    entries = read_json(root / RECOS_FILE, list, expected)
-    keys = {key for entry in entries if isinstance(entry, dict) for key in entry}
-    if not keys >= set(RECOS_KEYS):
-        raise UserError(
-            f"{str(root / RECOS_FILE)!r} has objects with the keys {', '.join(sorted(keys)[:20])}. {expected} The "
-            "published file's keys are not known here: please report them, and write its content under these."
-        )
-    for where, entry in _json_list(entries, RECOS_FILE, bad):
-        image, captions = map(entry.get, RECOS_KEYS)
-        yield Entry(where, image, captions if isinstance(captions, list) else (captions,))
 
 
 _IIW_FOLDERS = tuple(folder for folder, _ in IIW_PARTS.values())
 _IN_DCI = ("splits.json", "annotations", "photos")
-_DCI = Benchmark(_dci, _IN_DCI, ("photos",), f"{_GITHUB}/facebookresearch/DCI", "image, short_caption, extra_caption")
+_DCI = Benchmark(_dci, _IN_DCI, ("photos",), f"{GITHUB}/facebookresearch/DCI", "image, short_caption, extra_caption")
 
-BENCHMARKS: dict[str, Benchmark] = {
-    "urban1k": Benchmark(_urban1k, ("caption", "image"), ("image",), f"{_HUB}/BeichenZhang/Urban1k"),
+_BENCHMARKS = {
+    "urban1k": Benchmark(_urban1k, ("caption", "image"), ("image",), f"{HUB}/BeichenZhang/Urban1k"),
     "dci": _DCI,
     "dci-as-released": replace(_DCI, read=partial(_dci, as_released=True)),
     "long-dci": Benchmark(
-        _long_dci,
-        ("dci_long.csv",),
-        ("photos",),
-        f"{_HUB}/mderakhshani/Long-DCI",
-        "filepath, title, divided by tabs",
+        _long_dci, ("dci_long.csv",), ("photos",), f"{HUB}/mderakhshani/Long-DCI", "filepath, title, divided by tabs"
     ),
     "docci": Benchmark(
         _docci,
@@ -319,35 +232,23 @@ BENCHMARKS: dict[str, Benchmark] = {
         _iiw,
         (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS),
         _IIW_FOLDERS,
-        f"{_GITHUB}/google/imageinwords/tree/main/datasets",
+        f"{GITHUB}/google/imageinwords/tree/main/datasets",
         "IIW, image (of IIW-400 image/key)",
     ),
     "sharegpt4v-1k": Benchmark(
-        _sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{_HUB}/Lin-Chen/ShareGPT4V", "image, conversations"
+        _sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{HUB}/Lin-Chen/ShareGPT4V", "image, conversations"
     ),
     "coco": _coco("val2017"),
-    "coco-five": _coco("val2017", captions_an_image=FIVE),
+    "coco-five": _coco("val2017", captions_an_image=5),  # of five to seven, as in Long-CLIP's coco.py
     "coco-train": _coco("train2017"),
     "coco-all": _coco("train2017", "val2017"),
     "flickr30k": Benchmark(
-        _flickr30k,
-        (_FLICKR30K, _FLICKR30K_IMAGES),
-        (_FLICKR30K_IMAGES,),
-        "https://shannon.cs.illinois.edu/DenotationGraph/",
+        _flickr30k, (FLICKR30K, FLICKR_IMAGES), (FLICKR_IMAGES,), "https://shannon.cs.illinois.edu/DenotationGraph/"
     ),
     "flickr30k-test": _karpathy("test"),
     "flickr30k-karpathy": _karpathy("train", "val", "test"),
-    "coco-cn-val": _coco_cn("val"),
-    "coco-cn-test": _coco_cn("test"),
-    "coco-cn-all": _coco_cn("train", "val", "test"),
-    "flickr30k-cna-val": _flickr30k_cna("val"),
-    "flickr30k-cna-test": _flickr30k_cna("test"),
-    "flickr30k-cna-all": _flickr30k_cna("train", "val", "test"),
-    "recos-v1": Benchmark(_recos, (RECOS_FILE, "images"), ("images",), f"{_GITHUB}/Bruce-XJChen/ReCos"),
 }
-
-
-# ---- reading one
+BENCHMARKS: Registry[Benchmark] = Registry("retrieval benchmark", _BENCHMARKS)
 
 
 @dataclass(frozen=True)
@@ -398,7 +299,6 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
     root = find_root(name, root)
     benchmark, source, label = BENCHMARKS[name], ImageFolder(root), f"{name} in {str(root)!r}"
     advice = f"Expected keys: {benchmark.keys}. {_AGAIN}" if benchmark.keys else _AGAIN
-    # Of several folders the names of images begin with their folder.
     if len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir():
         source = ImageFolder(root / benchmark.images[0])
     bad: list[BadRecord] = []
@@ -435,12 +335,7 @@ def find_root(name: str, root: str | os.PathLike) -> Path:
     Raises:
         UserError: there is no such benchmark, or none of these folders has its files.
     """
-    if name not in BENCHMARKS:
-        raise UserError(
-            f"There is no retrieval benchmark {name!r}.{near_matches(name, BENCHMARKS)} "
-            f"Choose one of: {', '.join(BENCHMARKS)}."
-        )
-    benchmark, parts = BENCHMARKS[name], name.removeprefix("long-").split("-")
+    benchmark, parts = BENCHMARKS.find(name), name.removeprefix("long-").split("-")
     folders = dict.fromkeys([name, *("-".join(parts[:count]) for count in range(len(parts), 0, -1)), "."])
     places = [Path(root) / folder for folder in folders]
     for place in places:

@@ -14,15 +14,15 @@ from debias_diffusion.data.captions import fold
 from debias_diffusion.data.images import ImageFolder, is_there
 from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError, explain_failure
+from debias_diffusion.eval.images.networks import TwoTowerFeatures
+from debias_diffusion.eval.images.prompt_sets import BAND_NAMES, Places, band, csv_rows, statement
+from debias_diffusion.eval.images.scores import clip_scores
+from debias_diffusion.eval.intervals import ends, group_numbers
+from debias_diffusion.eval.judge import Questioning, error_table, errors, filled
+from debias_diffusion.eval.report import Table, cell, versions
 from debias_diffusion.files import read_json, write_json
 
-from .images.networks import TwoTowerFeatures
-from .images.prompt_sets import BAND_NAMES, Places, band, csv_rows, statement
-from .images.scores import clip_scores
-from .intervals import ends, group_numbers
-from .judge import Questioning, error_table, errors, filled
 from .options import JudgeConfig
-from .report import Table, cell, versions
 
 NAME = "judge"
 LABELS, LONG_T2I = "labels.csv", "split/test.json"
@@ -56,7 +56,7 @@ def evaluate_judge(config: JudgeConfig) -> dict:
     images, labelled, bad = read_labels(Path(config.labels), config.limit)
     print_left_out(bad)
     check_share(bad, len(labelled) + len(bad), config.max_bad)
-    judge = Questioning(config, device, config.output)
+    judge = Questioning(config, config.output)
     opened = [partial(images.open, one.image) for one in labelled]
     digests = [images.stamp(one.image).hex() for one in labelled]
     asked = [(image, digest, [*one.labels]) for image, digest, one in zip(opened, digests, labelled, strict=True)]

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..clip.backbone import Backbone
-from ..clip.blocks import before_attention, block_forward, causal_attention
-from ..errors import UserError
-from ..text.tokens import TokenBatch
-from .text_encoders import TextEncoder
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.blocks import before_attention, block_forward, causal_attention
+from debias_diffusion.encoders.text_encoders import TextEncoder
+from debias_diffusion.errors import UserError
+from debias_diffusion.text.tokens import TokenBatch
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from timm.data import ImageNetInfo
 
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.classification import (
+from debias_diffusion.eval.intervals import paired_difference
+from research.evaluations.classification import (
     CIFAR_TEMPLATES,
     ClassificationConfig,
+    LabelledImages,
     class_features,
     classify,
     evaluate_classification,
@@ -24,7 +26,6 @@ from debias_diffusion.eval.classification import (
     read_imagenet,
     top1,
 )
-from debias_diffusion.eval.intervals import paired_difference
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
 CIFAR_10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -143,9 +144,11 @@ def test_a_wrong_folder_is_told(tmp_path):
 
 def test_class_features_are_means_of_normalised_features(model):
     backbone = load_backbone(model).eval()
-    got = class_features(backbone, ["cat", "dog", "cat"], CIFAR_TEMPLATES[:3], 2, "cpu")
-    assert torch.equal(got[0], got[2])
-    assert torch.allclose(got[:2], class_means(backbone, ["cat", "dog"], CIFAR_TEMPLATES[:3]), atol=1e-6)
+    data = LabelledImages([], [], ["cat", "dog"], CIFAR_TEMPLATES[:3], None, [], "")
+    expected = class_means(backbone, data.classes, data.templates)
+    for batch_size in (1, 64):
+        got = class_features(backbone, data, batch_size, "cpu")
+        assert torch.allclose(got.double(), expected, atol=1e-6)
 
 
 # Small whole numbers, so that ties and zero vectors are frequent.

@@ -10,6 +10,7 @@ without an image's suffix, stops at an unreadable image instead of naming it, an
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import open_clip
@@ -24,15 +25,15 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import TIE, encode_texts
+from debias_diffusion.data.retrieval import TIE
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.image_features import ImageSession
+from debias_diffusion.eval.intervals import paired_difference, wilson
+from debias_diffusion.eval.report import Table, cell, compared_tables
+from debias_diffusion.eval.session import compare_encoders
 from debias_diffusion.files import read_file, sha256
 
-from .image_features import ImageSession
-from .intervals import paired_difference, wilson
-from .options import AllConfig, ClassificationConfig
-from .report import Table, cell, compared_tables
-from .session import compare_encoders
+from .options import ClassificationConfig
 
 # CLIP's 18 for CIFAR (its notebooks/prompts): nine, each with both articles.
 CIFAR_TEMPLATES = [
@@ -184,21 +185,12 @@ def read_cifar(data: str, dataset: str) -> LabelledImages:
     return LabelledImages(records, labels, classes, CIFAR_TEMPLATES, images, bad, digest)
 
 
-def class_features(
-    backbone: Backbone,
-    classes: Sequence[str],
-    templates: Sequence[str],
-    batch_size: int,
-    device: torch.device | str,
-    title: str = "classes",
-) -> Tensor:
+def class_features(backbone: Backbone, data: LabelledImages, batch_size: int, device: torch.device | str) -> Tensor:
     """[C, D] normalised mean, over the templates, of the normalised text features of each class's name."""
-    # A name that two classes share (two of ImageNet's are) is encoded once, so that their features are identical.
-    rows = {name: row for row, name in enumerate(dict.fromkeys(classes))}
-    prompts = [template.format(name) for name in rows for template in templates]
-    encoded = encode_texts(backbone, prompts, batch_size, device, title)
-    means = [F.normalize(of_class.double(), dim=1).mean(dim=0) for of_class in encoded.split(len(templates))]
-    return F.normalize(torch.stack(means), dim=1)[[rows[name] for name in classes]]
+    model = SimpleNamespace(encode_text=lambda tokens, normalize: F.normalize(backbone.encode_text(tokens), dim=1))
+    classes = max(1, batch_size // len(data.templates))  # in a batch
+    given = (model, backbone.tokenize, data.classes, data.templates, classes)
+    return open_clip.build_zero_shot_classifier(*given, device=device, use_tqdm=True).T.contiguous().cpu()
 
 
 def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) -> Tensor:
@@ -266,8 +258,7 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
         features, good = session.encode(label, backbone)
 
         def compute() -> dict[str, Tensor]:
-            settings = (config.batch_size, session.device, f"classes, {label}")
-            return {"features": class_features(backbone, data.classes, data.templates, *settings)}
+            return {"features": class_features(backbone, data, config.batch_size, session.device)}
 
         depends = {"encoder": session.digests["encoders"][label], "classes": data.classes, "templates": data.templates}
         classes = session.cache.tensors("classes", depends, compute)["features"]
@@ -311,11 +302,3 @@ def figures(report: dict) -> dict[str, Figure]:
     axes.set_ylim(-5, 105)
     axes.legend(fontsize="small")
     return {"classification.png": figure}
-
-
-def settings_for(everything: AllConfig) -> ClassificationConfig | None:
-    """Its settings in `evaluate all`; None without a benchmark."""
-    if everything.classification is None:
-        return None
-    data = everything.classification_data
-    return everything.settings(ClassificationConfig, dataset=everything.classification, data=data)
