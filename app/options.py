@@ -122,9 +122,9 @@ class ExportConfig(Checked):
     """Export a text encoder, or both towers, for other programs.
 
     Attributes:
-        model: Folder of a training run (its model after the last step is exported) or of `ablate`, open_clip folder or
-            model name. For transformers and comfyui also any other text encoder: a transformers folder, a weights file
-            such as longclip-L.pt or clip_l.safetensors, or a hub id.
+        model: Folder of a training run (its model after the last step is exported) or with suppressed heads, open_clip
+            folder or model name. For transformers and comfyui also any other text encoder: a transformers folder, a
+            weights file such as longclip-L.pt or clip_l.safetensors, or a hub id.
         output: Folder to write; for comfyui a file that ends in .safetensors. Files of other programs are never
             overwritten.
         to: transformers, or diffusers, writes a folder with text_encoder/, tokenizer/, README.md, and pipeline.py and

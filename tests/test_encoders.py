@@ -35,8 +35,8 @@ def here(tmp_path, monkeypatch):
     for file in (*files, "ablated/ablation.json", "weights.pt"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")
-    for run in ("empty", "second"):
-        with Job.open(tmp_path / run, "train"):
+    for run, command in (("empty", "train"), ("second", "train"), ("searching", "ablate")):
+        with Job.open(tmp_path / run, command):
             pass
     (tmp_path / "chinese").mkdir()
     (tmp_path / "chinese" / "config.json").write_text('{"model_type": "chinese_clip"}')
@@ -92,6 +92,7 @@ def test_a_model_is_named_with_its_weights(here):
         ("ViT-B-16:nowhere.pt", "the file is not there"),
         ("folder:openai", "leave out 'openai'"),
         ("empty", "has not ended"),
+        ("searching", "has not ended"),
     ],
 )
 def test_what_is_not_there_is_refused(here, name, message):

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from debias_diffusion.data import toy_scenes
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.data.toy_scenes import family, toy_scene
 from debias_diffusion.toyworld import grammar
@@ -31,11 +30,7 @@ from research.referring.mentions import (
 )
 from research.referring.scores import KIND_NAMES, evaluate_referring
 
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    for name, kind in KINDS.items():
-        monkeypatch.setitem(toy_scenes.KINDS, name, kind)
+pytestmark = pytest.mark.usefixtures("with_research")
 
 
 def words(text: str) -> int:
