@@ -10,13 +10,6 @@ OWN = {
     "reproduce": Command(
         options.ReproduceConfig, "reproduce.listing:reproduce", "table-S4 --world toy --device cpu", "eval"
     ),
-    "cola": Command(
-        options.ColaConfig,
-        "cola:evaluate_cola",
-        "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
-        "--output scores",
-        "eval",
-    ),
     "pairs": Command(options.PairsConfig, "pairs:write_pairs", "--root data --output data/coco-train-1k.jsonl", "eval"),
     "toymodels": Command(
         options.ToyModelsConfig, "toymodels.build:build", "--output runs/toyworld --weights runs/weights", "eval"

@@ -13,8 +13,8 @@ from debias_diffusion.eval.all_options import AllConfig, ReportConfig
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
-from research.evaluations.options import ClassificationConfig, ExamplesConfig, GrowthConfig, MapsConfig
-from research.options import ColaConfig, ReproduceConfig
+from research.evaluations.options import ClassificationConfig, ColaConfig, ExamplesConfig, GrowthConfig, MapsConfig
+from research.options import ReproduceConfig
 
 NAN, INFINITY = float("nan"), float("inf")
 CLIP = {"encoders": ["toy/clip"], "output": "o"}

@@ -50,3 +50,17 @@ class ClassificationConfig(Data):
 
     dataset: Classification
     data: str
+
+
+@dataclass(kw_only=True)
+class ColaConfig(Data):
+    """Do objects keep their own attributes? Score encoders on Cola.
+
+    Attributes:
+        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
+            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
+        images: Folder with the images that it names, all in one.
+    """
+
+    data: str
+    images: str

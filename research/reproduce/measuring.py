@@ -22,9 +22,9 @@ from debias_diffusion.eval.robustness import RobustnessConfig, rank_edits
 from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
 
-from ..cola import evaluate_cola
-from ..evaluations.classification import ClassificationConfig, evaluate_classification
-from ..options import ColaConfig
+from ..evaluations.classification import evaluate_classification
+from ..evaluations.cola import evaluate_cola
+from ..evaluations.options import ClassificationConfig, ColaConfig
 
 THIRDS = ("first", "middle", "last")
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
