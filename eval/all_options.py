@@ -49,7 +49,7 @@ class AllConfig(Scoring, Data):
         if (self.prompts is None) != (self.judge is None):
             raise UserError(f"prompts is {self.prompts!r} and judge {self.judge!r}. Give both, or neither.")
         if self.prompts is not None and self.sdxl is None:
-            raise UserError("prompts need --base, the SDXL checkpoint that generates their images.")
+            raise UserError("prompts need a base, the SDXL checkpoint that generates their images.")
         if not self.for_texts:
             raise UserError(
                 f"encoders={self.encoders} has none for texts: {ORIGINAL!r} is for images only. Name another one, or "

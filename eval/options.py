@@ -24,7 +24,7 @@ TOY_CLIP = "toy/clip"  # the text encoder of toy/sdxl
 def check_output(output: str) -> None:
     """Raises UserError for an empty name, which would mean the current folder, and where no folder can be made."""
     if not output:
-        raise UserError("There is no output. Give --output, a folder for the results.")
+        raise UserError("There is no output. Give a folder for the results.")
     path = Path(output).absolute()
     existing = next(place for place in (path, *path.parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -39,8 +39,8 @@ def check_source(config: Any) -> None:
         sources = ("data", "images", "dataset", "root")
         given = ", ".join(f"{name} {getattr(config, name)!r}" for name in sources if getattr(config, name))
         raise UserError(
-            f"Given is {given or 'no data and no benchmark'}. Give either --data, such as --data toy/test, or a "
-            "benchmark and its folder, such as --dataset docci --root docci."
+            f"Given is {given or 'no data and no benchmark'}. Give either data, such as toy/test, or a benchmark "
+            "(dataset) and its folder (root)."
         )
 
 

@@ -144,7 +144,7 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
         raise UserError(
             f"The folder {str(folder)!r} holds no results ({', '.join(f'{name}.json' for name in names)})"
             + (f"; the first that cannot be used: {bad[0]}. " if bad else ". ")
-            + "Give the --output of earlier evaluations."
+            + "Give the output of earlier evaluations."
         )
     return results, bad
 

@@ -125,12 +125,12 @@ def _choose(
     chosen = np.arange(count)
     if held_out:
         if not seen:
-            raise UserError(f"None of the encoders was trained or chosen on the data {data!r}. Leave out --held-out.")
+            raise UserError(f"None of the encoders was trained or chosen on the data {data!r}. Leave out held_out.")
         chosen = np.flatnonzero(~np.any(list(seen.values()), axis=0))
         if not len(chosen):
             raise UserError(
                 f"Each of the {count} pairs of {data!r} was seen by one of the encoders: {', '.join(seen)}. Give other "
-                "data, or leave out --held-out."
+                "data, or leave out held_out."
             )
     chosen = chosen[:limit]
     return chosen, {label: int(positions[chosen].sum()) for label, positions in seen.items()}
@@ -266,7 +266,7 @@ class Session:
         if isinstance(self.data, Pairs):
             more["trained_on"], count = self.data.trained_on, len(self.data.records)
             trained = [
-                f"{label} was trained or chosen on {seen} of these {count} pairs. --held-out evaluates on the others."
+                f"{label} was trained or chosen on {seen} of these {count} pairs. held_out takes the others."
                 for label, seen in self.data.trained_on.items()
                 if seen
             ]

@@ -135,7 +135,7 @@ def _example(image: str, files: Mapping[str, Path]) -> dict:
     scene, prompt = toy_scene(image)
     images = {name: load_image(file) for name, file in files.items()}
     seen = {name: judge(read_image(image), scene) for name, image in images.items()}
-    generated, mentions = [], prompt.first_mentions()
+    generated = []
     for name, image in images.items():
         words, marks = describe(seen[name], scene), []
         for place, (column, row) in PLACES.items():  # in the grid of three by three, from 0
@@ -143,24 +143,12 @@ def _example(image: str, files: Mapping[str, Path]) -> dict:
                 marks.append({"verdict": seen[name][place].verdict, "column": column, "row": row})
         shown = _image(image, name, f"{name}: {words}")
         generated.append(shown | {"score": words.partition(".")[0], "marks": marks})
-    things = {thing.place: thing.description for thing in scene.things}
-    # What the prompt asks for in each place that the scene or an image fills, then the background.
-    asked = things | {"background": f"{scene.background} background"}
-    rows = [
-        {
-            "text": asked.get(place, f"nothing, {place}"),
-            "sentence": mentions[place] + 1 if place in things else None,
-            "cells": [verdicts[place] for verdicts in seen.values()],
-        }
-        for place in next(iter(seen.values()))
-        if any(verdicts[place].text != "empty" for verdicts in seen.values())
-    ]
+    things = "; ".join(thing.description for thing in scene.things)
     reference, title = render(scene, next(iter(images.values())).width), "Reference image"
     return {
         "sentences": [sentence.text for sentence in prompt.sentences],
-        "reference": _image(reference, title, f"{title}: {'; '.join(things.values())}"),
+        "reference": _image(reference, title, f"{title}: {things}"),
         "generated": generated,
-        "rows": rows,
     }
 
 

@@ -28,13 +28,6 @@ OWN = {
         "--encoders cut:original original --data toy/referring-test --base toy/sdxl --output scores",
         "eval",
     ),
-    "cola": Command(
-        options.ColaConfig,
-        "cola:evaluate_cola",
-        "--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
-        "--output scores",
-        "eval",
-    ),
     "pairs": Command(options.PairsConfig, "pairs:write_pairs", "--root data --output data/coco-train-1k.jsonl", "eval"),
     "showcase": Command(
         ShowcaseConfig, "showcase.command:showcase", "--base toy/sdxl --limit 8 --output runs/showcase", "eval"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import Data, GenerationConfig, Judging, check_output
+from debias_diffusion.eval.options import GenerationConfig, Judging, check_output
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Share, between
 from debias_diffusion.toyworld.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
@@ -110,20 +110,6 @@ class PairsConfig(Checked):
     output: str
     coco: NonNegativeInt = 1000
     imagenet: between(int, 0, 1000) = 0
-
-
-@dataclass(kw_only=True)
-class ColaConfig(Data):
-    """Do objects keep their own attributes? Score encoders on Cola.
-
-    Attributes:
-        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
-            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
-        images: Folder with the images that it names, all in one.
-    """
-
-    data: str
-    images: str
 
 
 @dataclass(kw_only=True)

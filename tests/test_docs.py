@@ -26,6 +26,7 @@ from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
 from research.__main__ import COMMANDS as RESEARCH
 from research.ablate.options import AblateConfig
+from research.evaluations.registry import EVALUATIONS as RESEARCH_EVALUATIONS
 from research.reproduce.papers import read_tables
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
@@ -171,3 +172,8 @@ def test_the_reference_has_every_public_name(page, package):
     for module, name in names:
         value = getattr(import_module(module), name)
         assert package is None or getattr(package, name) is value
+
+
+def test_every_evaluation_has_its_row():
+    rows = re.findall(r"^\| `([a-z-]+)[ `]", TEXTS["evaluation.md"] + TEXTS["research/evaluations.md"], re.MULTILINE)
+    assert {*evaluations(), *RESEARCH_EVALUATIONS} <= set(rows)

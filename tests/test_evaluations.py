@@ -83,7 +83,7 @@ def test_the_settings_decide_what_takes_part_and_with_what(tmp_path, sdxl_folder
 def test_unusable_settings_are_refused_before_anything_is_encoded(tmp_path, monkeypatch):
     monkeypatch.setattr(Backbone, "encode_text", lambda *_, **__: pytest.fail("it evaluates"))
     no_base = {"data": "toy/test", "base": None, "prompts": "p.txt", "judge": "qwen"}
-    for change, message in ((no_base, "prompts need --base"), ({"base": "nowhere"}, "'nowhere' is not there")):
+    for change, message in ((no_base, "prompts need a base"), ({"base": "nowhere"}, "'nowhere' is not there")):
         with pytest.raises(UserError, match=message):
             evaluate_all(AllConfig(**({"output": str(tmp_path)} | change)))
 

@@ -16,8 +16,8 @@ from debias_diffusion.methods import METHODS
 from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.training.config import TrainConfig
 from research.ablate.options import AblateConfig
-from research.evaluations.options import ClassificationConfig, ExamplesConfig, GrowthConfig, MapsConfig
-from research.options import ColaConfig, JudgeConfig, ReproduceConfig
+from research.evaluations.options import ClassificationConfig, ColaConfig, ExamplesConfig, GrowthConfig, MapsConfig
+from research.options import JudgeConfig, ReproduceConfig
 from research.showcase.options import ShowcaseConfig
 from research.synthesize.options import SynthesizeConfig
 

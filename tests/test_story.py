@@ -47,10 +47,6 @@ def test_the_page_has_scores_and_examples_with_their_reference(page):
     source = images[6]["src"].removeprefix("data:image/png;base64,")  # the first arrangement of the next family
     shown = Image.open(io.BytesIO(base64.b64decode(source))).resize((48, 48), Image.Resampling.BOX)
     assert np.abs(np.asarray(shown, np.float32) - np.asarray(render(scene("test", 4)), np.float32)).mean() < 2
-    shown, mentioned = scene("test", 0), caption("test", 0).first_mentions()
-    for thing in shown.things:
-        asked = f"{thing.size} {thing.colour} {thing.kind}, {thing.place} (sentence {mentioned[thing.place] + 1})"
-        assert [asked, *["wrong:missing" if thing is shown.things[-1] else "right"] * 5] in page.rows
     assert all(sentence.text in page.text for sentence in caption("test", 0).sentences)
 
 

@@ -66,8 +66,8 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         return evaluation.report(rendered, digests) if processes.is_main else {}
 
 
-def load_networks(config: GenerationConfig) -> ImageScores:
-    """The networks that score images, on the CPU; there may be none for the toy world, which has scores of its own.
+def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores:
+    """The networks that score images; there may be none for the toy world, which has scores of its own.
 
     Raises:
         UserError: a network cannot be loaded, or none is named.
@@ -78,7 +78,7 @@ def load_networks(config: GenerationConfig) -> ImageScores:
             f"None of {', '.join(NETWORKS)} is given, which leaves no score. Give at least one, such as --dino "
             "facebook/dino-vits16."
         )
-    return ImageScores(networks, config.batch_size, torch.device("cpu"))
+    return ImageScores(networks, config.batch_size, device)
 
 
 class _Generation:
@@ -91,7 +91,7 @@ class _Generation:
         """The images to generate."""
         config = self.config
         self.drawing = rendering_settings(config)
-        self.networks = load_networks(config)  # what cannot be loaded should not stop it after hours of generating
+        load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
         bad = _unreadable(records, images)
@@ -114,7 +114,7 @@ class _Generation:
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
-        networks, session = self.networks.to(self.processes.device), self.session
+        networks, session = load_networks(self.config, self.processes.device), self.session
         scenes, captions = (
             zip(*(toy_scene(record.image) for record in self.records), strict=True) if self.is_toy else ((), ())
         )

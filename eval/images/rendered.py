@@ -102,7 +102,7 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
         return jobs
 
     jobs, rendered = processes.from_main(check), {}
-    with explain_memory(processes.device, "Lower --images-at-once."):
+    with explain_memory(processes.device, "Lower images_at_once."):
         for label, encoder in encoders.items():
             with processes.open_job(folders[label], _COMMAND, *jobs[label]) as job:
                 rendered[label] = render_into(job, renderer, encoder, tasks, processes=processes)

@@ -258,12 +258,6 @@ class ImageScores:
             name = network_name(networks["clip_score"])
             self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {name}, as in torchmetrics.")
 
-    def to(self, device: torch.device) -> "ImageScores":
-        """These, with the networks on a device."""
-        for network in filter(None, (self.inception, self.clip, *self.networks.values())):
-            network.to(device)
-        return self
-
     def of_references(self, images: Sequence[ImageLike], captions: Sequence[str], groups: Groups = None) -> References:
         """The features of reference images and of their captions, in the same order; once for all encoders.
 
@@ -278,7 +272,7 @@ class ImageScores:
         columns |= {f"clip_score_{number}": column for number, column in enumerate(zip_longest(*sentences), 1)}
         different = list(dict.fromkeys(text for text in chain(*columns.values()) if text is not None))
         encoded = dict(zip(different, self.clip.of_texts(different, self.batch_size), strict=True))
-        notes, tokenizer = [], self.clip.model.tokenizer
+        notes, tokenizer = [], self.clip.backbone.tokenizer
         for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
             if over := sum(tokenizer.count(text) > tokenizer.context_length for text in group):
                 length = f"CLIPScore's context length of {tokenizer.context_length} tokens"

@@ -40,7 +40,7 @@ def image_maps(backbone: Backbone, image: str | os.PathLike, text: str) -> dict:
     tower, visual, device = backbone.image, backbone.model.visual, backbone.logit_scale.device
     if visual.attn_pool is not None or visual.pool_type != "tok":
         raise UserError("The image tower does not pool at CLS, so its patches have no features. Give another encoder.")
-    with explain_failure(f"The image {os.fspath(image)!r} cannot be read", "Give another --image."):
+    with explain_failure(f"The image {os.fspath(image)!r} cannot be read", "Give another one."):
         pixels = backbone.read_pixels(open_image(image)).to(device)
     after = tower.embed(backbone.as_floats(pixels[None]))
     for block in range(tower.depth):

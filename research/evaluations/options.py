@@ -11,17 +11,12 @@ Classification = Literal["imagenet-1k", "imagenet-v2", "imagenet-a", "imagenet-o
 
 @dataclass
 class GrowthConfig(RobustnessConfig):
-    """Does a caption resemble its image more, the more of it is read?
-
-    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
-    """
+    """Does a caption resemble its image more, the more of it is read?"""
 
 
 @dataclass
 class ExamplesConfig(RobustnessConfig):
     """Captions whose image one encoder finds first and another does not.
-
-    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
 
     Attributes:
         examples: So many captions for every two encoders, drawn at random and always the same.
@@ -55,3 +50,17 @@ class ClassificationConfig(Data):
 
     dataset: Classification
     data: str
+
+
+@dataclass(kw_only=True)
+class ColaConfig(Data):
+    """Do objects keep their own attributes? Score encoders on Cola.
+
+    Attributes:
+        data: A file of Cola's data/, COLA_multiobjects_matching_benchmark.json or
+            COLA_singleobjects_benchmark_GQA.json, _CLEVR or _PACO.
+        images: Folder with the images that it names, all in one.
+    """
+
+    data: str
+    images: str

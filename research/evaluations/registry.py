@@ -4,7 +4,7 @@ from debias_diffusion.eval.registry import Evaluation
 from debias_diffusion.registry import Command
 
 from ..options import JudgeConfig
-from .options import ClassificationConfig, ExamplesConfig, GrowthConfig, MapsConfig
+from .options import ClassificationConfig, ColaConfig, ExamplesConfig, GrowthConfig, MapsConfig
 
 
 def _takes_no_part(*_) -> None:
@@ -40,6 +40,15 @@ EVALUATIONS = {
         function="evaluations.classification:evaluate_classification",
         needs="two towers",
         example="--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
+        settings=_takes_no_part,
+    ),
+    "cola": Evaluation(
+        title="Do objects keep their attributes?",
+        options=ColaConfig,
+        function="evaluations.cola:evaluate_cola",
+        needs="two towers",
+        example="--encoders ViT-B-16-quickgelu:openai --data COLA_multiobjects_matching_benchmark.json --images images "
+        "--output scores",
         settings=_takes_no_part,
     ),
     "judge": Command(

@@ -22,9 +22,9 @@ from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
 
 from ..ablate.command import SEARCH
-from ..cola import evaluate_cola
-from ..evaluations.classification import ClassificationConfig, evaluate_classification
-from ..options import ColaConfig
+from ..evaluations.classification import evaluate_classification
+from ..evaluations.cola import evaluate_cola
+from ..evaluations.options import ClassificationConfig, ColaConfig
 from ..referring.scores import evaluate_referring
 
 THIRDS = ("first", "middle", "last")

@@ -18,8 +18,6 @@ from debias_diffusion.eval.intervals import paired_difference
 from research.evaluations.classification import (
     CIFAR_TEMPLATES,
     ClassificationConfig,
-    LabelledImages,
-    class_features,
     classify,
     evaluate_classification,
     read_cifar,
@@ -140,15 +138,6 @@ def test_a_wrong_folder_is_told(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             evaluate_classification(ClassificationConfig(["toy/clip"], str(tmp_path), dataset=dataset, data=str(data)))
-
-
-def test_class_features_are_means_of_normalised_features(model):
-    backbone = load_backbone(model).eval()
-    data = LabelledImages([], [], ["cat", "dog"], CIFAR_TEMPLATES[:3], None, [], "")
-    expected = class_means(backbone, data.classes, data.templates)
-    for batch_size in (1, 64):
-        got = class_features(backbone, data, batch_size, "cpu")
-        assert torch.allclose(got.double(), expected, atol=1e-6)
 
 
 # Small whole numbers, so that ties and zero vectors are frequent.

@@ -8,7 +8,7 @@ import torch
 from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
 
-from research.cola import MULTI, SINGLE, ColaConfig, class_precisions, evaluate_cola, read_cola, right_items
+from research.evaluations.cola import MULTI, SINGLE, ColaConfig, class_precisions, evaluate_cola, read_cola, right_items
 from research.reproduce.measuring import cola_scores
 
 PLACE = "https://cs-people.bu.edu/array/data/vg_gqa_images"
