@@ -18,6 +18,7 @@ from research.options import JudgeConfig
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(judges, "CONTROLS", 40)
+    monkeypatch.setattr(judge_labels, "_SAMPLES", 100)
 
 
 SHOWN, ABSENT = "Is there a red star in the top?", "Is there a blue ring in the left?"
