@@ -53,9 +53,10 @@ def evaluate_judge(config: JudgeConfig) -> dict:
         UserError: the labels, their images or a model cannot be used, or the judge does not look at images.
     """
     device = pick_device(config.device)
-    images, labelled, bad = read_labels(Path(config.labels), config.limit)
+    images, labelled, bad, count = read_labels(Path(config.labels))
+    labelled = labelled[: config.limit]
     print_left_out(bad)
-    check_share(bad, len(labelled) + len(bad), config.max_bad)
+    check_share(bad, count, config.max_bad)
     judge = Questioning(config, config.output)
     opened = [partial(images.open, one.image) for one in labelled]
     digests = [images.stamp(one.image).hex() for one in labelled]
@@ -89,8 +90,8 @@ def evaluate_judge(config: JudgeConfig) -> dict:
     return report
 
 
-def read_labels(folder: Path, limit: int | None) -> tuple[ImageFolder, list[Labelled], list[BadRecord]]:
-    """The images' folder, the first `limit` labelled images, and the bad records.
+def read_labels(folder: Path) -> tuple[ImageFolder, list[Labelled], list[BadRecord], int]:
+    """The images' folder, the labelled images, the bad records, and how many records there are.
 
     LongT2IBench (Yang et al. 2025) names elements as `cat`, `[red]cat` and `cat[on]chair`.
 
@@ -109,11 +110,13 @@ def read_labels(folder: Path, limit: int | None) -> tuple[ImageFolder, list[Labe
 
     root = ImageFolder(folder)
     if (folder / LABELS).is_file():
-        for number, row in enumerate(csv_rows(folder / LABELS, _COLUMNS), 1):
+        records = csv_rows(folder / LABELS, _COLUMNS)
+        for number, row in enumerate(records, 1):
             with leave_out(f"row {number}", bad), explain_failure("unusable label"):
                 add(*(row[column] for column in _COLUMNS))
     elif (folder / LONG_T2I).is_file():
-        for number, entry in enumerate(read_json(folder / LONG_T2I, list)):
+        records = read_json(folder / LONG_T2I, list)
+        for number, entry in enumerate(records):
             with leave_out(f"entry {number}", bad), explain_failure("unusable labels"):
                 for kind, (name, label) in product(_KINDS, (("align", "1"), ("misalign", "0"))):
                     for element in entry["en_structured_data"][kind][name]:
@@ -122,7 +125,7 @@ def read_labels(folder: Path, limit: int | None) -> tuple[ImageFolder, list[Labe
         raise UserError(f"{str(folder)!r} holds no labels: neither {LABELS} nor {LONG_T2I}, as in LongT2IBench.")
     if not labelled:
         raise UserError(f"{str(folder)!r} holds no usable label. The first fault: {bad[0] if bad else 'it is empty'}.")
-    return root, [*labelled.values()][:limit], bad
+    return root, [*labelled.values()], bad, len(records)
 
 
 def _orders(labelled: Sequence[Labelled], scores: dict[str, np.ndarray]) -> dict:
@@ -145,7 +148,7 @@ def _orders(labelled: Sequence[Labelled], scores: dict[str, np.ndarray]) -> dict
             columns["difference"] = columns["judge"] - columns["clip_score"]
         lines[name] = {"images": len(there)}
         for score, (value, *drawn) in columns.items():
-            low, high = ends(np.array(drawn))
+            low, high = ends(np.array(drawn)) if len(groups) > 1 else (None, None)  # one prompt says nothing of others
             lines[name][score] = {"value": None if np.isnan(value) else float(value), "low": low, "high": high}
     return lines
 
