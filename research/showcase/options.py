@@ -14,9 +14,9 @@ class ShowcaseConfig(CheckConfig):
         output: Folder to write: images, index.html, mark.html, contact-sheet.png, showcase.json.
         limit: How many of the 100 prompts are drawn.
         marks: File that mark.html has saved: then showcase.json counts facts right by way and sentence.
-        judge: Multimodal model that marks all facts, too, as in `evaluate following`: a folder or hub id or, with
-            --server, its name there. With marks, how often it agrees with them is printed.
-        server: Address of an OpenAI-compatible server with top_logprobs, such as http://localhost:8000.
+        judge: Multimodal model on --server that marks all facts, too, as in `evaluate following`. With marks, how often
+            it agrees with them is printed.
+        server: Address of an OpenAI-compatible server that gives top_logprobs, such as http://localhost:8000.
     """
 
     output: str = "runs/showcase"
