@@ -19,9 +19,9 @@ from debias_diffusion.app.prompt_options import AppConfig, GenerateConfig
 from debias_diffusion.app.prompts import read_prompts
 from debias_diffusion.clip.weight_files import read_state
 from debias_diffusion.data.images import ImageFolder
-from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.retrieval_sets import read_retrieval_set
 from debias_diffusion.methods import import_methods
 from debias_diffusion.pipelines.rendering.png import read_settings
 from research.reproduce.papers import Column, read_yaml
@@ -160,7 +160,7 @@ def test_captions_that_are_no_regular_files_are_bad_records(tmp_path, kind):
 
 
 # They read, by other means, files of the package, or those that the same program has written and checked.
-READ_THEIR_OWN = {*("files.py", "machine.py", "eval/session.py", "app/comfyui/write.py"), "app/synthesize/command.py"}
+READ_THEIR_OWN = {"files.py", "machine.py", "eval/session.py", "app/comfyui/write.py"}
 
 
 def test_all_other_files_are_opened_by_the_one_function():

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from transformers import CLIPTokenizer
 
-from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.caption_edits import swap_first
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.text.chunks import Chunk

@@ -21,7 +21,6 @@ from debias_diffusion.app.sheet import (
     provenance,
     write_sheet,
 )
-from debias_diffusion.devices import pick_device
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.networks import load_image
 from debias_diffusion.eval.images.prompt_sets import statement
@@ -215,10 +214,7 @@ def _judge_of(config: ShowcaseConfig) -> Questioning | None:
     """The judge, or None without one. Raises UserError as `Questioning`."""
     if config.judge is None:
         return None
-    settings = Judging(judge=config.judge, server=config.server, precision=config.precision)
-    judge = Questioning(settings, pick_device(config.device), config.output)
-    judge.release()  # images are generated next
-    return judge
+    return Questioning(Judging(judge=config.judge, server=config.server), config.output)
 
 
 def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:

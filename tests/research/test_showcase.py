@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from helpers import tiny_llava
+from helpers import openai_server, tiny_llava
 from helpers.html_page import Page
 from PIL import Image
 
@@ -115,15 +114,20 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
             command.read_marks(str(file), PROMPTS[:2], pairs)
 
 
-def test_a_judge_marks_the_facts_beside_the_person(drawn, tmp_path, monkeypatch):
+@pytest.fixture
+def server():
+    with openai_server.serve(*tiny_llava.judge([fact for _, fact in PROMPTS[0].facts])) as (url, _):
+        yield url
+
+
+def test_a_judge_marks_the_facts_beside_the_person(drawn, server, tmp_path, monkeypatch):
     monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
     monkeypatch.setattr(judges, "CONTROLS", 2)
-    tiny_llava.save_judge(tmp_path / "tiny", [fact for _, fact in PROMPTS[0].facts])
     shutil.copytree(drawn, tmp_path / "a")
-    config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=str(tmp_path / "tiny"))
+    config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=openai_server.MODEL, server=server)
     command.showcase(config)
     result = json.loads((tmp_path / "a" / "showcase.json").read_text())
-    judge = load_judge(Judging(judge=config.judge), torch.device("cpu"))
+    judge = load_judge(Judging(judge=config.judge, server=server))
     answers = {}  # as the judge gives them, asked by hand
     for way, files in result["images"].items():
         [[name, digest]] = files.items()
