@@ -198,11 +198,12 @@ def extended(tmp_path_factory):
 @pytest.fixture
 def with_research():
     """What research adds to the package's registries is there in this test alone."""
+    from debias_diffusion.data.toy_scenes import KINDS
     from debias_diffusion.eval.registry import EVALUATIONS
     from debias_diffusion.eval.retrieval_sets import BENCHMARKS
     from research import extensions
 
-    before = [(registry, dict(registry)) for registry in (EVALUATIONS, BENCHMARKS)]
+    before = [(registry, dict(registry)) for registry in (EVALUATIONS, BENCHMARKS, KINDS)]
     extensions.register()
     yield
     for registry, entries in before:
