@@ -90,7 +90,9 @@ def showcase(config: ShowcaseConfig) -> Path:
         UserError: a setting, the marks or the judge cannot be used.
         FailedError: some images have values that are not finite; the same command draws the others.
     """
-    output, page, judge = Path(config.output), Path(config.output) / "index.html", _judge_of(config)
+    output, page, judge = Path(config.output), Path(config.output) / "index.html", None
+    if config.judge:
+        judge = Questioning(Judging(judge=config.judge, server=config.server), config.output)
     prompts = read_showcase_prompts()[: config.limit]
     texts = [prompt.text for prompt in prompts]
     images = draw_ways(config, texts)
@@ -208,13 +210,6 @@ def mark_tables(summary: dict, by: str = "") -> list[Table]:
 
 
 # ---- a judge beside the person
-
-
-def _judge_of(config: ShowcaseConfig) -> Questioning | None:
-    """The judge, or None without one. Raises UserError as `Questioning`."""
-    if config.judge is None:
-        return None
-    return Questioning(Judging(judge=config.judge, server=config.server), config.output)
 
 
 def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:
