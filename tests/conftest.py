@@ -201,9 +201,10 @@ def with_research():
     from debias_diffusion.data.toy_scenes import KINDS
     from debias_diffusion.eval.registry import EVALUATIONS
     from debias_diffusion.eval.retrieval_sets import BENCHMARKS
+    from debias_diffusion.methods import METHODS
     from research import extensions
 
-    before = [(registry, dict(registry)) for registry in (EVALUATIONS, BENCHMARKS, KINDS)]
+    before = [(registry, dict(registry)) for registry in (EVALUATIONS, BENCHMARKS, KINDS, METHODS)]
     extensions.register()
     yield
     for registry, entries in before:

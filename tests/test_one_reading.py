@@ -316,7 +316,9 @@ EVALUATED = BASE | {"encoders": ["original"], "output": "runs/none"}
 DOORS = {
     "generate": lambda **given: GenerateConfig("a cat", **BASE, **given),
     "evaluate generation": lambda **given: GenerationConfig(data="toy/test", **EVALUATED, **given),
-    "evaluate following": lambda **given: FollowingConfig(prompts="toy/test", judge="toy", **EVALUATED, **given),
+    "evaluate following": lambda **given: FollowingConfig(
+        prompts="toy/test", judge="toy/checker", **EVALUATED, **given
+    ),
     "demo": lambda **given: Request("a cat", ["original"], **given),
 }
 

@@ -7,6 +7,7 @@ import yaml
 from helpers.modules import ROOT
 
 from debias_diffusion.app.cli import main
+from debias_diffusion.eval.registry import Evaluation
 from research.__main__ import COMMANDS, OWN
 from research.evaluations.registry import EVALUATIONS
 
@@ -28,7 +29,8 @@ def test_every_command_names_what_exists_and_has_help(name, capsys):
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_evaluations_of_research_are_commands_beside_those_of_the_package(name, capsys, with_research):
-    assert all(map(callable, map(EVALUATIONS[name].load, (None, "tables", "figures"))))
+    parts = (None, "tables", "figures") if isinstance(EVALUATIONS[name], Evaluation) else (None,)
+    assert all(map(callable, map(EVALUATIONS[name].load, parts)))
     assert run("evaluate", name, "--help") == 0
     assert f"usage: python -m research evaluate {name} " in capsys.readouterr().out
 
