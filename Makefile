@@ -13,7 +13,7 @@ real: .venv/installed  ## an SDXL checkpoint, BASE, on this machine: what must h
 	$(BIN)/debias-diffusion check --base "$(BASE)"
 
 showcase: .venv/installed  ## 100 prompts in four ways by an SDXL checkpoint, BASE, and a page to mark facts on
-	$(BIN)/python -m research showcase --base "$(BASE)" $(if $(JUDGE),--judge "$(JUDGE)")
+	$(BIN)/python -m research showcase --base "$(BASE)" $(if $(JUDGE),--judge "$(JUDGE)" --server "$(SERVER)")
 
 # Files of tests are handed out whole, in the order of tests/conftest.py, to a process for each core.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --no-loadscope-reorder --durations=10

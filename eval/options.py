@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from debias_diffusion.encoders.spec import EncoderSpec, labels, parse_encoders
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import Checked, Layer, PositiveInt, Seed, Share, between
-from debias_diffusion.pipelines.rendering.options import ImageOptions, Scheduler, split_base
+from debias_diffusion.limits import Checked, Layer, PositiveInt, Seed, between
+from debias_diffusion.options import AllowsBad, OnDevice
+from debias_diffusion.pipelines.rendering.options import ImageOptions, OfCheckpoint
 from debias_diffusion.toyworld.shipped import TWO_TOWERS
 
 MOST_IMAGES = 1000  # of a prompt
@@ -48,7 +49,7 @@ def check_source(config: Any) -> None:
 
 
 @dataclass
-class Encoders(Checked):
+class Encoders(OnDevice):
     """Encoders to compare, where they run, and where the results go: a part of every evaluation.
 
     Attributes:
@@ -58,14 +59,11 @@ class Encoders(Checked):
         output: Folder for the results: JSON, figures, the page of `evaluate all`, generated images in images/ENCODER/.
             What is finished there is not done again.
         batch_size: Images, or texts, encoded at once.
-        device: Device to run on. The default is cuda where there is one, else cpu; generating under `accelerate
-            launch`, each process has its own.
     """
 
     encoders: list[str]
     output: str
     batch_size: PositiveInt = field(default=64, kw_only=True)
-    device: str | None = field(default=None, kw_only=True)
 
     WITH_READINGS = False  # whether results depend on how long prompts are read; no annotation, so no option
 
@@ -86,17 +84,15 @@ class Encoders(Checked):
 
 
 @dataclass
-class Data(Encoders):
+class Data(AllowsBad, Encoders):
     """Pairs of one's own, or labelled images.
 
     Attributes:
         data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
             beside them, or toy/test, scenes of the toy world. Where only captions are read, images may be missing.
-        max_bad: Largest share of records or images that may be unusable before the evaluation stops, from 0 to 1.
     """
 
     data: str | None = None
-    max_bad: Share = field(default=0.01, kw_only=True)
 
 
 @dataclass(kw_only=True)
@@ -135,7 +131,7 @@ class Captions(HeldOut, Data):
 
 
 @dataclass(kw_only=True)
-class Drawing(ImageOptions, Encoders):
+class Drawing(OfCheckpoint, ImageOptions, Encoders):
     """How each encoder's images are generated, in one SDXL checkpoint.
 
     Attributes:
@@ -144,7 +140,6 @@ class Drawing(ImageOptions, Encoders):
             the context length are read in overlapping chunks, as by this package's pipelines; named separate:NAME, in
             chunks that do not overlap; named cut:NAME (cut:original), prompts are cut at 77 tokens, as by stock SDXL.
             SDXL's second encoder reads as the first does.
-        base: SDXL checkpoint: a folder in diffusers' layout, a single .safetensors file, a hub id, or toy/sdxl.
         seed: Image i starts from noise seeded with this number + i, the same for every encoder and on every device.
         images_at_once: Images generated at once, from prompts of the same length; more need more memory. auto is 1, and
             20 for toy/sdxl.
@@ -154,26 +149,17 @@ class Drawing(ImageOptions, Encoders):
         refiner: SDXL's refiner, a folder or hub id, for the last fifth of the denoising; it reads with its own encoder.
         layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
             last one after the final norm, as in Long-CLIP's code.
-        scheduler: diffusers' class in the place of the checkpoint's scheduler. null keeps it.
-        zero_empty_negative: The empty negative prompt is zeros (true) or the encoded empty text (false). null: as in
-            the program that a reading imitates, else as in diffusers.
     """
 
-    base: str
     seed: Seed = 0
     images_at_once: PositiveInt | Literal["auto"] = "auto"
     prefix: str = ""
     encoder_2: str | None = None
     refiner: str | None = None
     layer: Layer = "penultimate"
-    scheduler: Scheduler | None = None
     zero_empty_negative: bool | None = None
 
     WITH_READINGS = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        split_base(self.base)
 
     @property
     def second_encoders(self) -> list[EncoderSpec]:

@@ -1,6 +1,8 @@
 """A text step of diffusers' modular pipelines that reads prompts of any length."""
 
 import copy
+import inspect
+import re
 import warnings
 from dataclasses import fields
 from types import MethodType
@@ -9,12 +11,18 @@ import torch
 from diffusers import StableDiffusionXLAutoBlocks
 from diffusers.modular_pipelines.modular_pipeline_utils import InputParam
 from diffusers.modular_pipelines.stable_diffusion_xl.encoders import StableDiffusionXLTextEncoderStep
-from docstring_parser import parse
 
 from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
 
 # `sharpened` does that here, of all attention.
 _OPTIONS = [option for option in fields(LongPromptOptions) if not option.name.startswith("sharpen")]
+
+
+def _descriptions() -> dict[str, str]:
+    """What each option does, as the docstring of `LongPromptOptions` says."""
+    attributes = (inspect.getdoc(LongPromptOptions) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 class _Reader(SDXLLongPromptMixin):
@@ -47,8 +55,7 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
 
     @property
     def inputs(self) -> list[InputParam]:
-        entries = parse(LongPromptOptions.__doc__ or "").params
-        said = {entry.arg_name: " ".join((entry.description or "").split()) for entry in entries}
+        said = _descriptions()
         options = [
             InputParam(
                 option.name, option.type, getattr(self.defaults, option.name), description=said.get(option.name, "")

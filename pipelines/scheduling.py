@@ -44,9 +44,7 @@ class ExchangeEmbeddings:
         return changed
 
     def _exchange(self, pipe: Any, index: int, tensors: dict) -> dict:
-        embeddings, later = (
-            next((part for last, part in self.parts if call <= last), self.parts[-1][1]) for call in (index, index + 1)
-        )
+        embeddings, later = (self._at(call) for call in (index, index + 1))
         if index == 0:
             self._check(pipe, embeddings, tensors)
         if later is embeddings:
@@ -55,6 +53,9 @@ class ExchangeEmbeddings:
         if "add_text_embeds" in tensors:  # in place: some pipelines go on with what they had before the first step
             tensors["add_text_embeds"].copy_(_held(later, "add_text_embeds", tensors))
         return {"prompt_embeds": tensors["prompt_embeds"]}
+
+    def _at(self, call: int) -> Embeddings:
+        return next((embeddings for last, embeddings in self.parts if call <= last), self.parts[-1][1])
 
     def _check(self, pipe: Any, embeddings: Embeddings, tensors: dict) -> None:
         for name in _TENSORS.keys() & tensors.keys():

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import GenerationConfig, Judging, check_output
-from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Share, between
+from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, between
+from debias_diffusion.options import AllowsBad, OnDevice
 from debias_diffusion.toyworld.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
 
@@ -69,7 +70,7 @@ class ToyModelsConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class JudgeConfig(Judging):
+class JudgeConfig(Judging, AllowsBad, OnDevice):
     """How well a judge agrees with people who labelled images.
 
     Attributes:
@@ -79,16 +80,12 @@ class JudgeConfig(Judging):
         clip_score: CLIP model for CLIPScore of the same prompts: a folder, file, hub id, or MODEL:PRETRAINED as
             open_clip names them. A judge that orders images no better is not fit for claims.
         limit: Use only the first so many images. null uses all.
-        max_bad: Largest share of unusable labels and images, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
     labels: str
     output: str
     clip_score: str | None = None
     limit: PositiveInt | None = None
-    max_bad: Share = 0.01
-    device: str | None = None
 
     def __post_init__(self):
         super().__post_init__()

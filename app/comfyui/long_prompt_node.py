@@ -136,11 +136,6 @@ def empty_rows(clip: Clip) -> dict[str, list[WeightedToken]]:
     return {name: rows[name][0] for name in ENCODERS if name in rows and hasattr(model, f"clip_{name}")}
 
 
-def embedding_width(clip: Clip, name: str) -> int:
-    """The width of an encoder's token embeddings, and of textual inversions for it."""
-    return getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings().weight.shape[-1]
-
-
 class EncoderText(NamedTuple):
     """A text as one encoder reads it."""
 
@@ -192,7 +187,8 @@ def read_text(
     tokenized = [clip.tokenize(word, return_word_ids=True) for word in escaped]
     texts = {}
     for name in names:
-        width, comma = embedding_width(clip, name), clip.tokenize(",")[name][0][1][0]
+        embeddings = getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings()
+        width, comma = embeddings.weight.shape[-1], clip.tokenize(",")[name][0][1][0]
         found = [
             (token, word)
             for word, rows in zip(words, tokenized, strict=True)

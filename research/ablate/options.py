@@ -5,11 +5,12 @@ from typing import Literal
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import check_output, check_source
-from debias_diffusion.limits import Checked, LearningRate, PositiveInt, Seed, Share, Tower, between
+from debias_diffusion.limits import LearningRate, PositiveInt, Seed, Share, Tower, between
+from debias_diffusion.options import AllowsBad, OnDevice
 
 
 @dataclass
-class AblateConfig(Checked):
+class AblateConfig(AllowsBad, OnDevice):
     """Find the heads of a CLIP whose suppression makes it retrieve better (AAT), and suppress them.
 
     Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
@@ -43,8 +44,6 @@ class AblateConfig(Checked):
         constant: Keep bp's learning rate instead of lowering it to 0.
         batch: Images, or captions, encoded at once.
         seed: Of all draws.
-        max_bad: Largest share of images or records that may be unreadable, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu.
     """
 
     model: str
@@ -69,8 +68,6 @@ class AblateConfig(Checked):
     constant: bool = False
     batch: PositiveInt = 64
     seed: Seed = 0
-    max_bad: Share = 0.01
-    device: str | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -24,7 +24,7 @@ from debias_diffusion.app.sheet import (
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.networks import load_image
 from debias_diffusion.eval.images.prompt_sets import statement
-from debias_diffusion.eval.intervals import mean_interval, paired_difference
+from debias_diffusion.eval.intervals import hits_interval, paired_difference
 from debias_diffusion.eval.judge import Questioning, error_table, errors, filled
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.eval.report import Table, cell, write_page
@@ -90,7 +90,9 @@ def showcase(config: ShowcaseConfig) -> Path:
         UserError: a setting, the marks or the judge cannot be used.
         FailedError: some images have values that are not finite; the same command draws the others.
     """
-    output, page, judge = Path(config.output), Path(config.output) / "index.html", _judge_of(config)
+    output, page, judge = Path(config.output), Path(config.output) / "index.html", None
+    if config.judge:
+        judge = Questioning(Judging(judge=config.judge, server=config.server), config.output)
     prompts = read_showcase_prompts()[: config.limit]
     texts = [prompt.text for prompt in prompts]
     images = draw_ways(config, texts)
@@ -176,7 +178,7 @@ def summarize(marks: Marks, prompts: Sequence[ShowcasePrompt]) -> dict:
     right = {way: np.array([100.0 * mark for number in numbers for mark in marks[way][number]]) for way in WAYS}
 
     def share(values: np.ndarray, chosen: np.ndarray) -> dict:
-        low, high = mean_interval(values[chosen], np.unique(groups[chosen], return_inverse=True)[1])
+        low, high = hits_interval(values[chosen], groups[chosen])
         counts = {"facts": int(chosen.sum()), "right": int((values[chosen] > 0).sum())}
         return counts | {"value": float(values[chosen].mean()), "low": low, "high": high}
 
@@ -201,20 +203,20 @@ def mark_tables(summary: dict, by: str = "") -> list[Table]:
     title = f"{summary['facts']} facts of {len(summary['prompts'])} prompts: right{by}, % (95%)"
     cells = [[name, *(cell(*(part[end] for end in ENDS)) for part in parts)] for name, parts in rows.items()]
     compared = [
-        [f"{way} - {CUT}", cell(line["difference"], line["low"], line["high"], "+.1f")]
+        [
+            f"{way} - {CUT}",
+            cell(line["difference"], line["low"], line["high"], "+.1f"),
+            line["p"] and f"{line['p']:.4f}",
+        ]
         for way, line in summary["compared"].items()
     ]
-    return [Table([title, *summary["ways"]], cells), Table([f"facts right{by}, points", "difference (95%)"], compared)]
+    return [
+        Table([title, *summary["ways"]], cells),
+        Table([f"facts right{by}, points", "difference (95%)", "p"], compared),
+    ]
 
 
 # ---- a judge beside the person
-
-
-def _judge_of(config: ShowcaseConfig) -> Questioning | None:
-    """The judge, or None without one. Raises UserError as `Questioning`."""
-    if config.judge is None:
-        return None
-    return Questioning(Judging(judge=config.judge, server=config.server), config.output)
 
 
 def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], images: Images) -> Judged:
@@ -240,7 +242,7 @@ def agreement(judged: Judged, marks: Marks) -> dict:
         ]
     ).T
     agrees = 100.0 * ((p > 0.5) == (mark > 0))
-    low, high = mean_interval(agrees, group)
+    low, high = hits_interval(agrees, group)
     found = {"facts": len(agrees), "value": float(agrees.mean()), "low": low, "high": high}
     return found | errors(p[mark == 0], p[mark == 1])
 

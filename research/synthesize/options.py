@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Precision, Seed, Share
+from debias_diffusion.limits import NonNegativeInt, PositiveInt, Precision, Seed
+from debias_diffusion.options import AllowsBad, OnDevice
 
 
 @dataclass
-class SynthesizeConfig(Checked):
+class SynthesizeConfig(AllowsBad, OnDevice):
     """Write captions for images with a multimodal model, clean them, and leave pairs that `train` reads.
 
     Give --data, --images, or both: --images alone for a folder of images without captions.
@@ -30,9 +31,6 @@ class SynthesizeConfig(Checked):
         precision: fp32, bf16 or fp16 of the model. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
         per_part: Images in a part. A stopped run repeats at most one part for each process.
         workers: Processes that read images, for each process that asks; 0 reads them there. auto fits the cores.
-        max_bad: Largest share of unreadable images, from 0 to 1.
-        device: Device to run on. The default is cuda where there is one, else cpu; under `accelerate launch` each
-            process has its own.
     """
 
     model: str
@@ -47,8 +45,6 @@ class SynthesizeConfig(Checked):
     precision: Precision = "auto"
     per_part: PositiveInt = 1000
     workers: NonNegativeInt | Literal["auto"] = "auto"
-    max_bad: Share = 0.01
-    device: str | None = None
 
     def __post_init__(self):
         super().__post_init__()

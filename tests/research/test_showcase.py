@@ -13,6 +13,7 @@ from PIL import Image
 from debias_diffusion.app.sheet import CUT, SHARPENED, WAYS, WHOLE
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import judge as judges
+from debias_diffusion.eval.intervals import wilson
 from debias_diffusion.eval.judge import load_judge
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.pipelines.rendering.png import read_settings
@@ -85,7 +86,8 @@ def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
     result = command.summarize(marks_for(prompts, cut=[0, 0, 3], whole=facts, **shares), prompts)
     assert result["prompts"] == [prompt.name for prompt in prompts[:2]] and result["facts"] == total
     shares = {way: value["all"] for way, value in result["ways"].items()}
-    assert shares[WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": 100.0, "high": 100.0}
+    low, high = wilson(2, 2)  # of whole prompts: all samples are alike
+    assert shares[WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": low, "high": high}
     assert shares[SHARPENED]["right"] == 2 and shares[SHARPENED]["value"] == pytest.approx(200 / total)
     limits = sorted(100 / count for count in facts[:2])  # of two prompts, a bootstrap sample may hold one alone
     assert [shares[SHARPENED]["low"], shares[SHARPENED]["high"]] == pytest.approx(limits)
@@ -105,7 +107,8 @@ def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path)
     page = command.showcase(replace(CONFIG, output=str(tmp_path / "a"), marks=str(file)))
     ways = json.loads((tmp_path / "a" / "showcase.json").read_text())["marks"]["ways"]
     assert [way["all"]["value"] for way in ways.values()] == [0.0, 100.0, 100.0, 100.0]
-    assert ["whole - cut", "+100.0 (+100.0 to +100.0)"] in Page(page.read_text()).rows
+    (row,) = [row for row in Page(page.read_text()).rows if row[0] == "whole - cut"]
+    assert row[1] == "+100.0 (+100.0 to +100.0)" and float(row[2]) == pytest.approx(0.5, abs=0.02)  # two prompts
     pairs = {way: [(drawn, digest) for digest in files.values()] for way, files in result.items()}
     some = {name: [None, *given[1:]] for name, given in marks.items()}
     for content in ({"marks": []}, {"marks": some}):
