@@ -32,6 +32,7 @@ class Call:
     parts: Parts = field(default_factory=list)  # gets what was encoded for these
     sources: list[str] = field(default_factory=list)  # gets the schedules, as they are written
     view: Callable | None = None  # what the call has for its UNet; None: the UNet
+    sentences: torch.Tensor | None = None  # gets those of what was encoded, if they are sharpened; see `note_sentences`
     member: torch.Tensor | None = None  # of sentences, see `sharpening.Choice`
     stack: ExitStack = field(default_factory=ExitStack)  # contexts that end with the call
 

@@ -160,7 +160,7 @@ def test_captions_that_are_no_regular_files_are_bad_records(tmp_path, kind):
 
 
 # They read, by other means, files of the package, or those that the same program has written and checked.
-READ_THEIR_OWN = {*("files.py", "machine.py", "eval/session.py", "app/comfyui/write.py"), "app/synthesize/command.py"}
+READ_THEIR_OWN = {*("files.py", "machine.py", "app/comfyui/write.py"), "app/synthesize/command.py"}
 
 
 def test_all_other_files_are_opened_by_the_one_function():

@@ -25,9 +25,12 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.pipelines.rendering import loading
 from debias_diffusion.pipelines.rendering import renderer as rendering
+from debias_diffusion.pipelines.rendering.folder import render_into
+from debias_diffusion.pipelines.rendering.images import encode_batch, read_layout, render_batch
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, read_layout, render, render_into
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.options import LongPromptOptions
 
@@ -82,7 +85,7 @@ def expected(renderer, long, tmp_path_factory):
 def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, long, expected, tmp_path):
     for encoder in (long, own()):
         pipe = load_pipeline(renderer.base, None if encoder.name == "original" else encoder.name, CPU)
-        [image] = render(pipe, encode(pipe, [TASKS[4].prompt], renderer.sampling), [4], renderer.sampling)
+        [image] = render_batch(pipe, encode_batch(pipe, [TASKS[4].prompt], renderer.sampling), [4], renderer.sampling)
         assert image.tobytes() == pixels(expected[encoder.name])["000004"]  # alone in its batch
     a, b = (pixels(folder) for folder in expected.values())
     assert all(a[task.name] != b[task.name] for task in TASKS)
@@ -142,7 +145,7 @@ def test_a_second_prompt_for_one_encoder_is_refused():
 def test_shares_of_a_schedule_are_of_the_steps_that_are_drawn():
     pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()), reading="a1111")
     prompt, sampling = ImagePrompt("a [cat:dog:0.5]"), Sampling(steps=4, guidance_scale=1.0)
-    assert [last for last, _ in encode(pipe, [prompt], sampling)] == [2, 4]
+    assert [last for last, _ in encode_batch(pipe, [prompt], sampling)] == [2, 4]
     few = replace(sampling, steps=1)  # a share of 0.5 is over before its only step
     assert read_layout(pipe, prompt, sampling).texts == ((("a cat", 2),),)
     assert read_layout(pipe, prompt, few).texts == ((("a dog", 2),),)
@@ -166,8 +169,8 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
 
 
 def rendered(pipe):
-    embeddings = encode(pipe, [ImagePrompt(text) for text in ("a red cat", "a dog")], SAMPLING)
-    return render(pipe, embeddings, range(2), SAMPLING)
+    embeddings = encode_batch(pipe, [ImagePrompt(text) for text in ("a red cat", "a dog")], SAMPLING)
+    return render_batch(pipe, embeddings, range(2), SAMPLING)
 
 
 @pytest.mark.parametrize(("part", "values"), [("unet", "latents after step 1"), ("vae", "pixels")])

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from PIL import Image
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines.rendering.images import encode_batch, read_layout, render_batch
 from debias_diffusion.pipelines.rendering.png import settings_text, write_png
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import encode, read_layout, render
 
 from ..options import AppConfig
 from .models import DemoModels
@@ -121,11 +121,12 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
         if label not in encoded:
             prompt = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
             prompt = renderer.cleaned(encoder, prompt)
-            encoded[label] = encode(pipe, [prompt], renderer.sampling), read_layout(pipe, prompt, renderer.sampling)
+            embeddings = encode_batch(pipe, [prompt], renderer.sampling)
+            encoded[label] = embeddings, read_layout(pipe, prompt, renderer.sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
         embeddings, layout = encoded[label]
         seed = request.seed + number - 1
-        [image] = render(pipe, embeddings, [seed], renderer.sampling, partial(report_step, place))
+        [image] = render_batch(pipe, embeddings, [seed], renderer.sampling, partial(report_step, place))
         if isinstance(image, str):
             raise UserError(f"The image by {label}, seed {seed}, was not rendered: {image}. Try other settings.")
         text = settings_text(to_settings(models, request, label, number, layout))

@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
@@ -63,13 +64,19 @@ def _quoted(value: str) -> str:
     return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value
 
 
-def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
-    """Writes an image and its text chunks. A kill leaves the old file or the new one."""
-    info = PngInfo()
+def png_bytes(image: Image.Image, text: dict[str, str]) -> bytes:
+    """An image and its text chunks as PNG."""
+    info, png = PngInfo(), BytesIO()
     for key, value in text.items():
         info.add_text(key, value)
+    image.save(png, format="PNG", pnginfo=info)
+    return png.getvalue()
+
+
+def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
+    """Writes an image and its text chunks. A kill leaves the old file or the new one."""
     with atomic_file(path) as temporary:
-        image.save(temporary, format="PNG", pnginfo=info)
+        temporary.write_bytes(png_bytes(image, text))
 
 
 def read_settings(path: Path) -> dict | None:

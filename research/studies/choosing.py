@@ -33,8 +33,11 @@ from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.images.objects import compare_objects, objects_numbers
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import read_json_object, write_json
+from debias_diffusion.pipelines.rendering.folder import plan_batches
+from debias_diffusion.pipelines.rendering.images import encode_batch, render_batch
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, plan_batches, render
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.pipelines.sharpening import choose
 from debias_diffusion.text.chunks import TRAINED_POSITIONS
 from debias_diffusion.text.tokens import clean
@@ -162,8 +165,8 @@ class Scenes:
             chooses = partial(set_step, processor, setting if is_long else PLAIN)
             chooses(0, STEPS)
             batch_prompts = [prompts[at] for at in batch]
-            embeddings, seeds = encode(pipe, batch_prompts, sampling), [prompt.seed for prompt in batch_prompts]
-            for at, image in zip(batch, render(pipe, embeddings, seeds, sampling, chooses), strict=True):
+            embeddings, seeds = encode_batch(pipe, batch_prompts, sampling), [prompt.seed for prompt in batch_prompts]
+            for at, image in zip(batch, render_batch(pipe, embeddings, seeds, sampling, chooses), strict=True):
                 seen[at] = compare(read_image(image), toy_scene(self.names[at])[0])
         result = [seen[at] for at in range(self.count)]
         kept.parent.mkdir(parents=True, exist_ok=True)
