@@ -95,7 +95,7 @@ def test_what_is_computed_is_kept_by_its_key_and_again_where_damaged(tmp_path):
     assert [result(1.5, a=1), result(2.5, a=1), result(3.5, a=2)] == [1.5, 1.5, 3.5]
     file = next(file for file in (tmp_path / "cache").iterdir() if "1.5" in file.read_text())
     whole = file.read_bytes()
-    for number, damaged in enumerate((b"", b"[]", whole[:-1], whole.replace(b"1.5", b"1.6"), None)):
+    for number, damaged in enumerate((b"", b"[]", whole[:-3], whole.replace(b"1.5", b"1.6"), None)):
         file.unlink() if damaged is None else file.write_bytes(damaged)
         assert result(number, a=1) == number
 

@@ -6,7 +6,7 @@ batches are planned over all prompts of a run, finished or not, and each image h
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import diffusers
@@ -160,13 +160,18 @@ class Renderer:
         }
 
     def png_text(
-        self, pipe: DiffusionPipeline, encoder: EncoderSpec, prompt: ImagePrompt, layout: PromptLayout
+        self,
+        pipe: DiffusionPipeline,
+        encoder: EncoderSpec,
+        prompt: ImagePrompt,
+        layout: PromptLayout,
+        further: Mapping | None = None,
     ) -> dict[str, str]:
-        """The text chunks of an image's PNG, with all its settings, see `settings_text`."""
+        """The text chunks of an image's PNG, with all its settings and `further` ones, see `settings_text`."""
         settings = self.png_settings(encoder, prompt)
         settings = {name: value for name, value in settings.items() if USUAL.get(name, ...) != value}
         settings["scheduler"] = sampler(type(pipe.scheduler).__name__)
-        return settings_text(settings | layout.settings())
+        return settings_text(settings | layout.settings() | (further or {}))
 
     def pipeline(self, encoder: EncoderSpec) -> DiffusionPipeline:
         """The checkpoint with an encoder, with the options that were asked for; without UNet and autoencoder where text

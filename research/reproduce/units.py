@@ -87,7 +87,6 @@ def _claim(unit: Unit, folder: Path, left: str, say: Callable[[str], None]) -> b
     with file_lock(folder / ".unit.lock") as is_free:
         if is_free and (is_free := read_checked(folder / RESULT) is None):
             say(f"[{left}] {unit.title}")
-            started = time.monotonic()
             # A killed unit may go on with another commit.
             programs = (read_checked(folder / BEGUN) or {"programs": []})["programs"]
             if program() not in programs:
@@ -95,6 +94,5 @@ def _claim(unit: Unit, folder: Path, left: str, say: Callable[[str], None]) -> b
                 write_json(folder / BEGUN, with_checksum({"programs": programs}))
             with open(folder / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
                 content = json.loads(json.dumps(unit.work(folder)))
-            result = {"made_with": programs, "seconds": round(time.monotonic() - started, 1), "content": content}
-            write_json(folder / RESULT, with_checksum(result))
+            write_json(folder / RESULT, with_checksum({"made_with": programs, "content": content}))
     return is_free
