@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .calls import Call, Embeddings, Parts
+from .calls import Call, Embeddings, StepEmbeddings
 
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
@@ -26,7 +26,7 @@ class ExchangeEmbeddings:
         sources: the schedules, for errors.
     """
 
-    parts: Parts
+    parts: StepEmbeddings
     callback: Callable | None
     names: Sequence[str]
     sources: Sequence[str] = ()
@@ -44,7 +44,9 @@ class ExchangeEmbeddings:
         return changed
 
     def _exchange(self, pipe: Any, index: int, tensors: dict) -> dict:
-        embeddings, later = (self._at(call) for call in (index, index + 1))
+        embeddings, later = (
+            next((each for last, each in self.parts if call <= last), self.parts[-1][1]) for call in (index, index + 1)
+        )
         if index == 0:
             self._check(pipe, embeddings, tensors)
         if later is embeddings:
@@ -53,9 +55,6 @@ class ExchangeEmbeddings:
         if "add_text_embeds" in tensors:  # in place: some pipelines go on with what they had before the first step
             tensors["add_text_embeds"].copy_(_held(later, "add_text_embeds", tensors))
         return {"prompt_embeds": tensors["prompt_embeds"]}
-
-    def _at(self, call: int) -> Embeddings:
-        return next((embeddings for last, embeddings in self.parts if call <= last), self.parts[-1][1])
 
     def _check(self, pipe: Any, embeddings: Embeddings, tensors: dict) -> None:
         for name in _TENSORS.keys() & tensors.keys():

@@ -12,7 +12,7 @@ from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.limits import Layer
 from debias_diffusion.text.options import PromptLayout
 
-from ..calls import Parts, calling
+from ..calls import StepEmbeddings, calling
 from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, count_calls
 from .options import Sampling
 from .prompts import ImagePrompt
@@ -62,7 +62,7 @@ def _texts(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt]) -> dict[str,
 
 
 @torch.no_grad()
-def encode_batch(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> Parts:
+def encode_batch(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> StepEmbeddings:
     """Embeddings of one batch on the CPU, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance.
 
     Returns:
@@ -89,11 +89,11 @@ def encode_batch(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampli
 
 def render_batch(
     pipe: DiffusionPipeline,
-    parts: Parts,
+    parts: StepEmbeddings,
     seeds: Sequence[int],
     sampling: Sampling,
     on_step: Callable[[int, int], None] | None = None,
-    refined: tuple[DiffusionPipeline, Parts] | None = None,
+    refined: tuple[DiffusionPipeline, StepEmbeddings] | None = None,
 ) -> list[Image.Image | str]:
     """Images of one batch from the parts of `encode_batch`; `pipe` needs no text encoder.
 

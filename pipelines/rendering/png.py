@@ -54,14 +54,13 @@ def settings_text(settings: dict) -> dict[str, str]:
     lines = [settings["prompt"]]
     if settings["negative_prompt"]:
         lines.append(f"Negative prompt: {settings['negative_prompt']}")
-    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in fields.items()))
+    values = {name: str(value) for name, value in fields.items()}
+    for name, value in values.items():
+        if re.search(r"[,:\n]", value):  # as A1111 does where a value would look like the next field
+            values[name] = json.dumps(value, ensure_ascii=False)
+    lines.append(", ".join(f"{name}: {value}" for name, value in values.items()))
     parameters = "\n".join(" ".join(line.split()) for line in lines)
     return {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters}
-
-
-def _quoted(value: str) -> str:
-    """As A1111 does where a value would look like the next field."""
-    return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value
 
 
 def png_bytes(image: Image.Image, text: dict[str, str]) -> bytes:

@@ -20,10 +20,10 @@ from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.text.options import LongPromptOptions, PromptLayout
 
-from ..calls import Parts
+from ..calls import StepEmbeddings
 from .checkpoints import KINDS, REFINER, SDXL, STRETCH, Checkpoint
 from .images import encode_batch, render_batch
-from .loading import REFINERS, Part, default_dtype, load_pipeline, load_text_encoders
+from .loading import REFINERS, Half, default_dtype, load_pipeline, load_text_encoders
 from .loras import Lora, LoraFolder, lora_tags, read_lora
 from .options import KARRAS, USUAL, Sampling
 from .png import sampler, settings_text
@@ -241,7 +241,7 @@ class Renderer:
 
     def _refined(
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, batch: Sequence[ImagePrompt]
-    ) -> tuple[DiffusionPipeline, Parts]:
+    ) -> tuple[DiffusionPipeline, StepEmbeddings]:
         """The refiner with the scheduler and the options of `pipe`, and a batch's embeddings of its one encoder."""
         if self._refiner is None:
             self._refiner = load_pipeline(self.refiner, None, self.device, self.dtype, kinds=REFINERS)
@@ -250,7 +250,7 @@ class Renderer:
         trained = replace(self.sampling, layer="penultimate", clip_skip=None)
         return refiner, encode_batch(refiner, batch, trained)
 
-    def _load(self, encoder: EncoderSpec, part: Part) -> DiffusionPipeline:
+    def _load(self, encoder: EncoderSpec, part: Half) -> DiffusionPipeline:
         first, second = names = tuple(self._encoders(encoder).values())
         given = zip(("text_encoder", "text_encoder_2"), names, self._loaded, strict=False)
         others = {slot: name for slot, name, loaded in given if name != loaded}
