@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
@@ -28,7 +27,7 @@ from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import atomic_file, json_digest, read_checked, with_checksum, write_json
+from debias_diffusion.files import atomic_file, json_digest, read_checked, sha256, with_checksum, write_json
 from debias_diffusion.limits import SHAREGPT4V_HELD_OUT
 
 from .report import Table, versions, write_png
@@ -168,23 +167,24 @@ class ResultCache:
         return kept["content"]
 
     def tensors(self, kind: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The same for tensors on the CPU. Those of a file that can be read are taken as they are."""
-        file, started = self._file(kind, depends, "safetensors"), time.monotonic()
-        with suppress(OSError, SafetensorError):
-            return self._load(file)
-        content = compute()
-        with atomic_file(file) as temporary:
-            save_tensors(content, temporary, {"seconds": str(time.monotonic() - started)})
-        return self._load(file)
+        """The same for tensors on the CPU; the checksum of their file is a result."""
+        file, note = (self._file(kind, depends, ending) for ending in ("safetensors", "json"))
+
+        def save() -> dict:
+            content = compute()
+            with atomic_file(file) as temporary:
+                save_tensors(content, temporary)
+            return {"sha256": sha256(file)}
+
+        kept = read_checked(note)
+        if kept and not (file.exists() and sha256(file) == kept["content"]["sha256"]):
+            note.unlink()
+        self.result(kind, depends, save)
+        return load_file(file)
 
     def has(self, kind: str, depends: dict) -> bool:
         """Whether `result` has it, damaged or not."""
         return self._file(kind, depends, "json").exists()
-
-    def _load(self, file: Path) -> dict[str, Tensor]:
-        with safe_open(file, "pt") as opened:
-            self.seconds += float(opened.metadata()["seconds"])
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
 
     def _file(self, kind: str, depends: dict, ending: str) -> Path:
         digest = json_digest({"depends": depends, "versions": versions()})

@@ -117,9 +117,18 @@ def test_low_memory_has_half_of_the_models_at_a_time(renderer, long, expected, t
         return pipe
 
     monkeypatch.setattr(rendering, "load_pipeline", load_watched)
-    monkeypatch.setattr(rendering, "ENCODED_AT_ONCE", 4)  # of 5 images in batches of 2
     into(tmp_path, Renderer(renderer.base, SAMPLING, CPU, batch=2, low_memory=True), long)
     assert files(tmp_path) == files(expected[long.name]) and len(alive) == 2
+
+
+@pytest.mark.needs("gpu")
+def test_low_memory_on_a_gpu_offloads_the_models(base, long, tmp_path):
+    for name, low in (("whole", False), ("low", True)):
+        renderer = Renderer(base, SAMPLING, torch.device("cuda"), batch=2, low_memory=low)
+        for encoder in (own(), long):
+            into(tmp_path / name / encoder.kind, renderer, encoder)
+            assert (renderer.pipeline(encoder).unet.device.type == "cpu") == low
+            assert pixels(tmp_path / name / encoder.kind) == pixels(tmp_path / "whole" / encoder.kind)
 
 
 def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer, long, tmp_path, monkeypatch):

@@ -5,9 +5,11 @@ batches are planned over all prompts of a run, finished or not, and each image h
 """
 
 import copy
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from tempfile import TemporaryFile
 
 import diffusers
 import torch
@@ -28,8 +30,6 @@ from .loras import Lora, LoraFolder, lora_tags, read_lora
 from .options import KARRAS, USUAL, Sampling
 from .png import sampler, settings_text
 from .prompts import ImagePrompt
-
-ENCODED_AT_ONCE = 500  # images whose embeddings are kept in low memory: up to 4 MB each at 248 positions
 
 
 def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
@@ -201,33 +201,26 @@ class Renderer:
     def render_batches(
         self, pipe: DiffusionPipeline, encoder: EncoderSpec, batches: Sequence[Sequence[ImagePrompt]]
     ) -> Iterator[list[Image.Image | str]]:
-        """The images of each batch of cleaned prompts, see `render_batch`; `pipe` is of `pipeline` for this encoder.
+        """The images of each batch of cleaned prompts, see `render_batch`.
 
-        Where text encoders are dropped, which removes them from `pipe`, in rounds: the embeddings of thousands of
-        prompts take more memory than the encoders.
+        Args:
+            pipe: of `pipeline` for this encoder. It loses its text encoders where they are dropped.
         """
-        sampling = self.sampling
-        seeds = [[prompt.seed for prompt in batch] for batch in batches]
-        if not self._drops_encoders:
-            for batch, of_batch in zip(self._with_loras(pipe, batches), seeds, strict=True):
+        with TemporaryFile() as encoded:  # of thousands of prompts, each up to 4 MB at 248 positions
+            if self._drops_encoders:
+                bar = tqdm(batches, "encode", disable=self.show_steps, leave=False)
+                for batch in self._with_loras(pipe, bar):
+                    pickle.dump(encode_batch(pipe, batch, self.sampling), encoded)
+                encoded.seek(0)
+                # The caller may hold the pipeline, too.
+                pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
+                clear_device_cache(garbage_collection=True)
+                pipe = self.prepare(self._load(encoder, "denoiser"), encoder)
+            for batch in self._with_loras(pipe, batches):
+                embeddings = None if self._drops_encoders else encode_batch(pipe, batch, self.sampling)
                 refined = self._refined(pipe, encoder, batch) if self.refiner else None
-                yield render_batch(pipe, encode_batch(pipe, batch, sampling), of_batch, sampling, refined=refined)
-            return
-        per_round = max(1, ENCODED_AT_ONCE // self.batch)
-        for start in range(0, len(batches), per_round):
-            pipe = pipe or self.pipeline(encoder)
-            bar = tqdm(batches[start : start + per_round], "encode", disable=self.show_steps, leave=False)
-            encoded = [encode_batch(pipe, batch, sampling) for batch in self._with_loras(pipe, bar)]
-            # The caller may hold the pipeline, too.
-            pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
-            pipe = None
-            clear_device_cache(garbage_collection=True)
-            denoiser = self.prepare(self._load(encoder, "denoiser"), encoder)
-            of_round = self._with_loras(denoiser, batches[start : start + per_round])
-            for parts, _, of_batch in zip(encoded, of_round, seeds[start : start + per_round], strict=True):
-                yield render_batch(denoiser, parts, of_batch, sampling)
-            del denoiser
-            clear_device_cache(garbage_collection=True)
+                seeds = [prompt.seed for prompt in batch]
+                yield render_batch(pipe, embeddings or pickle.load(encoded), seeds, self.sampling, refined=refined)
 
     def _with_loras(self, pipe: DiffusionPipeline, batches: Iterable[Sequence[ImagePrompt]]) -> Iterator:
         """The batches, each while `pipe` has its LoRAs and no others."""
