@@ -107,7 +107,7 @@ def test_tensors_are_kept_and_computed_again_where_damaged(tmp_path):
 
     assert [tensors(1.5), tensors(2.5)] == [1.5, 1.5]
     (file,) = (tmp_path / "cache").glob("*.safetensors")
-    for number, damaged in ((2.5, file.read_bytes()[:-1] + b"?"), (3.5, b""), (4.5, None)):
+    for number, damaged in ((2.5, file.read_bytes()[:-1] + b"@"), (3.5, b""), (4.5, None)):
         file.unlink() if damaged is None else file.write_bytes(damaged)
         assert tensors(number) == number
 

@@ -125,10 +125,10 @@ def test_low_memory_has_half_of_the_models_at_a_time(renderer, long, expected, t
 def test_low_memory_on_a_gpu_offloads_the_models(base, long, tmp_path):
     for name, low in (("whole", False), ("low", True)):
         renderer = Renderer(base, SAMPLING, torch.device("cuda"), batch=2, low_memory=low)
-        for encoder in (own(), long):
-            into(tmp_path / name / encoder.kind, renderer, encoder)
+        for place, encoder in (("own", own()), ("long", long)):
+            into(tmp_path / name / place, renderer, encoder)
             assert (renderer.pipeline(encoder).unet.device.type == "cpu") == low
-            assert pixels(tmp_path / name / encoder.kind) == pixels(tmp_path / "whole" / encoder.kind)
+            assert pixels(tmp_path / name / place) == pixels(tmp_path / "whole" / place)
 
 
 def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer, long, tmp_path, monkeypatch):
