@@ -13,7 +13,7 @@ real: .venv/installed  ## an SDXL checkpoint, BASE, on this machine: what must h
 	$(BIN)/debias-diffusion check --base "$(BASE)"
 
 showcase: .venv/installed  ## 100 prompts in four ways by an SDXL checkpoint, BASE, and a page to mark facts on
-	$(BIN)/debias-diffusion showcase --base "$(BASE)" $(if $(JUDGE),--judge "$(JUDGE)")
+	$(BIN)/python -m research showcase --base "$(BASE)" $(if $(JUDGE),--judge "$(JUDGE)")
 
 # Files of tests are handed out whole, in the order of tests/conftest.py, to a process for each core.
 PYTEST := $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --no-loadscope-reorder --durations=10
@@ -30,8 +30,8 @@ manual: .venv/installed  ## lists the tests that need what few machines have: a 
 golden: .venv/installed  ## are results still those of an earlier commit, to the last bit? NAMES picks cases
 	$(BIN)/python tests/golden/compare.py $(NAMES)
 
-mutants: .venv/installed  ## do the tests notice the faults of tests/mutants/faults.yaml?
-	$(BIN)/python tests/mutants/run.py $(NAMES)
+mutants: .venv/installed  ## do the tests notice the faults of tests/mutants/faults.yaml, or LIMIT changes to FILE?
+	$(BIN)/python tests/mutants/$(if $(FILE),mutate.py "$(FILE)" --tests "$(TESTS)" $(if $(LIMIT),--limit $(LIMIT)),run.py $(NAMES))
 
 lowest: .venv-lowest/installed  ## pipelines, loading and export with the oldest diffusers and transformers that may be installed
 	$(LOWEST)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile \
@@ -49,11 +49,13 @@ fuzz: .venv/installed  ## damaged data, models and folders, kills, and rude clie
 docs: .venv/installed-docs  ## the documentation site in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-lint: .venv/installed  ## what ruff has to say of style and form, and ty of the types of the public API
+lint: .venv/installed  ## ruff on style and form, import-linter on layers, ty on the types of the public API
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/typed && mkdir -p build/typed
-	cp -R debias_diffusion pyproject.toml build/typed/ && cp -R pipelines eval app build/typed/debias_diffusion/
+	cp -R debias_diffusion research pyproject.toml build/typed/
+	cp -R pipelines eval app build/typed/debias_diffusion/
+	cd build/typed && "$(CURDIR)/$(BIN)/lint-imports" --no-cache --no-logo
 	$(BIN)/ty check --project build/typed --python .venv
 
 format: .venv/installed  ## rewrite the code in the form that lint asks for

@@ -22,8 +22,9 @@ from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.scheduling import EMBEDDINGS
 
-from .options import CheckConfig
-from .showcase.command import draw_sheet, provenance
+from .prompt_options import CheckConfig
+from .prompts import sheet_prompts
+from .sheet import digests, draw_ways, provenance, write_sheet
 
 SHORT, OTHER = "a red bus in front of an old stone house", "two grey cats on a roof at night, ink drawing"
 LONG = 34 * "A red bus passes the old stone house, and a man waits there in the rain. "  # 612 tokens
@@ -41,17 +42,24 @@ def check(config: CheckConfig) -> None:
     if device.type == "cpu":
         height, width = (min(256, side) for side in checkpoint.size)
         config = replace(config, height=config.height or height, width=config.width or width, steps=config.steps or 2)
-        files = [checkpoint.file] if checkpoint.file else Path(checkpoint.configs).rglob("*.safetensors")
-        weights, free = sum(file.stat().st_size for file in files) / 1e9, psutil.virtual_memory().available / 1e9
+        size = DTYPES.get(config.precision, torch.float32).itemsize
+        weights, free = checkpoint.count_weights() * size / 1e9, psutil.virtual_memory().available / 1e9
         print(f"On a CPU: images of {config.height} x {config.width} pixels in {config.steps} steps.")
-        print(f"The files of weights hold {weights:.2f} GB; {free:.1f} GB of memory are free.", flush=True)
+        print(f"The weights take {weights:.2f} GB; {free:.1f} GB of memory are free.", flush=True)
     results = _model_checks(config, device)
     clear_device_cache(garbage_collection=True)  # or those models and the ones that draw would be in memory together
-    results["prompts in four ways"] = _result("prompts in four ways", lambda: draw_sheet(config))
+    results["prompts in four ways"] = _result("prompts in four ways", lambda: _draw_sheet(config))
     write_json(Path(config.output) / "check.json", provenance(config) | {"checks": results})
     print(f"Wrote {config.output}/check.json.")
     if failed := [name for name, result in results.items() if "failed" in result]:
         raise FailedError(f"{len(failed)} of {len(results)} checks failed: {'; '.join(failed)}.")
+
+
+def _draw_sheet(config: CheckConfig) -> dict[str, dict[str, str]]:
+    prompts = [*sheet_prompts().values()][: config.limit]
+    images = draw_ways(config, prompts)
+    write_sheet(config, prompts, images, range(len(prompts)))
+    return digests(images)
 
 
 def _result(name: str, work: Callable) -> dict:

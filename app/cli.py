@@ -4,68 +4,25 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import distributions, version
-from typing import NamedTuple
 
 from debias_diffusion.errors import EXTRAS, UserError, missing_library, reason
-from debias_diffusion.eval.options import AllConfig, JudgeConfig, ReportConfig
-from debias_diffusion.eval.registry import EVALUATIONS as REGISTRY
+from debias_diffusion.eval.all_options import AllConfig, ReportConfig
+from debias_diffusion.eval.registry import EVALUATIONS, TOY
 from debias_diffusion.files import explain_full_disk
-from debias_diffusion.registry import Registry
+from debias_diffusion.registry import Command, Registry
 from debias_diffusion.training.config import TrainConfig
 
-from . import options
+from . import options, prompt_options
 
 
-class Command(NamedTuple):
-    """One command. What runs it is named, not imported, because the import takes seconds.
-
-    Attributes:
-        options: its dataclass: the docstring begins with what the command does, the fields are the options.
-        function: "module:function" in the package of `options`; takes the options.
-        example: arguments to start from.
-        extra: the optional dependencies that it needs, as in pyproject.toml; "" for none.
-    """
-
-    options: type
-    function: str
-    example: str
-    extra: str = ""
-
-    @property
-    def summary(self) -> str:
-        """What it does, in a line."""
-        return self.options.__doc__.partition("\n")[0]
-
-    def load(self) -> Callable:
-        """What runs it; imports large libraries."""
-        module, _, name = self.function.partition(":")
-        package = self.options.__module__.partition(".")[0]
-        return getattr(import_module(f"{package}.{module}"), name)
+def evaluations() -> Registry[Command]:
+    """The commands of `evaluate`: all evaluations in one, each by itself, and the page of results that are there."""
+    every = {"all": Command(AllConfig, "eval.page:evaluate_all", TOY, "eval"), **EVALUATIONS}
+    every["report"] = Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval")
+    return Registry("evaluation", every)
 
 
-_ENCODERS = "--encoders toy/clip toy/debias-clip"
-EVALUATIONS = Registry(
-    "evaluation",
-    {
-        "all": Command(AllConfig, "eval.page:evaluate_all", f"{_ENCODERS} --data toy/test --output scores", "eval"),
-        **{
-            name.replace("_", "-"): Command(
-                entry.options, f"eval.{entry.module}:evaluate_{name}", entry.example, "eval"
-            )
-            for name, entry in REGISTRY.items()
-        },
-        "judge": Command(
-            JudgeConfig,
-            "eval.judge_labels:evaluate_judge",
-            "--labels labels --judge toy/checker --output scores",
-            "eval",
-        ),
-        "report": Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval"),
-    },
-)
 COMMANDS = Registry(
     "command",
     {
@@ -84,33 +41,21 @@ COMMANDS = Registry(
             "--base sdxl --encoder runs/a --data captions.json --images images --output runs/b",
             "train",
         ),
-        "ablate": Command(
-            options.AblateConfig,
-            "app.ablate:ablate",
-            "--model toy/clip --data toy/validation --output runs/ablation",
-            "eval",
-        ),
         "export": Command(options.ExportConfig, "app.export:export", "--model runs/a --output my-encoder"),
         "comfyui": Command(
             options.ComfyUIConfig, "app.comfyui.write:write_node", "--output ComfyUI/custom_nodes/long_prompt"
         ),
         "generate": Command(
-            options.GenerateConfig,
+            prompt_options.GenerateConfig,
             "app.generate:generate",
             "'A red star above a blue ring.' --base toy/sdxl --output star.png",
         ),
-        "check": Command(options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
-        "showcase": Command(
-            options.ShowcaseConfig,
-            "app.showcase.command:showcase",
-            "--base toy/sdxl --limit 8 --output runs/showcase",
-            "eval",
-        ),
+        "check": Command(prompt_options.CheckConfig, "app.check:check", "--base toy/sdxl", "eval"),
         "tokens": Command(
-            options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
+            prompt_options.TokensConfig, "app.tokens:show_tokens", "'A red star above a blue ring.' --base toy/sdxl"
         ),
         "encode": Command(
-            options.EncodeConfig,
+            prompt_options.EncodeConfig,
             "app.encode:encode_captions",
             "--captions photos --base toy/sdxl --to diffusers --output runs/embeddings",
         ),
@@ -120,14 +65,13 @@ COMMANDS = Registry(
             "--data captions.json --images images --output shards",
             "train",
         ),
-        "synthesize": Command(
-            options.SynthesizeConfig,
-            "app.synthesize.command:synthesize",
-            "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
-            "eval",
+        "app": Command(
+            prompt_options.AppConfig,
+            "app.demo.launch:run_app",
+            "--base toy/sdxl --encoders toy/clip toy/debias-clip",
+            "app",
         ),
-        "app": Command(options.AppConfig, "app.demo.launch:run_app", f"--base toy/sdxl {_ENCODERS}", "app"),
-        "evaluate": EVALUATIONS,
+        "evaluate": evaluations,
     },
 )
 
@@ -172,8 +116,8 @@ def _run(program: str, commands: Registry, arguments: list[str]) -> None:
         print(_list_commands(program, commands))
     elif first == "--version":
         print(_versions())
-    elif isinstance(command := commands.find(first), dict):
-        _run(f"{program} {first}", command, arguments[1:])
+    elif (command := commands.find(first)) is evaluations:
+        _run(f"{program} {first}", evaluations(), arguments[1:])
     else:
         _run_command(f"{program} {first}", command, arguments[1:])
 
@@ -193,8 +137,8 @@ def _versions() -> str:
 
 def _list_commands(program: str, commands: Registry) -> str:
     width = max(map(len, commands)) + 2
-    group = f"Measure what an encoder reads: {', '.join(EVALUATIONS)}."
-    summaries = {name: group if command is EVALUATIONS else command.summary for name, command in commands.items()}
+    group = f"Measure what an encoder reads: {', '.join(evaluations())}."
+    summaries = {name: group if command is evaluations else command.summary for name, command in commands.items()}
     lines = [f"  {name:<{width}}{summary}" for name, summary in summaries.items()]
     footer = f"`{program} COMMAND --help` lists a command's options."
     return "\n".join([f"usage: {program} COMMAND [options]\n", *lines, "", footer])

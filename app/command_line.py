@@ -5,6 +5,7 @@ YAML files have the names of the fields. Of several values of an option the last
 """
 
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentError, ArgumentP
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.files import open_regular
 from debias_diffusion.limits import refusal
+from debias_diffusion.text.options import LongPromptOptions
 
 _POSITIONAL = ("prompt", "folder", "target")  # given without a flag
 _FLAGS = {"import_file": "--import"}  # `import` can be no field
@@ -49,14 +51,18 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
     Args:
         program: the words that start the command.
         options: the dataclass, whose docstring says what the command does. Its attribute `GROUPS`, {title: names of
-            fields}, groups the options, if there is one; names of no field do not count.
+            fields}, groups the options, if there is one; names of no field do not count. Options of
+            `LongPromptOptions` need no text of their own.
         example: arguments to start from.
     """
-    docs = [parse_docstring(cls.__doc__ or "") for cls in reversed(options.__mro__) if dataclasses.is_dataclass(cls)]
+    explained = (LongPromptOptions, *filter(dataclasses.is_dataclass, reversed(options.__mro__)))
+    docs = [parse_docstring(cls.__doc__ or "") for cls in explained]
     texts = {param.arg_name: " ".join((param.description or "").split()) for doc in docs for param in doc.params}
     details = [docs[-1].short_description, *(doc.long_description or "" for doc in docs)]
     fields, hints = {field.name: field for field in dataclasses.fields(options)}, get_type_hints(options)
-    required = [name for name in fields if _is_required(fields[name])]
+    own_first = dict.fromkeys(name for cls in options.__mro__ for name in inspect.get_annotations(cls))
+    names = [name for name in own_first if name in fields]
+    required = [name for name in names if _is_required(fields[name])]
     required.sort(key=lambda name: name not in _POSITIONAL)
     words = [f"[{name.upper()}]" if name in _POSITIONAL else f"{flag(name)} {name.upper()}" for name in required]
     parser = ArgumentParser(
@@ -74,7 +80,7 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
         name: title for title, names in getattr(options, "GROUPS", {}).items() for name in names if name in fields
     }
     targets = {title: parser.add_argument_group(title) for title in dict.fromkeys(groups.values())}
-    for name in (*groups, *(name for name in fields if name not in groups)):
+    for name in dict.fromkeys([*groups, *required, *names]):
         field, hint = fields[name], hints[name]
         target, is_list = targets.get(groups.get(name), parser), get_origin(hint) is list
         kind = get_args(hint)[0] if is_list else hint

@@ -8,10 +8,11 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from debias_diffusion.clip.weight_files import model_digest, save_tensors
 from debias_diffusion.data.bad_records import BadRecord, leave_out, printable, report_all
-from debias_diffusion.data.captions import Captions, usable_captions
+from debias_diffusion.data.captions import usable_captions
 from debias_diffusion.data.image_folder import SAME_NAME, read_pair_folder
 from debias_diffusion.data.images import ImageSource, is_there
 from debias_diffusion.data.records import Record
@@ -32,13 +33,15 @@ from debias_diffusion.files import atomic_file, bytes_digest, json_digest, open_
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.options import LongPromptOptions
-from debias_diffusion.text.prompt import read
+from debias_diffusion.text.prompt import Encoders, read
 
-from .options import EncodeConfig
+from .prompt_options import EncodeConfig
 from .tokens import load_tokenizers
 
-INDEX, DIGEST = "index.jsonl", "debias_diffusion"  # the digest's name in a file
+INDEX, KOHYA = "index.jsonl", "_te_outputs.npz"
+DIGEST = "debias_diffusion"  # the digest's name in a file
 LONGEST = 302  # positions, unless more are asked for
+_OUTSIDE = {"..", "/"}  # parts of paths that lead out of the folder
 
 
 def encode_captions(config: EncodeConfig) -> Path:
@@ -52,18 +55,22 @@ def encode_captions(config: EncodeConfig) -> Path:
         UserError: the captions, the checkpoint or the options cannot be used; two images or captions would have one
             file; captions are longer than the length; the disk is full; a file is there that this command did not make.
     """
-    captions, images = read_pair_folder(config.captions)
+    folder, images = read_pair_folder(config.captions)
     output, spec, checkpoint = Path(config.output or images.root), config.spec, Checkpoint.parse(config.base)
     checkpoint.check_kind()
     with explain_failure("The captions cannot be read"):
         options = LongPromptOptions(reading=spec.reading, positions=config.positions)
-    encoders, bad = load_tokenizers(checkpoint, spec), list(captions.bad)
-    records, positions = _measure(captions, images, encoders, options, bad)
+    if spec.reading != "kohya":  # which cuts there
+        options = replace(options, positions=None)
+    encoders, bad = load_tokenizers(checkpoint, spec), list(folder.bad)
+    captions = [*_read_captions(folder.records, images, encoders, options, bad)]
+    records = [caption.record for caption in captions]
+    usable_captions("The folder", records, bad, "Give a folder of images and captions.")
+    positions = _common_length(captions, encoders, options, config.positions)
     files = {_file(config.to, record): record for record in records}
     if config.to == "kohya":
         _refuse_shared(records, files, bad)
-    advice = "Mend them, or raise --max-bad."
-    report_all(bad, len(captions.records) + len(captions.bad), config.max_bad, output, advice)
+    report_all(bad, len(records) + len(bad), config.max_bad, output, "Mend them, or raise --max-bad.")
 
     widths = [checkpoint.config(slot)["hidden_size"] for slot in ("text_encoder", "text_encoder_2")]
     values = positions * sum(widths) + checkpoint.config("text_encoder_2")["projection_dim"]
@@ -75,6 +82,12 @@ def encode_captions(config: EncodeConfig) -> Path:
             " replace them, or another --output."
         )
     output.mkdir(parents=True, exist_ok=True)
+    inside = [each.where for each in bad if config.to == "kohya" and not _OUTSIDE & {*PurePosixPath(each.where).parts}]
+    left_out = {f"{os.path.splitext(name)[0]}{KOHYA}" for name in inside} - files.keys()
+    if stale := [name for name in sorted(left_out) if _digest_in(output / name)]:
+        for name in stale:  # or sd-scripts would train these images on their old captions
+            (output / name).unlink()
+        print(f"Removed, because their captions are left out: {_named(stale)}")
     size, free = values * DTYPES[config.dtype].itemsize, shutil.disk_usage(output).free
     total = len(files) * size
     print(f"{len(files):,} files of {positions} positions in {output}: {total / 1e9:.2f} GB; {free / 1e9:.1f} GB free")
@@ -114,49 +127,60 @@ def _encode(
         _write(output / name, *tensors, pipe.text_encoder.config.hidden_size, digests[name])
 
 
-def _measure(
-    captions: Captions, images: ImageSource, encoders: Sequence, options: LongPromptOptions, bad: list[BadRecord]
-) -> tuple[list[Record], int]:
-    """The captions that can be encoded, and the one length for all. Adds the others to `bad`.
+class _Caption(NamedTuple):
+    """A caption that can be encoded, as it is read: see `Plan`."""
+
+    record: Record
+    needed: int
+    positions: int
+    cut_at: int | None  # None, too, for a caption that fits
+    unread: dict[str, str]
+
+
+def _read_captions(
+    records: Sequence[Record], images: ImageSource, encoders: Encoders, options: LongPromptOptions, bad: list[BadRecord]
+) -> Iterator[_Caption]:
+    """The captions that can be encoded, at any length. Adds the others to `bad`."""
+    for record in tqdm(records, "reading captions", disable=len(records) < 10_000):
+        with leave_out(record.image, bad):
+            if _OUTSIDE & {*PurePosixPath(record.image).parts} or not is_there(images, record.image):
+                raise ValueError(f"no such image: {record.image} in the folder")
+            plan = read([record.caption], None, encoders, options)
+            plan.refuse_schedules()
+            is_cut = any(part.rest for each in plan.prompts.encoders for part in each.parts)
+            yield _Caption(record, plan.needed, plan.positions, plan.cut_at if is_cut else None, plan.unread)
+
+
+def _common_length(
+    captions: Sequence[_Caption], encoders: Encoders, options: LongPromptOptions, asked: int | None
+) -> int:
+    """The one length for all captions. Prints what of them is not read.
 
     Raises:
-        UserError: captions are longer than was asked for, or than `LONGEST`; or none is left.
+        UserError: captions are longer than was asked for, or than `LONGEST`.
     """
-    asked, free = options.positions, options if options.reading == "kohya" else replace(options, positions=None)
-    records, longer, cut, cut_at, unread = [], [], [], None, {}
-    lengths: dict[int, str] = {}  # by positions, a caption that takes them
-    for record in tqdm(captions.records, "reading captions", disable=len(captions.records) < 10_000):
-        with leave_out(record.image, bad):
-            path = PurePosixPath(record.image)
-            if path.is_absolute() or ".." in path.parts or not is_there(images, record.image):
-                raise ValueError(f"no such image: {record.image} in the folder")
-            plan = read([record.caption], None, encoders, free)
-            plan.refuse_schedules()
-            lengths.setdefault(plan.positions, record.caption)
-            records.append(record)
-            cut_at, is_cut = plan.cut_at, any(part.rest for each in plan.prompts.encoders for part in each.parts)
-            cut += [record.image] * is_cut
-            longer += [record.image] * (plan.needed > asked if asked else plan.positions > LONGEST)
-            for kind, sentence in plan.unread.items():
-                unread.setdefault(kind, []).append(f"{record.image}: {sentence}")
-    usable_captions("The folder", records, bad, "Give a folder of images and captions.")
-    shared = read([list(lengths.values())], None, encoders, free).positions
-    if longer or (shared > LONGEST and not asked):
+    too_long = [each for each in captions if (each.needed > asked if asked else each.positions > LONGEST)]
+    lengths = {each.positions: each.record.caption for each in captions}
+    shared = read([list(lengths.values())], None, encoders, options).positions
+    if too_long or (shared > LONGEST and not asked):
         raise UserError(
-            f"{len(longer):,} of {len(records):,} captions do not fit {asked or LONGEST} positions: {_named(longer)}. "
-            f"Give --positions {shared}, which holds all, shorten them, or cut them with --reading cut or kohya."
+            f"{len(too_long):,} of {len(captions):,} captions do not fit {asked or LONGEST} positions: "
+            f"{_named([each.record.image for each in too_long])}. Give --positions {shared}, which holds "
+            "all, shorten them, or cut them with --reading cut or kohya."
         )
-    for sentences in unread.values():
-        print(f"In {len(sentences):,} of the captions, such as {sentences[0]}")
-    if cut:
-        print(f"Cut at {cut_at} positions, as the reading says: {len(cut):,} captions: {_named(cut)}")
-    return records, asked or shared
+    for kind in dict.fromkeys(kind for each in captions for kind in each.unread):
+        of_kind = [each for each in captions if kind in each.unread]
+        print(f"In {len(of_kind):,} of the captions, such as {of_kind[0].record.image}: {of_kind[0].unread[kind]}")
+    if cut := [each for each in captions if each.cut_at]:
+        images = _named([each.record.image for each in cut])
+        print(f"Cut at {cut[0].cut_at} positions, as the reading says: {len(cut):,} captions: {images}")
+    return asked or shared
 
 
 def _file(form: str, record: Record) -> str:
     """Where a caption's embeddings lie in the output: kohya's after the image, the others' after the caption."""
     if form == "kohya":
-        return f"{os.path.splitext(record.image)[0]}_te_outputs.npz"
+        return f"{os.path.splitext(record.image)[0]}{KOHYA}"
     return f"{bytes_digest([record.caption.encode()])[:32]}.safetensors"
 
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 
 from debias_diffusion.data.bad_records import print_left_out
 from debias_diffusion.devices import DTYPES, explain_memory, pick_device
-from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
@@ -27,12 +27,12 @@ from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 from debias_diffusion.pipelines.rendering.renderer import Renderer
 
 from .contact_sheet import write_contact_sheets
-from .options import GenerateConfig
-from .prompts import check_prompt, check_text, expand, parse_seed, read_prompts
+from .like import take_settings
+from .prompt_options import GenerateConfig
+from .prompts import WILDCARD, check_prompt, check_text, expand, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
 MOST_UNREAD = 10  # sentences on what is not read of prompts
-WILDCARD = r"(?<!\w)__[\w/-]{1,80}__(?!\w)"
 _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
 
 
@@ -55,14 +55,11 @@ def generate(config: GenerateConfig) -> Path:
             suffice.
         FailedError: some images have values that are not finite. These are not written, all others are.
     """
-    for name, value in config.taken.items():
-        print(f"From {config.like}: {name} {str(value)[:100]!r}")
-    for sentence in config.left:
-        print(f"Not from it: {sentence}")
+    config = take_settings(config) if config.like else config
     if config.prompt is not None:
         check_prompt(config.prompt)
     check_text("negative prompt", config.negative_prompt or "")
-    encoder = EncoderSpec.parse(config.encoder or ORIGINAL, config.reading)
+    encoder = config.spec
     if encoder.fitted_second and config.encoder_2:
         encoder = replace(encoder, name=encoder.place)  # without the second encoder
     elif encoder.fitted_second:
@@ -88,7 +85,10 @@ def generate(config: GenerateConfig) -> Path:
         unread += dict.fromkeys(f"{match[0]!r} is in no file of {str(wildcards)!r}." for match in left if match)
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
     if not config.several:  # a job checks its folder
-        _check_file(output)
+        if output.suffix.lower() != ".png" or output.is_dir():
+            raise UserError(f"The output {str(output)!r} must be a file that ends in .png, because PNG is the format.")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=output.parent).close()  # an OSError now, not after the image is made
     renderer = Renderer(
         config.base,
         Sampling.of(vars(config)),
@@ -123,14 +123,6 @@ def generate(config: GenerateConfig) -> Path:
     return output
 
 
-def _check_file(path: Path) -> None:
-    """Raises UserError or OSError unless a PNG can be written there."""
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise UserError(f"The output {str(path)!r} must be a file that ends in .png, because PNG is the format.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    TemporaryFile(dir=path.parent).close()  # an OSError now, not after the image is made
-
-
 def _named(images: Sequence[ImageTask], job: Job) -> list[ImageTask]:
     """The images of a run with their names. Number and seed identify a file; the words after them are for people."""
     finished = map(_NAME.fullmatch, job.names())
@@ -158,8 +150,14 @@ def _render_one(
     unread: list[str],
 ) -> None:
     prompt, settings = renderer.cleaned(encoder, task.prompt), renderer.png_settings(encoder, task.prompt)
-    if path.exists() and not config.overwrite and (difference := _difference(path, settings)):
-        raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
+    if path.exists() and not config.overwrite:
+        # one encoder may have several paths; positions are known when the prompt is read
+        skipped = {name for name in ("encoder", "encoder_2", "refiner") if settings[f"{name}_sha256"]} | {"positions"}
+        wanted = {name: value for name, value in settings.items() if name not in skipped}
+        before = read_settings(path)
+        difference = "it holds no settings" if before is None else first_difference(USUAL | before, wanted)
+        if difference:
+            raise UserError(f"{str(path)!r} is another image: {difference}. Give another --output, or --overwrite.")
     pipe = renderer.pipeline(encoder)
     layout = read_layout(pipe, prompt, renderer.sampling)
     unread += layout.warnings
@@ -174,15 +172,6 @@ def _render_one(
         failed = {f"{task.where}, seed {task.prompt.seed}": image}
         raise FailedError(explain_failures(failed, "1 image", renderer.dtype))
     write_png(image, path, renderer.png_text(pipe, encoder, task.prompt, layout))
-
-
-def _difference(path: Path, settings: dict) -> str:
-    """How an existing file's settings differ; "" if they do not."""
-    before = read_settings(path)
-    # one encoder may have several paths; positions are known when the prompt is read
-    skipped = {name for name in ("encoder", "encoder_2", "refiner") if settings[f"{name}_sha256"]} | {"positions"}
-    wanted = {name: value for name, value in settings.items() if name not in skipped}
-    return "it holds no settings" if before is None else first_difference(USUAL | before, wanted)
 
 
 def _fill(

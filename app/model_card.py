@@ -24,7 +24,7 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
 
 from .command_line import flag
-from .options import AblateConfig, ExportConfig
+from .options import ExportConfig
 
 if TYPE_CHECKING:
     from debias_diffusion.clip.backbone import Backbone
@@ -82,13 +82,12 @@ def model_card(
     run, base, command, ablations = _read_run(config.model), (config.model, config.pretrained), None, []
     if run:
         base = (run["settings"].get("model"), run["settings"].get("pretrained"))
-        command = _command("debias-diffusion train", run["settings"], TrainConfig)
+        command = shell_command("debias-diffusion train", run["settings"], TrainConfig)
     if (file := Path(config.model) / ABLATION_FILE).is_file():
         name, _, ablation = read_ablation(config.model)
         spec, ablations = EncoderSpec.parse(name), [ablation]
         base = (spec.place if spec.weights else name, spec.weights)
-        search = read_json_object(file).get("settings", {})
-        command = _command("debias-diffusion ablate", search, AblateConfig)
+        command = read_json_object(file).get("command")
     elif backbone:
         from debias_diffusion.ablation.heads import TOWERS, suppressed_heads  # with open_clip, which is optional
 
@@ -158,26 +157,26 @@ def _read_run(model: str) -> dict | None:
 def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
     """The results of `evaluate`, of the exported model alone, each with its command."""
     from debias_diffusion.errors import explain_failure
-    from debias_diffusion.eval.registry import EVALUATIONS
+    from debias_diffusion.eval.registry import with_reports
     from debias_diffusion.eval.report import escaped
 
-    sections = []
-    for name, evaluation in EVALUATIONS.items():
+    sections, evaluations = [], with_reports()
+    for name, evaluation in evaluations.items():
         file = Path(config.scores, f"{name}.json")
         if not file.is_file():
             continue
         digest_there = digest or ""  # nothing measures two towers of a text encoder alone
         if evaluation.needs == "text encoder":
             digest_there = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained)))).digest
-        report, words = read_json_object(file), name.replace("_", "-")
-        with explain_failure(f"{str(file)!r} is no result of `debias-diffusion evaluate {words}`"):
+        report = read_json_object(file)
+        with explain_failure(f"{str(file)!r} is no result of `debias-diffusion evaluate {name}`"):
             digests = report["digests"]["encoders"]
             encoders = {label: one for label, one in report["encoders"].items() if digests.get(label) == digest_there}
             section = {
                 "title": evaluation.title,
-                "tables": evaluation.load().tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
+                "tables": evaluation.tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
                 "notes": list(map(escaped, report["notes"])),
-                "command": _command(f"debias-diffusion evaluate {words}", report["settings"], evaluation.options),
+                "command": shell_command(f"debias-diffusion evaluate {name}", report["settings"], evaluation.options),
             }
         if not encoders:
             raise UserError(
@@ -187,13 +186,13 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
         sections.append(section)
     if not sections:
         raise UserError(
-            f"The folder {config.scores!r} holds none of {', '.join(f'{name}.json' for name in EVALUATIONS)}. Give the "
+            f"The folder {config.scores!r} holds none of {', '.join(f'{name}.json' for name in evaluations)}. Give the "
             "--output of `debias-diffusion evaluate`."
         )
     return sections
 
 
-def _command(program: str, settings: Mapping, options: type) -> str:
+def shell_command(program: str, settings: Mapping, options: type) -> str:
     """The command that gives these settings, without defaults and without paths of one machine."""
     words = [program]
     for field in dataclasses.fields(options):

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from debias_diffusion.clip.model_files import quiet_logging
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.captions import parse_object
@@ -21,7 +23,9 @@ from debias_diffusion.text.tokens import clean
 MAX_CHARACTERS = 20_000  # some 4,500 tokens, far more than one image can show
 MAX_SEED = 2**63 - 1
 _TEXTS = ("prompt", "negative_prompt", "prompt_2")
-_DYNAMIC = re.compile(r"\{[^{}]*\|[^{}]*\}|__[\w/*~@-]{1,80}__")
+WILDCARD = r"__[\w/*~@-]{1,80}__"
+_DYNAMIC = re.compile(rf"\{{[^{{}}]*\|[^{{}}]*\}}|{WILDCARD}")
+SHEET = Path(__file__).with_name("sheet.yaml")
 _COLUMNS = (*_TEXTS, "seed")
 # By a name in lower case, without blanks, underscores and dashes.
 _SPELLINGS = {name.replace("_", ""): name for name in _COLUMNS} | {
@@ -50,6 +54,12 @@ def check_prompt(text: str) -> None:
     check_text("prompt", text)
     if not clean(text):
         raise UserError("The prompt is empty. Say what to draw.")
+
+
+def sheet_prompts() -> dict[str, str]:
+    """The eight prompts of `check` by their names; some are the demo's examples."""
+    entries = yaml.safe_load(read_file(SHEET)).items()
+    return {name.replace("_", " ").capitalize(): " ".join(entry["sentences"]) for name, entry in entries}
 
 
 def read_prompts(

@@ -17,7 +17,7 @@ from debias_diffusion.text.chunks import Reading
 from debias_diffusion.text.options import LongPromptOptions, PromptLayout
 from debias_diffusion.text.prompt import read
 
-from .options import TokensConfig
+from .prompt_options import TokensConfig
 from .prompts import check_prompt
 
 _CHUNKS, _CUT_OFF = (32, 36), 31  # of a terminal: green and cyan in turn, red

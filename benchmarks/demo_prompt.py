@@ -17,7 +17,7 @@ from tqdm import tqdm
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.demo.rendering import RenderedImage, render_request
 from debias_diffusion.app.demo.request import Request, demo_scene
-from debias_diffusion.app.options import AppConfig
+from debias_diffusion.app.prompt_options import AppConfig
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import labels
 from debias_diffusion.eval.report import Table

@@ -3,6 +3,9 @@
 `docs/extending.md` shows how. What only a checkout's `research/` has is added in the same way.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
 from typing import TypeVar
 
 from .errors import UserError, near_matches
@@ -16,8 +19,45 @@ MOVED = {
     "synthesize": "python -m research synthesize",
     "classification": "python -m research evaluate classification",
     "judge": "python -m research evaluate judge",
+    "referring-": "python -m research evaluate generation --data toy/referring-test",
+    "short-referring-": "python -m research evaluate generation --data toy/short-referring-test",
     "smart-clip": "python -m research train --recipe smart-clip",
+    **{
+        name: f"python -m research evaluate retrieval --dataset {name}"
+        for name in (
+            *(f"{data}-{split}" for data in ("coco-cn", "flickr30k-cna") for split in ("val", "test", "all")),
+            "recos-v1",
+        )
+    },
 }
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. What runs it is named, not imported, because the import takes seconds.
+
+    Attributes:
+        options: its dataclass: the docstring begins with what the command does, the fields are the options.
+        function: "module:function" in the package of `options`; takes the options.
+        example: arguments to start from.
+        extra: the optional dependencies that it needs, as in pyproject.toml; "" for none.
+    """
+
+    options: type
+    function: str
+    example: str
+    extra: str = ""
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a line."""
+        return self.options.__doc__.partition("\n")[0]
+
+    def load(self, name: str | None = None) -> Callable:
+        """What runs it, or another function of its module, by name; imports large libraries."""
+        module, _, function = self.function.partition(":")
+        package = self.options.__module__.partition(".")[0]
+        return getattr(import_module(f"{package}.{module}"), name or function)
 
 
 class Registry(dict[str, Entry]):

@@ -16,15 +16,14 @@ from transformers import CLIPTokenizer
 from debias_diffusion.ablation.heads import fold_text_heads
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import model_digest
-from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.encoders.attention import check_reads_eot, eot_attention
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.encoders.text_encoders import TextEncoder
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import json_digest
 from debias_diffusion.text.tokens import CaptionTokenizer
 
-from .image_maps import image_maps, plot_maps
+from .caption_edits import edit_caption
+from .eot_attention import check_reads_eot, eot_attention
 from .intervals import group_numbers, mean_interval
 from .options import AttentionConfig
 from .report import FEW, Table, draw_by_position
@@ -32,7 +31,6 @@ from .session import Pairs, Session, read_source
 
 # By the names of `caption_edits.EDITS`: the captions as they are, and Figure S7's.
 EDITS = {"keep": "captions as they are", "move4": "sentences 1 and 4 swapped"}
-IMAGE = "attention_image.png"
 QUANTITIES = {"before_softmax": "before the softmax", "after_softmax": "after the softmax"}
 # First and last position, SOT being 0. On DOCCI the summary ends at about the 25th (section E.3).
 BANDS = ((1, 25), (26, 50), (51, 100), (101, None))
@@ -66,17 +64,14 @@ class CaptionReader:
         return {"encoder": self.digest, "captions": json_digest({"all": list(captions)})}
 
 
-def load_caption_reader(spec: EncoderSpec, device: torch.device, two_tower: bool = False) -> CaptionReader:
+def load_caption_reader(spec: EncoderSpec, device: torch.device) -> CaptionReader:
     """Loads a text encoder; two-towers of open_clip without conversion.
-
-    Args:
-        two_tower: whether an image tower is needed.
 
     Raises:
         UserError: the encoder cannot be loaded, pools another token than EOT, or has suppressed heads that no weights
             can express.
     """
-    if two_tower or spec.kind is Kind.OPEN_CLIP:
+    if spec.kind is Kind.OPEN_CLIP:
         encoder = spec.load_two_tower()
         fold_text_heads(encoder)  # attention is measured with the plain attention, as in `load_text_encoder`
         captions = encoder.tokenizer
@@ -205,31 +200,21 @@ def _evaluate(session: Session, pairs: Pairs | None, label: str, reader: Caption
 def evaluate_attention(config: AttentionConfig) -> dict:
     """The attention from EOT of several encoders, over captions, in one prompt, or both.
 
-    Writes `attention.json`, `attention.png` (of captions), `attention_prompt.png` (of a prompt) and, of a prompt and an
-    image, `attention_image.png` (see `image_maps`) into `config.output`, and prints tables.
+    Writes `attention.json`, `attention.png` (of captions) and `attention_prompt.png` (of a prompt) into
+    `config.output`, and prints tables.
 
     Returns:
         The content of the JSON, see `Session.report`, with the number of captions; by encoder the numbers of each edit
-        ("attention"), the words of the prompt ("prompt") and the maps of the image ("image"), where requested. Numbers
-        are shares, not percent.
+        ("attention") and the words of the prompt ("prompt"), where requested. Numbers are shares, not percent.
 
     Raises:
         UserError: the data or an encoder cannot be used.
     """
     pairs = read_source(config, config.labelled, config.held_out, only_captions=True) if config.has_captions else None
     session = Session("attention", config, pairs)
-    maps: dict[str, dict] = {}
-
-    def evaluate(label: str, reader: CaptionReader) -> dict:
-        result = _evaluate(session, pairs, label, reader)
-        if config.image is None:
-            return result
-        maps[label] = image_maps(reader.encoder, config.image, config.prompt)
-        return result | {"image": {name: part for name, part in maps[label].items() if name != "pixels"}}
-
-    results = session.by_encoder(evaluate, partial(load_caption_reader, two_tower=config.image is not None))
-    saved, captions = {IMAGE: plot_maps(maps)} if maps else {}, len(pairs.captions) if pairs else 0
-    report = session.report(tables, figures, results, notes=[NOTE], saved=saved, captions=captions)
+    results = session.by_encoder(partial(_evaluate, session, pairs), load_caption_reader)
+    captions = len(pairs.captions) if pairs else 0
+    report = session.report(tables, figures, results, notes=[NOTE], captions=captions)
     if config.prompt is not None:
         print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
     return report

@@ -1,7 +1,5 @@
 """A judge: what of an image answers a question with yes, as a probability."""
 
-import functools
-import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -10,12 +8,10 @@ from dataclasses import replace
 from itertools import chain
 
 import numpy as np
-import torch
 from PIL import Image
 from tqdm import tqdm
 
 from debias_diffusion.data.images import OPENED_AS
-from debias_diffusion.devices import pick_precision
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest
 from debias_diffusion.toyworld.checker import read_image
@@ -23,13 +19,12 @@ from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, COLOURS, KINDS, PLACES, Thing, scene
 
 from .intervals import ends, wilson
-from .multimodal import ChatModel, ServerModel, Top, model_digest
+from .multimodal import ServerModel
 from .options import Judging
 from .report import Table, cell
 from .session import ResultCache
 
 TOY = "toy/checker"
-ANSWER = " Please answer yes or no."  # behind each question, as VQAScore asks
 CONTROLS = 200  # scenes that a judge is tested on
 _SPLIT, _SIDE = "test-judge", 192  # the scenes, which no prompt shows, and the pixels of a side
 MOST_UNANSWERED = 0.05  # share
@@ -40,56 +35,20 @@ _OBJECT = re.compile(rf"Is there an? ({'|'.join(COLOURS)}) ({'|'.join(KINDS)}) i
 OfImage = tuple[Callable[[], Image.Image], str, list[str]]  # opens an image, its digest, questions about it
 
 
-def load_judge(config: Judging, device: torch.device) -> "ModelJudge | ToyJudge":
+def load_judge(config: Judging) -> "ServerModel | ToyJudge":
     """The judge that settings name. Raises UserError if there is none."""
-    if config.judge.partition(":")[0] == TOY:
+    if config.server is None:
         return ToyJudge(config.judge)
-    if config.server:
-        return ModelJudge(config.judge, ServerModel(config.server, config.judge, config.batch_size))
-    precision = pick_precision(config.precision, device)
-    return ModelJudge(config.judge, ChatModel(config.judge, device, precision, config.batch_size))
-
-
-def identity(config: Judging, device: torch.device) -> dict[str, str]:
-    """What decides a judge's answers; loads nothing large. Raises UserError if there is none of the name."""
-    if config.judge.partition(":")[0] == TOY:
-        return {"judge": ToyJudge(config.judge).name}
-    precision = {} if config.server else {"precision": pick_precision(config.precision, device)}
-    return {"judge": model_digest(config.judge, config.server)} | precision
-
-
-def p_yes(top: Top) -> float | None:
-    """The probability of yes among the likeliest first tokens that read yes or no, in whatever case, with or without
-    white space; None where there are none."""
-    sums = {"yes": 0.0, "no": 0.0}
-    for token, log_probability in top:
-        if (word := token.strip().lower()) in sums:
-            sums[word] += math.exp(log_probability)
-    return sums["yes"] / sum(sums.values()) if any(sums.values()) else None
-
-
-class ModelJudge:
-    """A multimodal model, by the probabilities of its first token, as VQAScore (Lin et al. 2024) asks.
-
-    `in_flight` images may be asked about at once, from threads.
-    """
-
-    def __init__(self, name: str, model: ChatModel | ServerModel):
-        self.name, self.model = name, model
-        self.in_flight = model.batch if isinstance(model, ServerModel) else 1
-
-    def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[float | None]:
-        """p(yes) of each question; None where the model says neither yes nor no."""
-        return [*map(p_yes, self.model.first_tokens(image, [question + ANSWER for question in questions]))]
+    return ServerModel(config.server, config.judge, config.batch_size)
 
 
 class ToyJudge:
     """The toy world's checker, which may err at known rates; the same question of the same image errs alike."""
 
-    in_flight = 1
+    batch = 1  # images that may be asked about at once
 
     def __init__(self, name: str):
-        self.name, rate = name, r"(0|1|0?\.\d+)"
+        self.model, rate = name, r"(0|1|0?\.\d+)"
         if not (rates := re.fullmatch(rf"{TOY}(?::{rate}:{rate})?", name)):
             raise UserError(
                 f"The judge {name!r} has no usable rates of wrong yes and of wrong no, each from 0 to 1, as in "
@@ -114,61 +73,41 @@ class ToyJudge:
 
 
 class Questioning:
-    """A judge that is loaded when a question is not in the cache of an output folder.
+    """A judge, and what it answered before: the cache of an output folder.
 
     Attributes:
-        depends: what decides its answers, see `identity`.
+        depends: what decides its answers.
         of_toys: its errors on toy scenes, see `control`.
 
     Raises:
         UserError: there is no such judge, or it does not look at images, which is checked at once.
     """
 
-    def __init__(self, config: Judging, device: torch.device, output: str):
-        self._results, self.depends = ResultCache(output), identity(config, device)
-        self._load = functools.cache(lambda: load_judge(config, device))
-        self.of_toys = self._results.result("judge", self.depends, lambda: control(self._load()))
-
-    def release(self) -> None:
-        """Frees the judge's memory until it is asked again."""
-        self._load.cache_clear()
+    def __init__(self, config: Judging, output: str):
+        self._results, self._judge, self.depends = ResultCache(output), load_judge(config), {"judge": config.judge}
+        self.of_toys = self._results.result("judge", self.depends, lambda: control(self._judge))
 
     def ask(self, asked: Sequence[OfImage], title: str) -> list[list[float | None]]:
-        """See `ask_all`."""
-        return ask_all(self._results, self._load, self.depends, asked, title)
+        """p(yes) of each question of each image; those in the cache are not asked again.
 
-
-def ask_all(
-    cache: ResultCache,
-    judge: Callable[[], ModelJudge | ToyJudge],
-    depends: dict,
-    asked: Sequence[OfImage],
-    title: str,
-) -> list[list[float | None]]:
-    """p(yes) of each question of each image; those in the cache are not asked again.
-
-    Raises UserError if too many are unanswered.
-
-    Args:
-        judge: loads it.
-        depends: its `identity`.
-    """
-    keys = [depends | {"image": [OPENED_AS, digest], "questions": questions} for _, digest, questions in asked]
-    computes = [
-        lambda open_image=open_image, questions=questions: {"answers": judge()(open_image(), questions)}
-        for open_image, _, questions in asked
-    ]
-    missing = [at for at, key in enumerate(keys) if not cache.has("answers", key)]
-    with ThreadPoolExecutor(judge().in_flight if missing else 1) as pool:
-        for at in missing:
-            computes[at] = pool.submit(computes[at]).result
-        try:
-            pairs = zip(tqdm(keys, desc=title), computes, strict=True)
-            found = [cache.result("answers", key, compute)["answers"] for key, compute in pairs]
-        finally:  # after an error, the rest is not asked
-            pool.shutdown(cancel_futures=True)
-    check_answered(depends["judge"], [*chain(*found)])
-    return found
+        Raises UserError if too many are unanswered.
+        """
+        keys = [self.depends | {"image": [OPENED_AS, digest], "questions": questions} for _, digest, questions in asked]
+        computes = [
+            lambda open_image=open_image, questions=questions: {"answers": self._judge(open_image(), questions)}
+            for open_image, _, questions in asked
+        ]
+        with ThreadPoolExecutor(self._judge.batch) as pool:
+            for at, key in enumerate(keys):
+                if not self._results.has("answers", key):
+                    computes[at] = pool.submit(computes[at]).result
+            try:
+                pairs = zip(tqdm(keys, desc=title), computes, strict=True)
+                found = [self._results.result("answers", key, compute)["answers"] for key, compute in pairs]
+            finally:  # after an error, the rest is not asked
+                pool.shutdown(cancel_futures=True)
+        check_answered(self.depends["judge"], [*chain(*found)])
+        return found
 
 
 def object_question(thing: Thing) -> str:
@@ -176,7 +115,7 @@ def object_question(thing: Thing) -> str:
     return f"Is there {'an' if thing.colour == 'orange' else 'a'} {thing.colour} {thing.kind} in the {thing.place}?"
 
 
-def control(judge: ModelJudge | ToyJudge) -> dict:
+def control(judge: ServerModel | ToyJudge) -> dict:
     """How often a judge errs on toy scenes, whose truth is known.
 
     Each question is asked of two scenes, one of which shows it: who does not look at the image is right half the time.
@@ -185,7 +124,7 @@ def control(judge: ModelJudge | ToyJudge) -> dict:
     """
     answers: dict[bool, list[float | None]] = {False: [], True: []}
     scenes = [scene(_SPLIT, ARRANGEMENTS * index) for index in range(CONTROLS)]  # with other objects each
-    for pair in tqdm([*zip(scenes[::2], scenes[1::2], strict=True)], desc=f"check {judge.name}"):
+    for pair in tqdm([*zip(scenes[::2], scenes[1::2], strict=True)], desc=f"check {judge.model}"):
         seen = [[replace(thing, size="") for thing in shown.things] for shown in pair]
         things = [next(thing for thing in seen[a] if thing not in seen[b]) for a, b in ((0, 1), (1, 0))]
         for shown, there in zip(pair, seen, strict=True):
@@ -193,10 +132,10 @@ def control(judge: ModelJudge | ToyJudge) -> dict:
             for thing, p in zip(things, found, strict=True):
                 answers[thing in there].append(p)
     no, yes = (filled(answers[truth]) for truth in (False, True))
-    check_answered(judge.name, answers[False] + answers[True])
+    check_answered(judge.model, answers[False] + answers[True])
     if yes.mean() - no.mean() < LEAST_GAP:
         raise UserError(
-            f"The judge {judge.name!r} does not tell what an image shows: to {CONTROLS} questions about toy scenes "
+            f"The judge {judge.model!r} does not tell what an image shows: to {CONTROLS} questions about toy scenes "
             f"whose answer is yes its mean p(yes) is {yes.mean():.3f}, to {CONTROLS} whose answer is no "
             f"{no.mean():.3f}. Give another model."
         )

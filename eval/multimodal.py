@@ -1,137 +1,50 @@
-"""Multimodal models that are asked about images: in process by transformers, or on an OpenAI-compatible server."""
+"""Multimodal models on an OpenAI-compatible server, which are asked about images."""
 
 import json
+import math
 import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from debias_diffusion.clip.model_files import load_pretrained, source_of
-from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders.hub import place_digest
-from debias_diffusion.encoders.spec import check_model
-from debias_diffusion.errors import FailedError, UserError, explain_failure, reason
+from debias_diffusion.errors import FailedError, UserError, reason
 
 from .report import image_url
 
 TOP = 20  # tokens whose probability is looked at: the most that OpenAI's interface gives
 WAITS = (0, 1, 4, 16, 60)  # seconds before each try of a request
-_SIZES = 4096  # of images, whose shapes are remembered
-_ADVICE = (
-    "Give a folder or hub id of an image-text-to-text model that transformers knows, such as "
-    "Qwen/Qwen2.5-VL-7B-Instruct or llava-hf/llama3-llava-next-8b-hf. Code that comes with a model is not run."
-)
-# (token as text, log probability) of the likeliest tokens
-Top = list[tuple[str, float]]
+ANSWER = " Please answer yes or no."  # behind each question, as VQAScore asks
 
 
-class Asked(NamedTuple):
-    """An image and what is asked about it; `index` is the caller's."""
-
-    image: Image.Image
-    prompt: str
-    index: int = 0
-
-
-def model_digest(model: str, server: str | None = None) -> str:
-    """What identifies a model: the sha256 of a folder's files, or a hub repository's name and commit; on a server only
-    its name is known. Raises UserError if there is none, or it is no image-text-to-text one.
-    """
-    if server:
-        return f"served as {ServerModel(server, model, 1).model}"
-    with explain_failure(f"The model {model!r} cannot be used", _ADVICE):
-        _check_kind(model)
-    return place_digest(model)
-
-
-def _check_kind(model: str) -> None:
-    check_model(model)
-    config = AutoConfig.from_pretrained(source_of(model), trust_remote_code=False)
-    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
-
-
-class ChatModel:
-    """An image-text-to-text model of transformers, asked in chat form. Decoding is greedy.
+def p_yes(top: Sequence[tuple[str, float]]) -> float | None:
+    """The probability of yes among the likeliest first tokens that read yes or no, in whatever case, with or without
+    white space; None where there are none.
 
     Args:
-        model: folder or hub id.
-        precision: "fp32", "bf16" or "fp16".
-        batch: questions asked at once.
-
-    Attributes:
-        shapes: of a size of images, the shapes of what the processor makes of one, such as more tiles of a wide one:
-            alike in a batch. Raises whatever the processor raises for this size.
-
-    Raises:
-        UserError: the model cannot be loaded, lacks weights, or has no chat template.
+        top: tokens as text, and their log probabilities.
     """
-
-    def __init__(self, model: str, device: torch.device, precision: str, batch: int):
-        with explain_failure(f"The model {model!r} cannot be used", _ADVICE):
-            _check_kind(model)
-            processor = AutoProcessor.from_pretrained(source_of(model), trust_remote_code=False)
-            # Files other than safetensors are read with weights_only=True.
-            options = {"dtype": DTYPES[precision], "trust_remote_code": False}
-            self.model = load_pretrained(AutoModelForImageTextToText, model, repr(model), **options).to(device).eval()
-            if not getattr(processor, "chat_template", None):
-                raise ValueError("it has no chat template, so it cannot be asked")
-            self.processor, self.tokenizer, self.batch = processor, processor.tokenizer, batch
-        # Answers continue the last position of a row, so the pads must stand on the left.
-        self.tokenizer.padding_side = "left"
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        # No method, which would keep the model in memory.
-        self.shapes = lru_cache(_SIZES)(partial(_shapes, processor.image_processor))
-
-    def texts(self, group: Sequence[Asked], max_new_tokens: int) -> list[str]:
-        """The answer to each, cut at `max_new_tokens`; all images of the same `shapes`."""
-        ids, _ = self._generate(group, max_new_tokens)
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-    def first_tokens(self, image: Image.Image, prompts: Sequence[str]) -> list[Top]:
-        """The `TOP` likeliest first tokens of the answer to each prompt."""
-        tops = []
-        for start in range(0, len(prompts), self.batch):
-            _, (logits,) = self._generate([Asked(image, text) for text in prompts[start : start + self.batch]], 1)
-            best = logits.float().log_softmax(-1).topk(TOP)  # [B, TOP]
-            for ids, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                tops.append([*zip(self.tokenizer.batch_decode([[each] for each in ids]), values, strict=True)])
-        return tops
-
-    @torch.inference_mode()
-    def _generate(self, group: Sequence[Asked], tokens: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """(ids of the answers [B, up to tokens], of a single token also its logits, [B, vocabulary] in a tuple)"""
-        contents = [[{"type": "image"}, {"type": "text", "text": one.prompt}] for one in group]
-        chats = [[{"role": "user", "content": content}] for content in contents]
-        texts = self.processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
-        # A template writes the special tokens itself.
-        options = {"padding": True, "add_special_tokens": False, "return_tensors": "pt"}
-        inputs = self.processor(text=texts, images=[[one.image] for one in group], **options)
-        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": tokens}
-        options |= {"output_logits": tokens == 1, "return_dict_in_generate": True}
-        result = self.model.generate(**inputs.to(self.model.device, self.model.dtype), **options)
-        return result.sequences[:, inputs["input_ids"].shape[1] :], result.logits
-
-
-def _shapes(processor: Any, size: tuple[int, int]) -> tuple:
-    processed = processor(Image.new("RGB", size), return_tensors="pt")
-    return tuple(sorted((name, part.shape[1:]) for name, part in processed.items() if torch.is_tensor(part)))
+    sums = {"yes": 0.0, "no": 0.0}
+    for token, log_probability in top:
+        if (word := token.strip().lower()) in sums:
+            sums[word] += math.exp(log_probability)
+    return sums["yes"] / sum(sums.values()) if any(sums.values()) else None
 
 
 class ServerModel:
-    """A model by its name on an OpenAI-compatible server, such as vLLM or SGLang, with `batch` requests in flight.
+    """A model by its name on an OpenAI-compatible server, such as vLLM or llama.cpp's.
 
-    The environment's OPENAI_API_KEY, if there is one, is sent along.
+    It judges by the probabilities of its first token, as VQAScore (Lin et al. 2024) asks. The environment's
+    OPENAI_API_KEY, if there is one, is sent along.
+
+    Attributes:
+        model: its name.
+        batch: requests sent at once, and images that may be asked about at once, from threads.
 
     Raises:
         UserError: the server has no such model. FailedError: it does not answer.
@@ -146,27 +59,21 @@ class ServerModel:
         if model not in names:
             raise UserError(f"The server {url!r} has no model {model!r}. It has: {', '.join(names)}.")
 
-    def shapes(self, size: tuple[int, int]) -> tuple:
-        """Alike for all: the server batches."""
-        return ()
+    def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[float | None]:
+        """p(yes) of each question; None where the model says neither yes nor no.
 
-    def texts(self, group: Sequence[Asked], max_new_tokens: int) -> list[str]:
-        """The answer to each, cut at `max_new_tokens`."""
-        options = {"max_tokens": max_new_tokens}
-        choices = self._pool.map(lambda one: self._ask(image_url(one.image), one.prompt, options), group)
-        return [choice["message"]["content"] or "" for choice in choices]
-
-    def first_tokens(self, image: Image.Image, prompts: Sequence[str]) -> list[Top]:
-        """The `TOP` likeliest first tokens of the answer to each prompt. Raises UserError if it does not give them."""
-        shown, options = image_url(image), {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
-        choices = [*self._pool.map(lambda prompt: self._ask(shown, prompt, options), prompts)]
+        Raises UserError if the server does not give the probabilities of tokens.
+        """
+        options = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP}
+        ask = partial(self._ask, image_url(image), options=options)
+        choices = [*self._pool.map(ask, [question + ANSWER for question in questions])]
         try:
             tops = [choice["logprobs"]["content"][0]["top_logprobs"] for choice in choices]
-            return [[(each["token"], each["logprob"]) for each in top] for top in tops]
+            return [p_yes([(each["token"], float(each["logprob"])) for each in top]) for top in tops]
         except (LookupError, TypeError):
             raise UserError(
-                f"The server {self.url!r} gives no top_logprobs, so p(yes) is not known. vLLM and SGLang give them; "
-                "`transformers serve` does not."
+                f"The server {self.url!r} gives no top_logprobs, so p(yes) is not known. vLLM and llama.cpp's "
+                "llama-server give them; `transformers serve` does not."
             ) from None
 
     def _ask(self, image: str, prompt: str, options: dict) -> dict:
@@ -197,19 +104,3 @@ class ServerModel:
             f"The server {self.url!r} does not answer after {len(WAITS)} tries: {failure}. Start it, and then the same "
             "command again, which keeps what was answered."
         )
-
-
-def answers(model: ChatModel | ServerModel, asked: Iterable[Asked], max_new_tokens: int) -> Iterator[tuple[int, str]]:
-    """(index, answer) of each image, in another order: batches are of one shape, and depend on `asked` alone."""
-    waiting: dict[tuple, list[Asked]] = {}
-
-    def answer(group: list[Asked]) -> Iterator[tuple[int, str]]:
-        return zip([one.index for one in group], model.texts(group, max_new_tokens), strict=True)
-
-    for one in asked:
-        shapes = model.shapes(one.image.size)
-        waiting.setdefault(shapes, []).append(one)
-        if len(waiting[shapes]) == model.batch:
-            yield from answer(waiting.pop(shapes))
-    for group in waiting.values():
-        yield from answer(group)

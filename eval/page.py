@@ -11,8 +11,9 @@ from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_o
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import read_file, read_json, write_text
 
-from .options import AllConfig, ReportConfig, check_output
-from .registry import EVALUATIONS
+from .all_options import AllConfig, ReportConfig
+from .options import check_output
+from .registry import EVALUATIONS, with_reports
 from .report import Table, escaped, figure_png, image_url, write_page, write_png
 from .story import tell
 
@@ -24,7 +25,7 @@ _COUNTS = ("images", "captions", "items", "classes", "prompts", "questions")
 
 
 def evaluate_all(config: AllConfig) -> Path:
-    """Runs every evaluation that the settings allow, one after the other, and writes one page of all results.
+    """Runs every evaluation that the settings allow, one after the other, and writes one page of their results.
 
     Returns:
         The path of report.html.
@@ -37,26 +38,21 @@ def evaluate_all(config: AllConfig) -> Path:
             "evaluate all runs in one process. To generate on several GPUs, run `accelerate launch -m debias_diffusion "
             "evaluate generation` with the same output first; its images are then there."
         )
-    settings = settings_of_all(config)
-    for number, (name, evaluation) in enumerate(settings.items(), 1):
+    settings, output, results = settings_of_all(config), Path(config.output), []
+    for number, (name, chosen) in enumerate(settings.items(), 1):
         print(f"\n[{number}/{len(settings)}] {name}", flush=True)
-        getattr(EVALUATIONS[name].load(), f"evaluate_{name}")(evaluation)
-    return evaluate_report(ReportConfig(config.output))
+        results.append(Result(output / f"{name}.json", EVALUATIONS[name].run(chosen)))
+    return write_report(output, results)
 
 
 def settings_of_all(config: AllConfig) -> dict[str, Any]:
     """The settings of each evaluation that `config` allows, by its name in `EVALUATIONS`, in the order to run them.
 
     Raises:
-        UserError: a setting cannot be used, or a network cannot be loaded, which should not stop a run later.
+        UserError: a setting cannot be used.
     """
-    settings = {}
-    for name, entry in EVALUATIONS.items():
-        choose = getattr(entry.load(), "settings_for", None)
-        chosen = choose(config) if choose else config.settings(entry.options)
-        if chosen is not None:
-            settings[name] = chosen
-    return settings
+    chosen = {name: entry.settings(config, entry.options) for name, entry in with_reports().items()}
+    return {name: settings for name, settings in chosen.items() if settings is not None}
 
 
 @dataclass(frozen=True)
@@ -87,10 +83,7 @@ class Section:
 
 
 def evaluate_report(config: ReportConfig) -> Path:
-    """Writes `report.html`, one file that needs no other, and `report.md` with its figures in `report/`.
-
-    Results of the same evaluation on the same data with the same settings stand in one table. Where two runs measured
-    the same weights under one name, the later one counts. Results in the toy world are also told as a story.
+    """Writes one page of all results in a folder, see `write_report`. Files of other versions are named and left out.
 
     Returns:
         The path of report.html.
@@ -99,18 +92,37 @@ def evaluate_report(config: ReportConfig) -> Path:
         UserError: there is no such folder, or no result in it.
     """
     check_output(config.output or config.folder)
-    folder, output = Path(config.folder), Path(config.output or config.folder)
-    results, bad = read_results(folder)
+    results, bad = read_results(Path(config.folder))
     print_left_out(bad)
+    return write_report(Path(config.output or config.folder), results)
+
+
+def write_report(output: Path, results: Sequence[Result]) -> Path:
+    """Writes `report.html`, one file that needs no other, and `report.md` with its figures in `report/`.
+
+    Results of the same evaluation on the same data with the same settings stand in one table. Where two runs measured
+    the same weights under one name, the later one counts. Results in the toy world are also told as a story.
+
+    Args:
+        results: the oldest first.
+
+    Returns:
+        The path of report.html.
+    """
     sections = [section(group) for group in grouped(results)]
     _write_markdown(output, sections)
     story = tell([(result.file.parent, result.report) for result in results])
     shown = [(section, {name: image_url(png) for name, png in section.figures.items()}) for section in sections]
     write_page(output / "report.html", TEMPLATE, sections=shown, has_story=story is not None, **(story or {}))
     if story:
-        print("\n".join(["", *story["sentences"], "", str(story["scores"]), ""]))
+        print("", story["lead"] or "", "", story["scores"], "", sep="\n")
     print(f"{len(results)} results in {len(sections)} sections: {output / 'report.html'}, {output / 'report.md'}")
     return output / "report.html"
+
+
+# What a report holds, by the type of its values.
+_SHAPE = {"evaluation": str, "settings": dict, "versions": dict, "digests": dict, "encoders": dict}
+_SHAPE |= {"compared": list, "notes": list, "left_out": list, "seconds": int | float}
 
 
 def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
@@ -118,17 +130,19 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
 
     Raises UserError where there is none.
     """
-    files = [file for name in EVALUATIONS for file in folder.rglob(f"{name}.json")]
+    names = with_reports()
+    files = [file for name in names for file in folder.rglob(f"{name}.json")]
     results, bad = [], []
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, str(file))):
         # Others are of another program, or of another version of this one.
         with leave_out(str(file.relative_to(folder)), bad), explain_failure("no result of this version"):
-            result = Result(file, read_json(file))
-            EVALUATIONS[result.report["evaluation"]].load().tables(merged([result]))
-            results.append(result)
+            report = read_json(file)
+            if not isinstance(report, dict) or not all(isinstance(report.get(key), _SHAPE[key]) for key in _SHAPE):
+                raise ValueError("it lacks what reports hold")
+            results.append(Result(file, report))
     if not results:
         raise UserError(
-            f"The folder {str(folder)!r} holds no results ({', '.join(f'{name}.json' for name in EVALUATIONS)})"
+            f"The folder {str(folder)!r} holds no results ({', '.join(f'{name}.json' for name in names)})"
             + (f"; the first that cannot be used: {bad[0]}. " if bad else ". ")
             + "Give the --output of earlier evaluations."
         )
@@ -148,8 +162,7 @@ def section(group: Sequence[Result]) -> Section:
     """The section of comparable results."""
     report = merged(group)
     evaluation = EVALUATIONS[report["evaluation"]]
-    module = evaluation.load()
-    figures = {name: figure_png(figure) for name, figure in module.figures(report).items()}
+    figures = {name: figure_png(figure) for name, figure in evaluation.figures(report).items()}
     for number, result in enumerate(group):  # beside the results, those that cannot be drawn again from their numbers
         for name in evaluation.saved:
             if (file := result.file.parent / name).is_file():
@@ -160,7 +173,7 @@ def section(group: Sequence[Result]) -> Section:
     data = data[0] if isinstance(data, list) else data  # of retrieval, a report has one benchmark
     name = data if data.startswith("toy/") else Path(data).name
     title = f"{evaluation.title}: {name}"
-    return Section(title, _about(group), module.tables(report), figures, report["notes"])
+    return Section(title, _about(group), evaluation.tables(report), figures, report["notes"])
 
 
 def merged(group: Sequence[Result]) -> dict:

@@ -1,86 +1,113 @@
-"""The evaluations: all that the command line, the page, the model card and the docs ask about them.
+"""The evaluations: all that the command line, `evaluate all`, the page, the model card and the docs ask about them.
 
 Imports nothing large.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from debias_diffusion.registry import Registry
+from debias_diffusion.registry import Command, Registry
 
 from . import options
+from .all_options import AllConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .report import Table
 
 TOY = "--encoders toy/clip toy/debias-clip --data toy/test --output scores"
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluation.
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Command):
+    """One evaluation of several encoders, whose results are NAME.json.
+
+    Its function writes that file and returns its content, the report. Beside it stand `tables(report)` and
+    `figures(report)`.
 
     Attributes:
         title: of its section on the page.
-        options: its dataclass of options, whose docstring begins with what it measures.
-        module: in this package, with `evaluate_NAME(config)`, which writes NAME.json and returns its content, the
-            report; `tables(report)` and `figures(report)`; and, where not those of the same names, its settings in
-            `evaluate all`, `settings_for(everything)`: None where it takes no part.
         needs: of an encoder. Two towers stand in the report with `Backbone.digest`, text encoders with that of their
             files, `EncoderSpec.digest`.
-        example: arguments to start from.
+        settings: its options in `evaluate all`, from that command's and the class of its own; None where it takes no
+            part.
         saved: figures that cannot be drawn again from the report.
     """
 
-    title: str
-    options: type
-    module: str
-    needs: Literal["two towers", "text encoder"]
     example: str = TOY
+    extra: str = "eval"
+    title: str
+    needs: Literal["two towers", "text encoder"]
+    settings: Callable[[AllConfig, type], Any] = AllConfig.settings
     saved: tuple[str, ...] = ()
 
-    def load(self) -> ModuleType:
-        """Its module, which imports large libraries."""
-        return import_module(f".{self.module}", __package__)
+    def run(self, config: Any) -> dict:
+        """The report, which is written and printed."""
+        return self.load()(config)
+
+    def tables(self, report: dict) -> "list[Table]":
+        """Those of a report, which may be of several runs."""
+        return self.load("tables")(report)
+
+    def figures(self, report: dict) -> "dict[str, Figure]":
+        """Those that are drawn from a report, by file name."""
+        return self.load("figures")(report)
 
 
-# In the order of the page, by the name of the results, NAME.json; commands have - for _.
-EVALUATIONS: Registry[Evaluation] = Registry(
+# Those with reports in the order of the page, by the name of their results.
+EVALUATIONS: Registry[Command] = Registry(
     "evaluation",
     {
-        "robustness": Evaluation("How shortsighted?", options.RobustnessConfig, "robustness", "two towers"),
-        "retrieval": Evaluation("Retrieval with whole captions", options.RetrievalConfig, "retrieval", "two towers"),
+        "robustness": Evaluation(
+            title="How shortsighted?",
+            options=options.RobustnessConfig,
+            function="eval.robustness:evaluate_robustness",
+            needs="two towers",
+        ),
+        "retrieval": Evaluation(
+            title="Retrieval with whole captions",
+            options=options.RetrievalConfig,
+            function="eval.retrieval:evaluate_retrieval",
+            needs="two towers",
+        ),
         "attention": Evaluation(
-            *("Where encoders look", options.AttentionConfig, "attention", "text encoder"),
-            saved=("attention_image.png",),
+            title="Where encoders look",
+            options=options.AttentionConfig,
+            function="eval.attention:evaluate_attention",
+            needs="text encoder",
         ),
         "drift": Evaluation(
-            "What the UNet reads",
-            options.DriftConfig,
-            "images.drift",
-            "text encoder",
-            "--encoders toy/debias-clip --base toy/sdxl --data toy/test --output scores",
+            title="What the UNet reads",
+            options=options.DriftConfig,
+            function="eval.images.drift:evaluate_drift",
+            needs="text encoder",
+            example="--encoders toy/debias-clip --base toy/sdxl --data toy/test --output scores",
+            settings=AllConfig.drift,
         ),
         "generation": Evaluation(
-            "Images generated from captions",
-            options.GenerationConfig,
-            "images.generation",
-            "text encoder",
-            "--encoders cut:toy/clip toy/debias-clip --data toy/test --base toy/sdxl --output scores",
+            title="Images generated from captions",
+            options=options.GenerationConfig,
+            function="eval.images.generation:evaluate_generation",
+            needs="text encoder",
+            example="--encoders cut:toy/clip toy/debias-clip --data toy/test --base toy/sdxl --output scores",
+            settings=AllConfig.generation,
             saved=("examples.png",),
         ),
         "following": Evaluation(
-            "Which sentences are in the image?",
-            options.FollowingConfig,
-            "images.following",
-            "text encoder",
-            "--prompts toy/test --judge toy/checker --base toy/sdxl --encoders cut:toy/clip toy/clip --output scores",
-        ),
-        "classification": Evaluation(
-            "Zero-shot classification",
-            options.ClassificationConfig,
-            "classification",
-            "two towers",
-            "--encoders ViT-B-16-quickgelu:openai --dataset cifar-10 --data cifar-10-batches-bin --output scores",
+            title="Which sentences are in the image?",
+            options=options.FollowingConfig,
+            function="eval.images.following:evaluate_following",
+            needs="text encoder",
+            example="--prompts toy/test --judge toy/checker --base toy/sdxl --encoders cut:toy/clip toy/clip "
+            "--output scores",
+            settings=AllConfig.following,
         ),
     },
 )
+
+
+def with_reports() -> dict[str, Evaluation]:
+    """The evaluations whose results stand on the page."""
+    return {name: entry for name, entry in EVALUATIONS.items() if isinstance(entry, Evaluation)}

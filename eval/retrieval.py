@@ -9,13 +9,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.retrieval_sets import find_root
 
 from .image_features import PairSession
 from .intervals import by_group, drawn_ratios, hits_interval, paired_difference, percent_ends
 from .options import RetrievalConfig
 from .report import Table, cell, compared_tables, draw_bars
-from .retrieval_examples import write_examples
+from .retrieval_sets import find_root
 from .session import compare_encoders
 
 DIRECTIONS = ("text_to_image", "image_to_text")
@@ -78,9 +77,9 @@ def in_words(direction: str) -> str:
 def evaluate_retrieval(config: RetrievalConfig) -> dict:
     """Retrieval with whole captions; writes `retrieval.json` and `.png` into `config.output` and prints tables.
 
-    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`. With
-    `config.examples` also `retrieval_examples.html`. Captions longer than a model's context length are cut, and
-    counted. See `recall_ranks` for several captions an image, ties and duplicates.
+    Several benchmarks are evaluated one after the other, each into a folder of its name in `config.output`. Captions
+    longer than a model's context length are cut, and counted. See `recall_ranks` for several captions an image,
+    ties and duplicates.
 
     Returns:
         The content of the file, see `Session.report`, with numbers of images and captions. By encoder its context
@@ -109,8 +108,6 @@ def evaluate_retrieval(config: RetrievalConfig) -> dict:
 def _evaluate(config: RetrievalConfig) -> dict:
     session = PairSession("retrieval", config)
     results = session.by_encoder(partial(retrieve, session))
-    if config.examples:
-        write_examples(session, {label: result["ranks"]["text_to_image"] for label, result in results.items()})
     first = next(iter(results.values()))
     groups = {f"R@1 {in_words(way)}": of_way for way, of_way in first["groups"].items()}
     at_1 = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
-from .growth import growth_table, measure_growth
+from .caption_edits import EDITS, LOSING, MOST_PADDING, PADDING
 from .image_features import PairSession
 from .intervals import Groups, by_group, drawn_ratios, ends, hits_interval, mean_interval, paired_difference
 from .options import RobustnessConfig
@@ -110,7 +110,7 @@ def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str
     return {edit: {direction: value(edit, direction) for direction in DIRECTIONS} for edit in edits}
 
 
-def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept], growth: dict[str, dict]) -> dict:
+def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> dict:
     groups, kept = result.groups, {direction: share for direction, (share, _) in shares.items()}
     orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
     return {
@@ -131,7 +131,6 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept], growt
             name: {"mean": float(values.mean()), "interval": mean_interval(values, groups["text_to_image"])}
             for name, values in result.similarities.items()
         },
-        "growth": growth,
         "first_two_sentences_tokens": float(np.mean(result.first_two_tokens)),
         "in_words": _sentence(label, kept["text_to_image"]),
     }
@@ -179,14 +178,13 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         the drops against each edit's base in points, R@1 in each random order, the share of R@1 kept when the first
         sentence is removed (None if R@1 is 0), the mean cosine of captions and their images by edit, all with 95%
         intervals over groups of queries; the mean number of tokens of captions' first two sentences, without SOT and
-        EOT; how similarity grows with the caption, see `measure_growth`.
+        EOT.
 
     Raises:
         UserError: the data or an encoder cannot be used.
     """
     session = PairSession("robustness", config)
-    measured = session.by_encoder(lambda *encoder: (rank_edits(session, *encoder), measure_growth(session, *encoder)))
-    results = {label: result for label, (result, _) in measured.items()}
+    results = session.by_encoder(partial(rank_edits, session))
     shares = {  # of R@1, kept when the first sentence is removed
         label: {
             way: share_kept(result.of("remove", way), result.of("keep", way), groups)
@@ -194,7 +192,7 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         }
         for label, result in results.items()
     }
-    encoders = {label: _numbers(label, result, shares[label], grown) for label, (result, grown) in measured.items()}
+    encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
     first, notes = next(iter(results.values())), []
     if first.one_sentence:
         notes = [
@@ -234,7 +232,6 @@ def tables(report: dict) -> list[Table]:
             ["mean similarity of image and text", *similar.values(), "tokens of sentences 1 and 2"],
             similarities,
         ),
-        growth_table({label: numbers["growth"] for label, numbers in encoders.items()}),
         *by_edit,
     ]
     # Without those from image to text, which are in the JSON: twice as many lines would hide the important ones.

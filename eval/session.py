@@ -20,7 +20,6 @@ from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.data.toy_scenes import family
@@ -31,6 +30,7 @@ from debias_diffusion.files import atomic_file, json_digest, read_checked, sha25
 from debias_diffusion.limits import SHAREGPT4V_HELD_OUT
 
 from .report import Table, versions, write_png
+from .retrieval_sets import read_retrieval_set
 
 CACHE = "cache"  # in an evaluation's output folder
 

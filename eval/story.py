@@ -23,9 +23,9 @@ from .report import Table, cell, image_url
 SCENES, SHORT_PROMPTS = "toy/", "toy/short-"  # data of long captions and of short prompts
 SHORT_FOLDER = "short-prompts"  # of images of short prompts, in the folder of the other results
 OWN_CUT, OWN_WHOLE = (f"{ORIGINAL_LABEL}, {READINGS[reading]}" for reading in ("cut", "overlap"))
-LONG, DEBIAS, SDXL = "Long-CLIP", "DeBias-CLIP", "DeBias-CLIP for SDXL"
 # By the last part of a label. In retrieval the base model stands for SDXL's own text encoder, which it is.
-NAMES = {"clip": OWN_CUT, "long-clip": LONG, "debias-clip": DEBIAS, "debias-clip-sdxl": SDXL}
+NAMES = {"clip": OWN_CUT, "long-clip": "Long-CLIP", "debias-clip": "DeBias-CLIP"}
+NAMES |= {"debias-clip-sdxl": "DeBias-CLIP for SDXL"}
 EXAMPLES = 8  # the first of each family of scenes, not the best ones
 _WIDTH = 240  # pixels that smaller images are enlarged to, smoothly and the same in every browser
 
@@ -51,7 +51,7 @@ def tell(results: Sequence[tuple[Path, dict]]) -> dict | None:
     )
     images = {names[label]: folder / FOLDER / name for label, name in folder_names(labels).items()}
     return {
-        "sentences": _sentences(scores, count),
+        "lead": _lead(scores, count),
         "scores": _table(scores, short_scores, count),
         "shipped": [names[label] for label in labels if label.startswith(SCENES)],
         "examples": examples(generated["records"], images),
@@ -71,7 +71,7 @@ def names_of(labels: Sequence[str]) -> dict[str, str]:
     return {label: name if names.count(name) == 1 else label for label, name in zip(labels, names, strict=True)}
 
 
-# ---- sentences and scores
+# ---- scores
 
 
 def _right(scores: Mapping, first: int = 1, last: float = float("inf")) -> float | None:
@@ -81,27 +81,15 @@ def _right(scores: Mapping, first: int = 1, last: float = float("inf")) -> float
     return sum(line["objects"] * line["value"] for line in lines) / objects if objects else None
 
 
-def _sentences(by_encoder: dict[str, dict], prompts: int) -> list[str]:
-    """At most three: of SDXL's own encoder, of trained ones, and of what reading the whole prompt costs."""
-    right = {name: f"{scores['objects_right']['value']:.0f}%" for name, scores in by_encoder.items()}
-    sentences = []
-    if {OWN_CUT, OWN_WHOLE} <= right.keys():
-        sentences.append(
-            f"Of the objects in {prompts} long prompts, SDXL's own encoder drew {right[OWN_WHOLE]} right reading each "
-            f"prompt whole in overlapping chunks, and {right[OWN_CUT]} cutting it at 77 tokens, as stock SDXL does."
-        )
-    if {DEBIAS, SDXL} <= right.keys():
-        sentences.append(
-            f"Trained encoders that read 248 tokens at once, in its place: DeBias-CLIP drew {right[DEBIAS]} right, "
-            f"DeBias-CLIP for SDXL {right[SDXL]}."
-        )
-    early = {name: _right(scores, 1, LATE) for name, scores in by_encoder.items()}
-    if None not in (cut := early.get(OWN_CUT), whole := early.get(OWN_WHOLE)):
-        sentences.append(
-            f"{'The cost: of' if whole < cut else 'Of'} the objects first mentioned in sentences 1 to {LATE}, "
-            f"{whole:.0f}% are right reading the prompt whole in chunks, and {cut:.0f}% cutting it."
-        )
-    return sentences
+def _lead(scores: dict[str, dict], prompts: int) -> str | None:
+    """What SDXL's own encoder drew of a prompt that it read whole, and of one that was cut."""
+    if not {OWN_CUT, OWN_WHOLE} <= scores.keys():
+        return None
+    whole, cut = (f"{scores[name]['objects_right']['value']:.0f}%" for name in (OWN_WHOLE, OWN_CUT))
+    return (
+        f"Of the objects in {prompts} long prompts, SDXL's own encoder drew {whole} right reading each prompt whole in "
+        f"overlapping chunks, and {cut} cutting it at 77 tokens, as stock SDXL does."
+    )
 
 
 def _table(by_encoder: dict[str, dict], short: dict[str, dict], prompts: int) -> Table:

@@ -45,7 +45,7 @@ class ExchangeEmbeddings:
 
     def _exchange(self, pipe: Any, index: int, tensors: dict) -> dict:
         embeddings, later = (
-            next((each for last, each in self.parts if call <= last), self.parts[-1][1]) for call in (index, index + 1)
+            next((part for last, part in self.parts if call <= last), self.parts[-1][1]) for call in (index, index + 1)
         )
         if index == 0:
             self._check(pipe, embeddings, tensors)

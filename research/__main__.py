@@ -1,14 +1,32 @@
 """The command line of a checkout, `python -m research`."""
 
 from debias_diffusion.app.cli import COMMANDS as PRODUCT
-from debias_diffusion.app.cli import Command, main
-from debias_diffusion.registry import Registry
+from debias_diffusion.app.cli import main
+from debias_diffusion.registry import Command, Registry
 
 from . import options
+from .ablate.options import AblateConfig
+from .showcase.options import ShowcaseConfig
+from .synthesize.options import SynthesizeConfig
 
 OWN = {
     "reproduce": Command(
         options.ReproduceConfig, "reproduce.listing:reproduce", "table-S4 --world toy --device cpu", "eval"
+    ),
+    "ablate": Command(
+        AblateConfig, "ablate.command:ablate", "--model toy/clip --data toy/validation --output runs/ablation", "eval"
+    ),
+    "synthesize": Command(
+        SynthesizeConfig,
+        "synthesize.command:synthesize",
+        "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
+        "eval",
+    ),
+    "referring": Command(
+        options.ReferringConfig,
+        "referring.scores:evaluate_referring",
+        "--encoders cut:original original --data toy/referring-test --base toy/sdxl --output scores",
+        "eval",
     ),
     "cola": Command(
         options.ColaConfig,
@@ -18,6 +36,9 @@ OWN = {
         "eval",
     ),
     "pairs": Command(options.PairsConfig, "pairs:write_pairs", "--root data --output data/coco-train-1k.jsonl", "eval"),
+    "showcase": Command(
+        ShowcaseConfig, "showcase.command:showcase", "--base toy/sdxl --limit 8 --output runs/showcase", "eval"
+    ),
     "toymodels": Command(
         options.ToyModelsConfig, "toymodels.build:build", "--output runs/toyworld --weights runs/weights", "eval"
     ),

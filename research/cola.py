@@ -12,26 +12,26 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_out
-from debias_diffusion.data.captions import check_caption, fold
+from debias_diffusion.data.captions import fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import TIE, encode_texts
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
-from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
+from debias_diffusion.eval.report import Table, cell, compared_tables
 from debias_diffusion.eval.session import Pairs, compare_encoders
 from debias_diffusion.files import read_json, sha256
 
 from .options import ColaConfig
 
 MULTI, SINGLE = "multi-object", "single-object"
+DATA = "https://github.com/arijitray1993/COLA/tree/main/data"
 
 
 @dataclass(frozen=True)
@@ -68,22 +68,16 @@ def read_cola(file: str | Path) -> Cola:
     Raises:
         UserError: the file is none of Cola's, or has no record that can be used.
     """
-    file, content, classes = Path(file), read_json(file, object), None
-    if isinstance(content, dict):
-        classes, entries = content.get("labels", ()), content.get("data")
-    elif isinstance(content, list) and len(content) == 2 and _holds_lists(content[1]):
-        classes, entries = content
-    else:
-        entries = content
-    if not isinstance(entries, list) or not (classes is None or _are_names(classes)):
-        raise UserError(
-            f"{str(file)!r} is none of Cola's files: a list of [image, caption, image, caption], or labels, a list of "
-            "names, and data, a list. Give one from https://github.com/arijitray1993/COLA/tree/main/data."
-        )
-    good, bad = [], []
-    for index, entry in enumerate(entries):
-        with leave_out(f"{file.name}, entry {index}", bad):
-            good.append(_item(entry) if classes is None else _labelled(entry, len(classes)))
+    file, content = Path(file), read_json(file, object)
+    classes, entries, good, bad = None, content, [], []
+    with explain_failure(f"{str(file)!r} is none of Cola's files", f"Give one from {DATA}."):
+        if isinstance(content, dict):
+            classes, entries = content["labels"], content["data"]
+        elif len(content) == 2 and isinstance(content[1][0], list):
+            classes, entries = content
+        for index, entry in enumerate(entries):
+            with leave_out(f"{file.name}, entry {index}", bad), explain_failure("unusable entry"):
+                good.append(_item(*entry) if classes is None else _labelled(entry, len(classes)))
     if not good:
         raise UserError(f"{str(file)!r} has no record that can be used. The first: {bad[0] if bad else 'none'}.")
     if classes is None:
@@ -93,45 +87,30 @@ def read_cola(file: str | Path) -> Cola:
         none = torch.zeros(len(images), 0, dtype=torch.bool)
         return Cola(MULTI, images, [text for _, text in pairs], [place[image] for image, _ in pairs], none, none, bad)
     images, *flags = zip(*good, strict=True)
-    present, hard = (torch.tensor(part, dtype=torch.bool) for part in flags)
+    present, hard = map(torch.stack, flags)
     return Cola(SINGLE, list(images), [fold(name) for name in classes], [], present, hard, bad)
 
 
-def _holds_lists(content: object) -> bool:
-    return isinstance(content, list) and any(isinstance(part, list) for part in content)
+def _item(*parts: str) -> list[tuple[str, str]]:
+    """The (image, caption) pairs of an item."""
+    a, caption_a, b, caption_b = parts
+    if _name(a) == _name(b) or not (caption_a.strip() and caption_b.strip()):
+        raise ValueError(f"it must have two images and two captions, found {str(parts)[:60]}")
+    return [(_name(a), fold(caption_a)), (_name(b), fold(caption_b))]
 
 
-def _are_names(classes: object) -> bool:
-    return isinstance(classes, list) and bool(classes) and all(isinstance(n, str) and n.strip() for n in classes)
-
-
-def _item(entry) -> list[tuple[str, str]]:
-    """The (image, caption) pairs of an item. Raises ValueError("kind: detail")."""
-    if not (isinstance(entry, list) and len(entry) == 4 and all(isinstance(part, str) for part in entry)):
-        raise ValueError(f"not an item: it must be [image, caption, image, caption], found {str(entry)[:60]}")
-    images = [_name(image) for image in entry[::2]]
-    if images[0] == images[1]:
-        raise ValueError(f"one image twice: {images[0]}")
-    for caption in entry[1::2]:
-        check_caption(caption, "item")
-    return list(zip(images, map(fold, entry[1::2]), strict=True))
-
-
-def _labelled(entry, classes: int) -> tuple[str, list[int], list[int]]:
-    """(image, label, hard list) of an entry. Raises ValueError("kind: detail")."""
-    if not (isinstance(entry, list) and len(entry) in (3, 4) and isinstance(entry[0], str)):
-        raise ValueError(f"not an entry: it must be [image, annotation, label, hard list], found {str(entry)[:60]}")
-    for name, flags in (("label", entry[-2]), ("hard list", entry[-1])):
-        if not (isinstance(flags, list) and len(flags) == classes and all(flag in (0, 1) for flag in flags)):
-            raise ValueError(f"bad {name}: it must be 0 or 1 for each of {classes} classes, found {str(flags)[:60]}")
-    return _name(entry[0]), entry[-2], entry[-1]
+def _labelled(entry: list, classes: int) -> tuple[str, Tensor, Tensor]:
+    """(image, label, hard list) of an entry."""
+    image, *_, label, hard = entry
+    if not all(len(flags) == classes and {*flags} <= {0, 1} for flags in (label, hard)):
+        raise ValueError(f"label and hard list must be 0 or 1 for each of {classes} classes, found {str(entry)[:60]}")
+    return _name(image), torch.tensor(label) == 1, torch.tensor(hard) == 1
 
 
 def _name(image: str) -> str:
-    """The last part of an image's address or path."""
-    name = PurePosixPath(urlsplit(image).path).name
-    if not name:
-        raise ValueError(f"no image: {image[:60]!r} names none")
+    """The last part of an image's address or path. Raises ValueError where there is none."""
+    if not (name := PurePosixPath(urlsplit(image).path).name):
+        raise ValueError(f"{image[:60]!r} names no image")
     return name
 
 
@@ -172,7 +151,7 @@ def class_precisions(image_features: Tensor, text_features: Tensor, present: Ten
 
 
 def evaluate_cola(config: ColaConfig) -> dict:
-    """Accuracy on Cola's items, or mAP over its classes; writes `cola.json` and `cola.png` and prints tables.
+    """Accuracy on Cola's items, or mAP over its classes; writes `cola.json` and prints tables.
 
     Items with an unreadable image, and unreadable images of classes, are left out. The text of a class is its name.
 
@@ -195,7 +174,7 @@ def evaluate_cola(config: ColaConfig) -> dict:
     unreadable = len(session.left_out) - len(data.bad)
     return session.report(
         tables,
-        figures,
+        lambda _: {},
         {label: _numbers(data, scores) for label, scores in results.items()},
         compare_encoders(values, lambda a, b, _: paired_difference(a, b)),
         [_NOTES[data.part]],
@@ -255,15 +234,3 @@ def tables(report: dict) -> list[Table]:
     ]
     header = [f"Cola, {report['part']}, percent of {count}", f"{report['measure']} (95% interval)"]
     return [Table(header, rows), *compared_tables(report["compared"])]
-
-
-def figures(report: dict) -> dict[str, Figure]:
-    """The figure of a report, by file name."""
-    figure = Figure(figsize=(5, 3.5), layout="constrained", dpi=150)
-    axes, groups = figure.subplots(), {}
-    for label, numbers in report["encoders"].items():
-        groups[label] = [numbers["score_percent"]], [numbers["interval_percent"]]
-    draw_bars(axes, groups, [report["part"]], digits=1)
-    axes.set(ylabel=f"{report['measure']} (%), with 95% intervals", ylim=(0, 115))
-    axes.legend(fontsize="small")
-    return {"cola.png": figure}

@@ -2,7 +2,21 @@
 
 from functools import cache
 
+from debias_diffusion.data import toy_scenes
+from debias_diffusion.eval.registry import EVALUATIONS
+from debias_diffusion.eval.retrieval_sets import BENCHMARKS
+
+from .evaluations import benchmarks
+from .evaluations import registry as evaluations
+from .referring import grammar as referring
+
 
 @cache
 def register() -> None:
     """Adds research's methods, families of models, evaluations and benchmarks, once in a process."""
+    for name, kind in referring.KINDS.items():
+        toy_scenes.KINDS.register(name, kind)
+    for name, evaluation in evaluations.EVALUATIONS.items():
+        EVALUATIONS.register(name, evaluation)
+    for name, benchmark in benchmarks.BENCHMARKS.items():
+        BENCHMARKS.register(name, benchmark)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import Data, check_output
-from debias_diffusion.limits import Checked, NonNegativeInt, between
+from debias_diffusion.eval.options import Data, GenerationConfig, Judging, check_output
+from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Share, between
 from debias_diffusion.toyworld.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
 
@@ -68,6 +68,33 @@ class ToyModelsConfig(Checked):
     weights: str = str(WEIGHTS)
 
 
+@dataclass(kw_only=True)
+class JudgeConfig(Judging):
+    """How well a judge agrees with people who labelled images.
+
+    Attributes:
+        labels: Folder with labels.csv of the columns image, prompt, element (a text or a question) and label (1 if the
+            image shows it, else 0), and the images; or the folder data of LongT2IBench, with split/test.json.
+        output: Folder for the results. What is answered is not asked again.
+        clip_score: CLIP model for CLIPScore of the same prompts: a folder, file, hub id, or MODEL:PRETRAINED as
+            open_clip names them. A judge that orders images no better is not fit for claims.
+        limit: Use only the first so many images. null uses all.
+        max_bad: Largest share of unusable labels and images, from 0 to 1.
+        device: Device to run on. The default is cuda where there is one, else cpu.
+    """
+
+    labels: str
+    output: str
+    clip_score: str | None = None
+    limit: PositiveInt | None = None
+    max_bad: Share = 0.01
+    device: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_output(self.output)
+
+
 @dataclass
 class PairsConfig(Checked):
     """Write pairs of COCO's and ImageNet's training sets as JSONL, for `ablate` and `train`.
@@ -97,3 +124,11 @@ class ColaConfig(Data):
 
     data: str
     images: str
+
+
+@dataclass(kw_only=True)
+class ReferringConfig(GenerationConfig):
+    """Score images of toy captions that refer back, also by how these mention each object.
+
+    The options are those of `evaluate generation`.
+    """

@@ -8,8 +8,8 @@ from pathlib import Path
 import open_clip
 from timm.data import ImageNetInfo
 
-from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.retrieval_sets import read_retrieval_set
 from debias_diffusion.files import write_text
 
 from .options import PairsConfig

@@ -188,11 +188,27 @@ def extended(tmp_path_factory):
 
     from debias_diffusion.methods import METHODS
 
-    (block,) = [block for block in BLOCKS["extending.md"] if block.language == "python"]
+    block = next(block for block in BLOCKS["extending.md"] if block.language == "python")
     folder = tmp_path_factory.mktemp("extending")
     (folder / "predicting.py").write_text(block.code)
     yield folder
     METHODS.pop("predicting", None)
+
+
+@pytest.fixture
+def with_research():
+    """What research adds to the package's registries is there in this test alone."""
+    from debias_diffusion.eval.registry import EVALUATIONS
+    from debias_diffusion.eval.retrieval_sets import BENCHMARKS
+    from research import extensions
+
+    before = [(registry, dict(registry)) for registry in (EVALUATIONS, BENCHMARKS)]
+    extensions.register()
+    yield
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)
+    extensions.register.cache_clear()
 
 
 @pytest.fixture(scope="module")

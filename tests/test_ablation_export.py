@@ -1,31 +1,27 @@
 """An ablated model in every format: what other programs run, and what is said where they do not run the ablation."""
 
-import json
 import sys
-from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
 from helpers.ranks import forked
-from helpers.tiny_clip import save_tiny_clip, tiny_clip
+from helpers.tiny_clip import save_tiny_clip
 from helpers.training_runs import config
-from safetensors.torch import load_file, save_file
 from transformers import AutoModel, CLIPModel, CLIPProcessor, dynamic_module_utils
 
-from debias_diffusion.ablation.heads import Ablation, head_means
+from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.ablation.saved import FILE, write_ablation
-from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.export import export
-from debias_diffusion.app.options import AblateConfig, ExportConfig
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.clip.blocks import before_attention, full_attention
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.loop import train
 
 pytestmark = pytest.mark.usefixtures("no_grad")
+COMMAND = "python -m research ablate --model base"
 CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
 PIXELS = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 MASKS = {
@@ -41,28 +37,21 @@ ABLATIONS = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> SimpleNamespace:
-    """A base model, and folders of its ablations as `ablate` leaves them, `mean_` those whose heads give their mean."""
+    """A base model, and folders of its ablations; in those of `mean_` heads always give a mean."""
     folder = tmp_path_factory.mktemp("ablations")
     base = save_tiny_clip(folder / "base")
-    means = {f"mean_{tower}": replaced(load_two_tower(base), tower)[1] for tower in MASKS}
+    means = {f"mean_{tower}": replaced(load_two_tower(base), tower) for tower in MASKS}
     for name, ablation in (ABLATIONS | means).items():
         (folder / name).mkdir()
-        settings = AblateConfig(base, str(folder / name), data="toy/validation", tower=ablation.tower, beta=0.0)
-        write_ablation(folder / name / FILE, base, load_two_tower(base), ablation, settings=asdict(settings))
+        write_ablation(folder / name / FILE, base, load_two_tower(base), ablation, command=COMMAND)
     return SimpleNamespace(base=base, **{name: str(folder / name) for name in ABLATIONS | means})
 
 
-def replaced(backbone: Backbone, tower: str) -> tuple[Backbone, Ablation]:
-    """The model with heads replaced by their mean."""
-    ablation = replace(Ablation.of_rows(tower, 1.0 - MASKS[tower].double()), means=means_of(backbone, tower))
-    ablation.apply(backbone)
-    return backbone, ablation
-
-
-def means_of(backbone: Backbone, tower: str) -> torch.Tensor:
-    if tower == "image":
-        return head_means(backbone.image, backbone.image.embed(PIXELS).split(1))
-    return head_means(backbone.text, [backbone.tokenize(CAPTIONS[:2]), backbone.tokenize(CAPTIONS[2:])])
+def replaced(backbone: Backbone, tower: str) -> Ablation:
+    """Heads that always give the same."""
+    width = backbone.tower(tower).transformer.resblocks[0].attn.head_dim
+    means = torch.randn(*MASKS[tower].shape, width, generator=torch.Generator().manual_seed(1))
+    return Ablation.of_rows(tower, 1.0 - MASKS[tower].double(), means)
 
 
 def features(model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,26 +151,3 @@ def test_every_export_holds_folded_heads_as_ordinary_weights(folders, name, tmp_
         # SDXL's UNet reads these.
         penultimate = ours.text.penultimate_states(ours.tokenize(CAPTIONS), pad=tokenizer.pad_token_id)
         close(states.hidden_states[-2], penultimate)
-
-
-def test_the_mean_is_over_images_and_tokens_and_in_the_last_block_over_cls():
-    backbone = tiny_clip().eval()
-    means, states = means_of(backbone, "image"), backbone.image.embed(PIXELS)
-    for number, block in enumerate(backbone.model.visual.transformer.resblocks):
-        attended = full_attention(*before_attention(block, states))
-        attended = attended[:, :1] if number == 1 else attended
-        close(means[number], attended.mean(dim=(0, 1)))
-        states = backbone.image.run_block(number, states)
-
-
-def test_a_search_leaves_its_means_and_makes_damaged_ones_again(folders, tmp_path):
-    settings = AblateConfig(folders.base, str(tmp_path), "toy/validation", search="all", way="mean", limit=40)
-    content = json.loads((ablate(settings) / FILE).read_text())
-    assert content["kind"] == "mean" and content["heads"] and content["settings"]["way"] == "mean"
-    file = tmp_path / "means.safetensors"
-    whole, means = file.read_bytes(), load_file(file)["means"]
-    save_file({"means": -means}, file)
-    with pytest.raises(UserError, match="Search again"):
-        load_two_tower(tmp_path)
-    ablate(settings)
-    assert file.read_bytes() == whole and load_two_tower(tmp_path).image_attention is None

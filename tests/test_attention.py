@@ -5,17 +5,11 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers.fix_clip_steps import PROMPTS, prompted
 from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import tiny_clip, tiny_siglip
-from PIL import Image
 
-from debias_diffusion.data.caption_edits import edit_caption
-from debias_diffusion.encoders.attention import eot_attention
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.encoders.transformers_folder import write_text_encoder
@@ -27,7 +21,8 @@ from debias_diffusion.eval.attention import (
     load_caption_reader,
     look_at_captions,
 )
-from debias_diffusion.eval.image_maps import image_maps
+from debias_diffusion.eval.caption_edits import edit_caption
+from debias_diffusion.eval.eot_attention import eot_attention
 from debias_diffusion.eval.intervals import mean_interval
 
 CAPTIONS = [
@@ -177,42 +172,3 @@ def test_a_prompt_word_by_word(evaluated, long_backbone):
     assert words[-2]["after_softmax"] == pytest.approx(attention.after_softmax[0, tokens].sum().item(), abs=1e-6)
     every = [found["sot"], found["eot"], *words]
     assert sum(word["after_softmax"] for word in every) == pytest.approx(1.0, abs=1e-5)
-
-
-TEXT = "A cat on a red chair."
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    file = tmp_path_factory.mktemp("image") / "picture.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 32, 3), dtype=np.uint8)).save(file)
-    return str(file)
-
-
-def embedded(backbone, image):
-    with Image.open(image) as opened:
-        return backbone.preprocess(opened)[None].double()
-
-
-@torch.no_grad()
-def test_a_patch_is_compared_with_the_text_as_cls_would_be(image):
-    backbone = tiny_clip().double().eval()
-    visual = backbone.model.visual
-    visual.output_tokens = True
-    _, tokens = visual(embedded(backbone, image))  # after the norm
-    visual.output_tokens = False
-    text = backbone.encode_text(backbone.tokenize([TEXT]))[0]
-    expected = F.cosine_similarity(tokens[0] @ visual.proj, text[None])
-    maps = image_maps(backbone, image, TEXT)
-    torch.testing.assert_close(torch.tensor(maps["similarity"]).flatten(), expected.float(), rtol=0, atol=1e-6)
-    assert expected.std() > 0.01 and maps["prompts"] == [] and maps["pixels"].shape == (32, 32, 3)
-
-
-def test_the_command_draws_a_row_for_each_encoder(image, tmp_path):
-    prompted().float().save(tmp_path / "fix-clip")
-    encoders = ["toy/clip", str(tmp_path / "fix-clip")]
-    report = evaluate_attention(AttentionConfig(encoders, str(tmp_path / "out"), prompt=TEXT, image=image))
-    found = [numbers["image"]["prompts"] for numbers in report["encoders"].values()]
-    assert [len(prompts) for prompts in found] == [0, PROMPTS]
-    assert np.sum(found[1], axis=(1, 2)) == pytest.approx(1)  # the last block's attention to all patches
-    assert (tmp_path / "out" / "attention_image.png").is_file()

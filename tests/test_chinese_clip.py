@@ -11,13 +11,13 @@ from PIL import Image
 from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.app.ablate import ablate
-from debias_diffusion.app.options import AblateConfig
 from debias_diffusion.clip.chinese_clip import CONTEXT_LENGTH
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
+from research.ablate.command import ablate
+from research.ablate.options import AblateConfig
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SIGNS = list('一只猫号第个人。，:"0123456789' + string.ascii_lowercase)

@@ -4,8 +4,9 @@ import pytest
 import yaml
 from diffusers import AutoencoderKL
 
-from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, main
-from debias_diffusion.app.options import AlignConfig, GenerateConfig
+from debias_diffusion.app.cli import COMMANDS, evaluations, main
+from debias_diffusion.app.options import AlignConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.training.config import TrainConfig
 
 
@@ -41,9 +42,9 @@ def test_help_names_every_command_and_option(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0 and all(name in out for name in ("quickstart", "train", "export", "generate", "evaluate"))
     code, out, _ = run(capsys, "evaluate")
-    assert code == 0 and all(name in out for name in EVALUATIONS)
+    assert code == 0 and all(name in out for name in evaluations())
     commands = COMMANDS.keys() - {"app", "evaluate"}  # the page's own tests ask for the former's help
-    for command in (*([name] for name in commands), *(["evaluate", name] for name in EVALUATIONS)):
+    for command in (*([name] for name in commands), *(["evaluate", name] for name in evaluations())):
         code, out, _ = run(capsys, *command, "--help")
         assert code == 0 and f"debias-diffusion {' '.join(command)}" in out and "--config" in out
 

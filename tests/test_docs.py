@@ -17,14 +17,15 @@ from helpers.pages import BLOCKS, PAGES, shell_commands
 
 import debias_diffusion
 from debias_diffusion import methods, pipelines
-from debias_diffusion.app.cli import COMMANDS
+from debias_diffusion.app.cli import COMMANDS, evaluations
 from debias_diffusion.app.command_line import parse
-from debias_diffusion.app.options import AblateConfig, AlignConfig
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders import spec as encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
 from research.__main__ import COMMANDS as RESEARCH
+from research.ablate.options import AblateConfig
 from research.reproduce.papers import read_tables
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
@@ -36,9 +37,10 @@ TEXTS = {name: path.read_text() for name, path in PAGES.items()}
 
 def check_ours(arguments: list[str], program: str = "debias-diffusion", commands: dict = COMMANDS) -> None:
     """As the command line reads them, up to where the command's work begins; toy models exist."""
-    command, rest = commands, list(arguments)
-    while isinstance(command, dict):
-        command, program = command[rest[0]], f"{program} {rest.pop(0)}"
+    rest = list(arguments)
+    command, program = commands[rest[0]], f"{program} {rest.pop(0)}"
+    if command is evaluations:
+        command, program = evaluations()[rest[0]], f"{program} {rest.pop(0)}"
     words = [word.replace(SDXL, "toy/sdxl") for word in rest]  # checks of some options read the SDXL checkpoint
     with patch.object(encoders, "_find", find_or_assume):
         values = vars(parse(program, command.options, command.example, words))
@@ -73,7 +75,22 @@ PROGRAMS = {
     ("python", "-m", "research"): partial(check_ours, program="python -m research", commands=RESEARCH),
     ("make",): check_make,
 }
-SHELL = {"export", "for", "done", "wait", ".", "srun", "python", "pip", "hf", ".ci/run", "git", "cd"}
+SHELL = {
+    "export",
+    "for",
+    "done",
+    "wait",
+    ".",
+    "srun",
+    "python",
+    "pip",
+    "hf",
+    ".ci/run",
+    "git",
+    "cd",
+    "vllm",
+    "llama-server",
+}
 
 
 def check_command(words: list[str]) -> None:
@@ -84,7 +101,7 @@ def check_command(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if "bash" in {block.language for block in BLOCKS[name]}])
-def test_command_lines_are_understood(page, extended, monkeypatch):
+def test_command_lines_are_understood(page, extended, with_research, monkeypatch):
     monkeypatch.chdir(ROOT)
     if page == "extending.md":
         monkeypatch.chdir(extended)

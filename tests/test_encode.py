@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from debias_diffusion.app import encode
 from debias_diffusion.app.encode import INDEX, encode_captions
-from debias_diffusion.app.options import EncodeConfig
+from debias_diffusion.app.prompt_options import EncodeConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.toyworld.grammar import caption
@@ -127,6 +127,19 @@ def test_files_of_others_stay_unless_they_may_be_replaced(tmp_path):
         run(tmp_path, to, overwrite=True)
         assert path.read_bytes() != before
         run(tmp_path, to)
+
+
+def test_an_old_file_of_a_caption_that_is_left_out_is_removed(tmp_path, capsys):
+    """kohya's scripts would train the image on a caption that is gone; what others wrote stays."""
+    put(tmp_path, {f"{name}.png": SHORT for name in "abcd"})
+    run(tmp_path)
+    np.savez(tmp_path / f"d{SUFFIX}", hidden_state1=np.zeros((77, 768)))
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    for name in "bd":
+        (tmp_path / f"{name}.txt").unlink()
+    run(tmp_path, max_bad=1)
+    assert written(tmp_path).keys() == {f"c{SUFFIX}", f"d{SUFFIX}"}
+    assert f"left out: a{SUFFIX}, b{SUFFIX}\n" in capsys.readouterr().out
 
 
 def metadata(*names: str) -> str:

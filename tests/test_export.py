@@ -24,7 +24,7 @@ from debias_diffusion.encoders.single_file import write_file
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.registry import EVALUATIONS
+from debias_diffusion.eval.registry import with_reports
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustness
 from debias_diffusion.files import json_digest
@@ -147,7 +147,10 @@ def test_scores_of_other_weights_or_broken_ones_do_not_get_into_the_card(tmp_pat
     broken = '{"settings": 3, "recall_percent": 4, "pairs": 5, "digests": 6}'
     for name, content, message in (
         ("nothing.json", "", "holds none of"),
-        *((f"{name}.json", json.dumps(other), f"{name}.json' was measured with another model") for name in EVALUATIONS),
+        *(
+            (f"{name}.json", json.dumps(other), f"{name}.json' was measured with another model")
+            for name in with_reports()
+        ),
         ("retrieval.json", broken, "no result of `debias-diffusion evaluate retrieval`"),
     ):
         (tmp_path / name).write_text(content)

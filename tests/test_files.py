@@ -13,13 +13,13 @@ from debias_diffusion import files
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.contact_sheet import write_contact_sheets
 from debias_diffusion.app.demo.launch import open_app
-from debias_diffusion.app.options import AppConfig, GenerateConfig
+from debias_diffusion.app.prompt_options import AppConfig, GenerateConfig
 from debias_diffusion.app.prompts import read_prompts
 from debias_diffusion.clip.weight_files import read_state
 from debias_diffusion.data.images import ImageFolder
-from debias_diffusion.data.retrieval_sets import read_retrieval_set
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.retrieval_sets import read_retrieval_set
 from debias_diffusion.methods import import_methods
 from debias_diffusion.pipelines.rendering.png import read_settings
 from research.reproduce.papers import Column, read_yaml

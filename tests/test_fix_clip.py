@@ -18,7 +18,6 @@ from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import checkpoint, config
 from safetensors.torch import load_file
 
-from debias_diffusion.app.ablate import AblateConfig, ablate
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.clip.regional_prompts import MASKS, PromptSettings
@@ -34,6 +33,7 @@ from debias_diffusion.training.config import RECIPE_OPTIONS
 from debias_diffusion.training.feature_cache import frozen_tower
 from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
+from research.ablate.command import AblateConfig, ablate
 
 GROUPS, COMPONENTS = 2, 3
 WITH_GROUPS, WITH_PROMPTS = {"groups": GROUPS, "first_group": 1}, {"prompts": PROMPTS}

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import CLIPTextModel
 
 from debias_diffusion.app.generate import generate
-from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.encoders.spec import load_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest

@@ -11,7 +11,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from debias_diffusion.app.generate import generate
-from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.app.like import take_settings
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.rendering.infotext import read_image
 from debias_diffusion.pipelines.rendering.png import read_settings
@@ -181,7 +182,7 @@ def test_damaged_and_hostile_files_get_one_clear_error(tmp_path, name):
     with pytest.raises(
         UserError, match=r"in the image 'a.png' cannot be read: .*Give a PNG|must be|no prompt that is read"
     ):
-        GenerateConfig(None, "toy/sdxl", like=str(path))
+        take_settings(GenerateConfig(None, base="toy/sdxl", like=str(path)))
 
 
 def test_a_long_line_is_read_in_time(tmp_path):
@@ -202,9 +203,9 @@ def test_an_image_of_this_package_is_drawn_again(tmp_path, capsys):
     assert again.read_bytes() == path.read_bytes()
     assert f"From {path}: clip_skip '3'" in capsys.readouterr().out
     given = {"seed": 0, "sharpen": 1.0, "karras": False, "reading": "overlap", "prompt": "a star"}
-    config = GenerateConfig(like=str(path), **where, **given)
+    config = take_settings(GenerateConfig(like=str(path), **where, **given))
     assert {name: getattr(config, name) for name in given} == given and config.steps == 2
-    assert not config.taken.keys() & given.keys()
+    assert not re.search(rf": ({'|'.join(given)}) ", capsys.readouterr().out)
 
 
 def test_an_image_of_another_program_is_drawn_as_it_reads(tmp_path, sdxl_folder, capsys):

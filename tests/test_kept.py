@@ -10,7 +10,7 @@ from helpers.training_runs import lines_of, without_clock
 from PIL import Image
 
 from debias_diffusion.app.generate import generate
-from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.training.loop import train
 

@@ -24,9 +24,9 @@ from helpers.draw import LONG, SHORT, draw
 from helpers.tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion import encode_texts, last_states
+from debias_diffusion.app import sheet
 from debias_diffusion.app.demo.request import Request
-from debias_diffusion.app.options import CheckConfig, GenerateConfig, ShowcaseConfig
-from debias_diffusion.app.showcase import command as showcase
+from debias_diffusion.app.prompt_options import CheckConfig, GenerateConfig
 from debias_diffusion.eval.options import FollowingConfig, GenerationConfig
 from debias_diffusion.pipelines import (
     LongPromptOptions,
@@ -339,8 +339,7 @@ def test_every_option_of_an_image_arrives(door):
         assert changed[name] == CHANGES[name] != plain[name], name
 
 
-@pytest.mark.parametrize("config", [CheckConfig, ShowcaseConfig])
-def test_every_option_of_check_and_showcase_arrives(config, monkeypatch, tmp_path):
+def test_every_option_of_check_arrives(monkeypatch, tmp_path):
     """In each of the four ways that they draw, by `generate`."""
     drawn = []
 
@@ -349,9 +348,9 @@ def test_every_option_of_check_and_showcase_arrives(config, monkeypatch, tmp_pat
         (tmp_path / config.output).mkdir(exist_ok=True)
         (tmp_path / config.output / "index.jsonl").write_text("")
 
-    monkeypatch.setattr(showcase, "generate", draw_none)
-    given = {name: value for name, value in CHANGES.items() if name in {field.name for field in fields(config)}}
-    showcase.draw_ways(config(**BASE, output=str(tmp_path), limit=1, **given))
+    monkeypatch.setattr(sheet, "generate", draw_none)
+    given = {name: value for name, value in CHANGES.items() if name in {field.name for field in fields(CheckConfig)}}
+    sheet.draw_ways(CheckConfig(**BASE, output=str(tmp_path), **given), ["a cat"])
     sharpened_way = drawn.pop()
     assert {name: getattr(sharpened_way, name) for name in given} == given
     assert {(each.sharpen, each.sharpen_sentences) for each in drawn} == {(1.0, 1.0)} and len(drawn) == 3

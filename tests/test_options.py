@@ -7,60 +7,71 @@ from typing import get_type_hints
 import pytest
 
 from debias_diffusion.app import options as app
+from debias_diffusion.app import prompt_options as prompts
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import options as evaluate
+from debias_diffusion.eval.all_options import AllConfig, ReportConfig
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
+from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.training.config import TrainConfig
-from research.options import ColaConfig, ReproduceConfig
+from research.ablate.options import AblateConfig
+from research.evaluations.options import ClassificationConfig, ExamplesConfig, GrowthConfig, MapsConfig
+from research.options import ColaConfig, JudgeConfig, ReproduceConfig
+from research.showcase.options import ShowcaseConfig
+from research.synthesize.options import SynthesizeConfig
 
 NAN, INFINITY = float("nan"), float("inf")
 CLIP = {"encoders": ["toy/clip"], "output": "o"}
 # Of each class, options that can be used.
 USABLE = {
-    app.AblateConfig: {"model": "m", "output": "runs/o", "data": "d"},
+    AblateConfig: {"model": "m", "output": "runs/o", "data": "d"},
     app.AlignConfig: {"base": "b", "data": "d", "output": "o", "encoder": "e"},
-    evaluate.AllConfig: {},
-    app.AppConfig: {},
+    AllConfig: {},
+    prompts.AppConfig: {},
     evaluate.AttentionConfig: CLIP | {"prompt": "a star"},
-    app.CheckConfig: {"base": "toy/sdxl"},
-    evaluate.ClassificationConfig: CLIP | {"dataset": "cifar-10", "data": "d"},
+    prompts.CheckConfig: {"base": "toy/sdxl"},
+    ClassificationConfig: CLIP | {"dataset": "cifar-10", "data": "d"},
     ColaConfig: CLIP | {"data": "d", "images": "i"},
     evaluate.DriftConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
     app.ExportConfig: {"model": "m", "output": "o"},
-    evaluate.FollowingConfig: CLIP | {"prompts": "p.txt", "judge": "j", "base": "toy/sdxl"},
-    app.GenerateConfig: {"prompt": "a star", "base": "toy/sdxl"},
+    ExamplesConfig: CLIP | {"data": "d"},
+    GrowthConfig: CLIP | {"data": "d"},
+    MapsConfig: CLIP | {"image": "i", "text": "t"},
+    evaluate.FollowingConfig: CLIP | {"prompts": "p.txt", "judge": "j", "server": "http://s", "base": "toy/sdxl"},
+    prompts.GenerateConfig: {"prompt": "a star", "base": "toy/sdxl"},
     evaluate.GenerationConfig: CLIP | {"base": "toy/sdxl", "data": "d"},
-    evaluate.JudgeConfig: {"labels": "l", "judge": "j", "output": "o"},
+    JudgeConfig: {"labels": "l", "judge": "toy/checker", "output": "o"},
     app.QuickstartConfig: {},
-    evaluate.ReportConfig: {"folder": "f"},
+    ReportConfig: {"folder": "f"},
     ReproduceConfig: {"target": ["table-S4"]},
     evaluate.RetrievalConfig: CLIP | {"data": "d"},
     evaluate.RobustnessConfig: CLIP | {"data": "d"},
     app.ShardsConfig: {"data": "d", "output": "o"},
-    app.ShowcaseConfig: {"base": "b"},
-    app.SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
+    ShowcaseConfig: {"base": "b"},
+    SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
     TrainConfig: {"data": "d", "output": "o", "model": "toy/clip"},
 }
 # Rules between options, and what an option may be; ranges of numbers are below.
 REFUSED = [
-    (app.AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
-    (app.AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
+    (AblateConfig, {"limit": 0}, "limit is 0, but must be a whole number, at least 1, or null."),
+    (AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
     (app.AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
-    (evaluate.AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
+    (AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
     (evaluate.AttentionConfig, {"prompt": None}, "no data and no benchmark"),
-    (app.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
+    (prompts.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (evaluate.FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes"),
+    (evaluate.FollowingConfig, {"server": None}, "'j' needs a server"),
     (evaluate.DriftConfig, {"encoders": ["toy/clip", "separate:toy/clip"]}, "none twice"),
     (evaluate.GenerationConfig, {"layer": "first"}, "layer is 'first', but must be penultimate or last."),
     (evaluate.GenerationConfig, {"encoders": ["chunks:toy/clip"]}, "reads long prompts: overlap, separate, cut"),
     (evaluate.RetrievalConfig, {"data": None, "dataset": ["coco"]}, "Given is dataset ['coco']"),
     (app.ExportConfig, {"to": "modular"}, "Leave out --model"),
-    (app.GenerateConfig, {"encoder": "cut:toy/clip", "reading": "separate"}, "both say how prompts are read"),
-    (app.GenerateConfig, {"prompt": None}, "not neither"),
+    (prompts.GenerateConfig, {"encoder": "cut:toy/clip", "reading": "separate"}, "both say how prompts are read"),
+    (prompts.GenerateConfig, {"prompt": None}, "not neither"),
     (ReproduceConfig, {"target": []}, "Give a table"),
-    (app.SynthesizeConfig, {"images": None}, "Neither data nor images"),
-    (app.SynthesizeConfig, {"data": "toy/test"}, "are no files"),
+    (SynthesizeConfig, {"images": None}, "Neither data nor images"),
+    (SynthesizeConfig, {"data": "toy/test"}, "are no files"),
     (TrainConfig, {"seed": 2**32}, "seed is 4294967296, but must be a whole number, from 0 to 4294967295."),
     (TrainConfig, {"betas": (0.9, 1.0)}, "betas is (0.9, 1.0), but must be 2 values, each a number, at least 0 and"),
     (TrainConfig, {"recipe": "debiased"}, "Did you mean debias-clip"),
@@ -76,12 +87,12 @@ def test_options_that_cannot_be_used_are_explained(options, changes, message):
 
 @pytest.mark.parametrize("options", USABLE)
 def test_every_option_is_explained(options):
-    text = "".join(cls.__doc__ or "" for cls in options.__mro__)
+    text = "".join(cls.__doc__ or "" for cls in (*options.__mro__, LongPromptOptions))
     assert [name for name in options.__dataclass_fields__ if f"\n        {name}: " not in text] == []
 
 
 MAY_BE_ZERO = set(
-    "seed seeds workers validation keep_best examples warmup weight_decay eps betas max_bad beta guidance_scale "
+    "seed seeds workers validation keep_best warmup weight_decay eps betas max_bad beta guidance_scale "
     "denoising keep_states keep_features keep_positions components short_weight label_smoothing".split()
 )
 FIX_CLIPS = {part.name for part in fields(METHODS["fix-clip"])} - {part.name for part in fields(METHODS["debias-clip"])}

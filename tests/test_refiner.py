@@ -84,11 +84,11 @@ def test_the_refiner_reads_the_whole_prompt_as_it_was_trained(base, refiner, mon
 
 def test_everything_that_is_kept_names_the_refiner(base, refiner, tmp_path):
     file, settings = tmp_path / "a.png", {"steps": STEPS, "output": str(tmp_path / "a.png")}
-    generate(GenerateConfig(SHORT, base, refiner=refiner, **settings))
+    generate(GenerateConfig(SHORT, base=base, refiner=refiner, **settings))
     assert read_settings(file)["refiner"] == refiner and len(read_settings(file)["refiner_sha256"]) == 64
     with pytest.raises(UserError, match="is another image: refiner"):
-        generate(GenerateConfig(SHORT, base, **settings))
-    generate(GenerateConfig(SHORT, base, **settings, overwrite=True))
+        generate(GenerateConfig(SHORT, base=base, **settings))
+    generate(GenerateConfig(SHORT, base=base, **settings, overwrite=True))
     assert "refiner" not in read_settings(file)
     config = GenerationConfig(["original"], str(tmp_path / "out"), data="", base=base, steps=STEPS, refiner=refiner)
     processes, tasks = Processes.connect("cpu"), [image_task(config, "0", SHORT, 0)]

@@ -1,27 +1,21 @@
 """Recall at k against brute force and closed forms, and a retrieval evaluation on real photographs."""
 
-import html
 import json
-import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import skimage
 import torch
 from helpers.literal import literal_ranks
 from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
-from helpers.tiny_data import entry
 from helpers.training_runs import config as train_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
-from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.export import export
-from debias_diffusion.app.options import AblateConfig, ExportConfig
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_data_file
 from debias_diffusion.data.retrieval import recall_at_k, recall_ranks
@@ -37,6 +31,8 @@ from debias_diffusion.eval.intervals import hits_interval
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.files import path_digest
 from debias_diffusion.training.loop import train
+from research.ablate.command import ablate
+from research.ablate.options import AblateConfig
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
@@ -200,36 +196,3 @@ def test_held_out_pairs_are_those_that_no_encoder_has_seen(lineage, world, tmp_p
     for name, message in (("ablated", "Each of the 24 pairs of .*: ablated"), ("base", "None of the encoders was")):
         with pytest.raises(UserError, match=message):
             evaluated(first, name, held_out=True)
-
-
-HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} red square"
-COUNT = 12
-
-
-def test_the_page_shows_the_captions_and_both_images_escaped(tmp_path):
-    random = np.random.default_rng(0)
-    (tmp_path / "images").mkdir()
-    names, captions = ([text.format(index) for index in range(COUNT)] for text in ("{} & <b>.png", "{} red square"))
-    captions = [f"{HOSTILE} {caption}" for caption in captions]
-    for name in names:
-        Image.fromarray(random.integers(0, 256, (40, 400, 3), dtype=np.uint8)).save(tmp_path / "images" / name)
-    (tmp_path / "data.json").write_text(json.dumps([*map(entry, names, captions)]))
-    tokenizer = byte_tokenizer(77)
-    encoders = [save_tiny_clip(tmp_path / name, seed=seed, tokenizer=tokenizer) for seed, name in enumerate("ab")]
-    given = {"data": str(tmp_path / "data.json"), "images": str(tmp_path / "images")}
-    evaluate_retrieval(settings_of(tmp_path, *encoders, **given, examples=COUNT))
-    page = (tmp_path / "out" / "retrieval_examples.html").read_text()
-    assert "<script" not in page and "<b>" not in page and "{{ 7 * 7 }}" in page
-    first = []  # by encoder, the image that each caption has first
-    records, images = read_data_file(given["data"]).records, ImageFolder(given["images"])
-    for name in encoders:
-        features = one_by_one(load_backbone(name).eval(), records, images)
-        of_images, of_texts = (torch.nn.functional.normalize(part, dim=1) for part in features)
-        first.append((of_texts @ of_images.T).argmax(dim=1).tolist())
-    right = [index for index, (a, b) in enumerate(zip(*first, strict=True)) if a == index != b]
-    section = page.split("<h2>")[1]
-    assert section.startswith("a is right, b is wrong</h2>") and f"<p>{len(right)} of {COUNT} captions" in section
-    for article, index in zip(section.split("<article>")[1:], right, strict=True):
-        assert html.unescape(re.search("<p>(.*?)</p>", article)[1]) == captions[index]
-        drawn = [html.unescape(name) for name in re.findall(r"<br>(.*?)</figcaption>", article)]
-        assert drawn == [names[index], names[first[1][index]]]

@@ -5,15 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.coco_cn import coco_cn, draw, write
+from helpers.benchmarks import check_benchmark, lay_out, write
 from helpers.tiny_clip import save_tiny_clip
 from helpers.tiny_data import entry
 
-from debias_diffusion.data import retrieval_sets
-from debias_diffusion.data.retrieval_sets import BENCHMARKS, COCO_CN_FILE, SHAREGPT4V_FILE, read_retrieval_set
 from debias_diffusion.data.seen import SEEN
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval import retrieval_sets
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
+from debias_diffusion.eval.retrieval_sets import SHAREGPT4V_FILE, read_retrieval_set
 
 ALL = ("train", "val", "test")
 
@@ -52,19 +52,6 @@ def karpathy(*splits: str) -> tuple[dict, dict, str]:
     images = [{"filename": name, "split": split, "sentences": sentences[name]} for name, split in names.items()]
     expected = {name: captions[name] for name, split in names.items() if split in splits}
     return {"dataset_flickr30k.json": {"images": images, "dataset": "flickr30k"}}, expected, "flickr30k-images"
-
-
-def flickr30k_cna(*splits: str) -> tuple[dict, dict, str]:
-    """A file of captions in each of train/, val/ and test/, where keys have another form."""
-    paths = ("train/flickr30k_cna_train.txt", "val/flickr30k_cna_val.txt", "test/flickr30k_cn_test.txt")
-    files, expected = {}, {}
-    for number, (split, path) in enumerate(zip(ALL, paths, strict=True)):
-        of_split = {i: [f"第{n}个人， {i}。" for n in range(5)] for i in (622 + 2 * number, 623 + 2 * number)}
-        ending = "#zhb#{}" if split == "test" else ""
-        lines = (f"{i}{ending.format(n)}\t{text}\n" for i, texts in of_split.items() for n, text in enumerate(texts))
-        files[path] = "".join(lines)
-        expected |= {f"{image}.jpg": texts for image, texts in of_split.items()} if split in splits else {}
-    return files, expected, "flickr30k-images"
 
 
 FLICKR = ("1000092795.jpg", "10002456.jpg")
@@ -135,34 +122,12 @@ LAYOUTS = {
     ),
     "flickr30k-test": karpathy("test"),
     "flickr30k-karpathy": karpathy(*ALL),
-    "flickr30k-cna-val": flickr30k_cna("val"),
-    "flickr30k-cna-test": flickr30k_cna("test"),
-    "flickr30k-cna-all": flickr30k_cna(*ALL),
-    "recos-v1": (
-        {
-            "recos_v1.json": [
-                {"image": "1.jpg", "caption": ["Four  elephants."]},
-                {"image": "2.jpg", "caption": ["Five elephants."]},
-                {"image": "1.jpg", "caption": "A herd."},
-            ]
-        },
-        {"1.jpg": ["Four elephants.", "A herd."], "2.jpg": ["Five elephants."]},
-        "images",
-    ),
 }
-COCO_CN = {"coco-cn-val": ("val",), "coco-cn-test": ("test",), "coco-cn-all": ALL}
 
 
 def lay(name: str, root: Path) -> dict:
     """Writes a benchmark. Returns {image: captions} in its order."""
-    if name in COCO_CN:
-        return coco_cn(root, COCO_CN[name])
-    files, expected, images = LAYOUTS[name]
-    for path, content in files.items():
-        write(root / path, content if isinstance(content, str) else json.dumps(content))
-    for number, image in enumerate(expected):
-        draw(root / images / image, number)
-    return expected
+    return lay_out(root, *LAYOUTS[name])
 
 
 @pytest.fixture(autouse=True)
@@ -171,18 +136,9 @@ def fewer_of_sharegpt4v(monkeypatch):
     monkeypatch.setattr(retrieval_sets, "SHAREGPT4V_HELD_OUT", 3)
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_benchmark_in_its_authors_layout(name, tmp_path):
-    expected = lay(name, tmp_path)
-    read = read_retrieval_set(name, tmp_path)
-    assert read.bad == [] and read.images == list(expected)
-    assert read.captions == [caption for captions in expected.values() for caption in captions]
-    assert [read.images[i] for i in read.image_of] == [image for image, texts in expected.items() for _ in texts]
-    assert {read.source.open(image).size for image in read.images} == {(32, 32)}
-    last = read.select([len(read.images) - 1])
-    assert (last.images, last.captions) == (read.images[-1:], expected[read.images[-1]])
-    assert last.image_of == [0] * len(last.captions)
-    assert last.digest() != read.digest() == read_retrieval_set(name, str(tmp_path)).digest()
+    check_benchmark(name, tmp_path, lay(name, tmp_path))
 
 
 # (benchmark, file or folder, None: removed, else (old, new) or all of its text, message)
@@ -194,7 +150,6 @@ FAULTS = [
     ("docci", "docci_descriptions.jsonlines", '{"split": "val"}', "no usable record.*: split"),
     ("flickr30k-test", "dataset_flickr30k.json", '[{"image": "1.jpg"}]', "a list, not a dict.*'images'"),
     ("iiw", "DCI_Test/data.jsonl", ('"IIW"', '"no"'), "DCI_Test/.*line 1.*no caption.*: IIW, image"),
-    ("coco-cn-test", COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n", "coco-cn_test.txt, line 2 .*no caption"),
 ]
 
 
@@ -220,7 +175,7 @@ def test_what_cannot_be_decoded_is_left_out_and_named(tmp_path):
 
 
 def test_benchmarks_are_found_below_a_folder_and_misspelt_ones_named(tmp_path):
-    for name, folder in {"coco-cn-val": "coco-cn", "long-dci": "dci", "urban1k": "."}.items():
+    for name, folder in {"coco-five": "coco", "long-dci": "dci", "urban1k": "."}.items():
         lay(name, tmp_path / folder)
         assert retrieval_sets.find_root(name, tmp_path).resolve() == (tmp_path / folder).resolve()
     for name, root, message in (("urban", ".", "Did you mean urban1k"), ("coco", "nowhere", "in none of .*'nowhere'")):

@@ -11,9 +11,8 @@ from helpers.tiny_clip import byte_tokenizer, save_tiny_clip
 from helpers.tiny_data import caption, make_tiny_data
 from PIL import Image
 
-from debias_diffusion.data.caption_edits import EDITS, LOSING, beginning, edit_caption
 from debias_diffusion.encoders.loading import load_backbone
-from debias_diffusion.eval.growth import correlations, in_order
+from debias_diffusion.eval.caption_edits import EDITS, LOSING, edit_caption
 from debias_diffusion.eval.intervals import hits_interval, paired_difference
 from debias_diffusion.eval.options import RobustnessConfig
 from debias_diffusion.eval.retrieval import DIRECTIONS
@@ -41,21 +40,6 @@ def test_edits_of_one_to_five_sentences(edit):
     for length, digits in enumerate(EDITED[edit].split(), 1):
         expected = " ".join(["This is a photo.", *sentences][int(digit)] for digit in digits)
         assert edit_caption(" ".join(sentences[:length]), edit) == expected
-
-
-def test_beginnings_are_nested_and_end_with_sentences():
-    ends = [[len(beginning(part, 3, list("123456"[:n]))) for part in (1, 2, 3)] for n in range(1, 7)]
-    assert ends == [[1, 1, 1], [1, 2, 2], [1, 2, 3], [2, 3, 4], [2, 4, 5], [2, 4, 6]]
-    assert beginning(1, 2, list("12345")) == list("123")
-
-
-def test_growth_in_closed_form():
-    rising, falling, equal, noise = [0.1, 0.2, 0.3], [0.3, 0.2, 0.1], [0.2, 0.2, 0.2], [0.2, 0.2 + 5e-7, 0.2 + 9e-7]
-    bent, steep = [0.1, 0.3, 0.2], [0.0, 0.1, 0.9]  # sqrt(1/4) and sqrt(243/292)
-    similarities = np.array([rising, falling, equal, noise, bent, steep]).T
-    assert correlations(similarities) == pytest.approx([1, -1, 0, 0, 0.5, np.sqrt(243 / 292)])
-    assert in_order(similarities).tolist() == [100, 0, 0, 0, 0, 100]
-    assert in_order(similarities[:2]).tolist() == [100, 0, 0, 0, 100, 100]
 
 
 @pytest.mark.filterwarnings("error")  # samples may hold nothing to divide by
@@ -112,12 +96,10 @@ def by_hand(name: str, several) -> tuple[dict, dict]:
 
 def test_numbers_equal_brute_force_with_several_captions_an_image(several):
     report, config = several.report, several.config
-    lengths = [len(split_sentences(text)) for texts in several.captions.values() for text in texts]
     assert (report["images"], report["captions"], report["one_sentence_captions"]) == (5, 15, 1)
     assert "1 of 15 captions have a single sentence" in report["notes"][0]
     for name, numbers in zip(config.encoders, report["encoders"].values(), strict=True):
         hits, cosines = by_hand(name, several)
-        assert numbers["growth"]["correlation of 4"]["captions"] == sum(length >= 4 for length in lengths) > 1
         found = {
             edit: {way: np.mean([one[way] for one in variants], axis=0) for way in DIRECTIONS}
             for edit, variants in hits.items()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from debias_diffusion.app.demo.models import DemoModels
 from debias_diffusion.app.generate import generate
-from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.app.tokens import load_tokenizers
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.errors import UserError

@@ -9,7 +9,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld.checker import compare, read_image
 from debias_diffusion.toyworld.pairs import write_pairs
 
-NAMES = ["toy/test", "toy/train-2", "toy/short-test", "toy/referring-test", "toy/short-referring-test-2"]
+NAMES = ["toy/test", "toy/train-2", "toy/short-test", "toy/short-test-2"]
 
 
 def test_the_scenes_are_those_that_write_pairs_writes(tmp_path):
@@ -50,6 +50,8 @@ def test_only_scenes_of_the_split_are_there(image):
         ("toy/train", "have learned from.*, toy/train-2"),
         ("toy/tset", "Did you mean toy/test.*a suffix"),
         ("toy/test/000012", "no file or folder"),
+        ("toy/referring-test", "found in a checkout of the project: `python -m research evaluate generation"),
+        ("toy/smart-clip-test", "no file or folder"),
     ],
 )
 def test_other_names_are_refused_with_what_to_do(name, message):

@@ -16,9 +16,9 @@ from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld import shipped
 from debias_diffusion.toyworld.checker import UNCLEAR, compare, read_image
-from debias_diffusion.toyworld.grammar import STYLES, short_prompt
 from debias_diffusion.toyworld.render import SIZE, render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing, draw_scene
+from research.referring.grammar import STYLES, short_prompt
 
 LABELLED = Path(__file__).parent / "labelled"
 scenes = st.integers(0, 2**40).map(lambda seed: draw_scene(random.Random(seed), 1, 9))

@@ -66,11 +66,11 @@ def test_a_family_of_scenes_is_drawn_whole():
     mentions, families = [{place: n for n, place in enumerate(PLACES)}], [number // 4 for number in range(240)]
     single = coins(0, 0.7), coins(1, 0.3)
     fours = [[each for each in shown for _ in range(4)] for shown in single]
-    numbers = objects_numbers(fours[0], mentions * 240, None, families)
+    numbers = objects_numbers(fours[0], mentions * 240, families)
     for score, number in objects_numbers(single[0], mentions * 60).items():
         if isinstance(number, dict):
             assert numbers[score] == pytest.approx(number)
     line, *lines = numbers["objects_right_by_sentence"]
     assert line["high"] - line["low"] > 0 and len(lines) == 8
-    found, expected = compare_objects(*fours, mentions * 240, None, families), compare_objects(*single, mentions * 60)
+    found, expected = compare_objects(*fours, mentions * 240, families), compare_objects(*single, mentions * 60)
     assert all(found[score] == pytest.approx(line) for score, line in expected.items()) and len(found) == 6

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import read_file
 
-from ..options import AppConfig
+from ..prompt_options import AppConfig
 
 MOST_WAITING = 100  # requests in the queue
 MOST_UPLOAD = "32mb"  # more than the largest image has uncompressed

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from html import escape
+from itertools import islice
 from math import sqrt
 from typing import Any, Literal, get_args
 
@@ -21,13 +22,15 @@ from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene
 
-from ..prompts import parse_seed
-from .examples import examples
+from ..prompts import parse_seed, sheet_prompts
 from .models import DemoModels
 from .reading import attention, count_tokens, movement
 from .rendering import RenderedImage, render_request
 from .request import MOST_IMAGES, MOST_SCENES, Request, demo_scene, from_image, scene_of
 
+# Numbers of the toy world's scenes; None for a random one. The encoders differ on the third as on average, see
+# benchmarks/demo_prompt.py.
+SCENES = {"Two rings": 3, "Six on black": 5, "Circles and a star": 14, "Random scene": None}
 TITLE = "See what your encoder reads"
 TYPES = [".png", ".jpg", ".jpeg", ".webp"]  # whose settings are read
 KEPT = (300, 3600)  # seconds: every 300, files older than an hour are deleted
@@ -96,7 +99,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 hint = "A long prompt of several sentences"
                 prompt = gr.Textbox(label="Prompt", lines=6, max_lines=16, placeholder=hint)
                 with gr.Row():
-                    named = examples(models) | ({"Random scene": None} if models.is_toy else {})
+                    named = SCENES if models.is_toy else dict(islice(sheet_prompts().items(), 2))
                     chosen = [(gr.Button(name, size="sm", min_width=90), example) for name, example in named.items()]
                 encoders = gr.CheckboxGroup(
                     endpoints.titled("overlap"), value=models.labels, label="Encoders to compare"
@@ -212,9 +215,9 @@ class _Endpoints:
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             request = Request(
-                prompt, encoders, negative_prompt, parse_seed(seed), images, scheduler, emphasis or None, reading,
-                scene, steps=steps, guidance_scale=guidance_scale, height=height, width=width, sharpen=sharpen,
-                sharpen_sentences=sharpen_sentences,
+                prompt, encoders, negative_prompt, parse_seed(seed), images, emphasis or None, reading, scene,
+                scheduler=scheduler, steps=steps, guidance_scale=guidance_scale, height=height, width=width,
+                sharpen=sharpen, sharpen_sentences=sharpen_sentences,
             )  # fmt: skip
             toy_scene = scene_of(scene, prompt)
             shown, started = _reference(toy_scene), time.monotonic()

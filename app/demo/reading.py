@@ -7,18 +7,18 @@ from typing import Literal
 import torch
 from transformers import CLIPTokenizer
 
-from debias_diffusion.data.caption_edits import swap_first
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.caption_edits import swap_first
 from debias_diffusion.methods.sampling import join_sentences
 from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.text.chunks import Chunk
-from debias_diffusion.text.prompt import read
+from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import CaptionTokenizer, clean
 
 from ..prompts import check_prompt
 from .models import DemoModels
-from .request import Request, check_text_settings, without_weights
+from .request import Request, check_texts, read_texts
 
 ReadBy = Literal["all", "some", "none"]
 MOST_SENTENCES = 40  # removed in turn: each takes a run of every encoder
@@ -31,11 +31,13 @@ class PromptReading:
     Attributes:
         ids: the prompt's tokens, without BOS and EOS.
         chunks: what it reads at once, by token numbers from 0, in order; at least one.
+        text: the prompt as it is tokenized.
         warnings: what the prompt holds that is not read, in sentences.
     """
 
     ids: list[int]
     chunks: list[Chunk]
+    text: str
     warnings: tuple[str, ...] = ()
 
     @property
@@ -56,15 +58,12 @@ class PromptReading:
 
 
 def read_prompt(
-    models: DemoModels, label: str, request: Request, tokenizer: CLIPTokenizer | None = None
+    models: DemoModels, label: str, prompt: str, options: LongPromptOptions, tokenizer: CLIPTokenizer | None = None
 ) -> PromptReading:
-    """How an encoder reads the prompt of a request, by its tokenizer or another one of its vocabulary."""
-    options, pipe = request.options(models, label), models.encoders[label]
-    context_length = pipe.text_encoder.config.max_position_embeddings
-    encoders = [(tokenizer or pipe.tokenizer, context_length)]
-    plan = read([cleaned(request.prompt, options)], None, encoders, options)
+    """How an encoder reads a prompt, see `read_texts`."""
+    plan = read_texts(models, label, options, cleaned(prompt, options), tokenizer=tokenizer)
     part = plan.prompts.encoders[0].parts[0]
-    return PromptReading(part.tokens.ids + part.rest, part.chunks, tuple(plan.unread.values()))
+    return PromptReading(part.tokens.ids + part.rest, part.chunks, plan.text, tuple(plan.unread.values()))
 
 
 def count_tokens(
@@ -82,22 +81,26 @@ def count_tokens(
     Raises:
         UserError: the prompt is too long, a weight is infinite, or no encoder is chosen.
     """
-    check_text_settings(request, models)
-    options = request.options(models, request.encoders[0])
-    text = cleaned(without_weights(request.prompt, options), replace(options, emphasis="none"))
+    options = check_texts(request, models)
+    readings = {
+        label: read_prompt(models, label, request.prompt, of_label, models.counter)
+        for label, of_label in options.items()
+    }
+    text = next(iter(readings.values())).text
     offsets = models.counter.backend_tokenizer.encode(text, add_special_tokens=False).offsets
     starts = [0, *(start for start, _ in offsets[1:])] if offsets else []
-    readings = {label: read_prompt(models, label, request, models.counter) for label in request.encoders}
     ends = [reading.read for reading in readings.values()]
     tokens = [
         (text[start:end], "all" if place < min(ends) else "some" if place < max(ends) else "none")
         for place, (start, end) in enumerate(pairwise([*starts, len(text)]))
     ]
-    return tokens, len(_sentences(models, request)), readings
+    return tokens, len(_sentences(models, request, options)), readings
 
 
-def _sentences(models: DemoModels, request: Request) -> list[str]:
-    text = without_weights(request.prompt, request.options(models, request.encoders[0]))
+def _sentences(models: DemoModels, request: Request, options: dict[str, LongPromptOptions]) -> list[str]:
+    """Of the prompt as it is written, without signs of weights."""
+    label = request.encoders[0]
+    text = read_texts(models, label, options[label], request.prompt, tokenizer=models.counter).text
     return [sentence for sentence in split_sentences(text) if clean(sentence)]
 
 
@@ -115,11 +118,10 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
     """
     from debias_diffusion.eval.attention import CaptionReader, look_at_tokens  # matplotlib takes a while to import
 
-    check_text_settings(request, models)
     check_prompt(request.prompt)
     shares = {}
-    for label in request.encoders:
-        pipe, reading = models.encoders[label], read_prompt(models, label, request)
+    for label, options in check_texts(request, models).items():
+        pipe, reading = models.encoders[label], read_prompt(models, label, request.prompt, options)
         if not reading.ids:
             raise UserError(f"The prompt {request.prompt[:80]!r} holds no words. Give some text.")
         captions = CaptionTokenizer(pipe.tokenizer, pipe.text_encoder.config.max_position_embeddings)
@@ -151,9 +153,9 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
     Raises:
         UserError: the prompt is empty or too long, or no encoder is chosen.
     """
-    check_text_settings(request, models)
     check_prompt(request.prompt)
-    sentences = _sentences(models, request)
+    options = check_texts(request, models)
+    sentences = _sentences(models, request, options)
     if len(sentences) < 2:
         return []
     edits = [("", "", sentences), (f"sentences 1 and {min(4, len(sentences))} swapped", "", swap_first(4, sentences))]
@@ -164,7 +166,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
     def embedding(label: str, parts: list[str]) -> tuple[list[list[int]], torch.Tensor]:
         """The ids that an encoder reads in each chunk, and the mean of their embeddings."""
         encoder, tokenizer = models.encoders[label].text_encoder, models.encoders[label].tokenizer
-        reading = read_prompt(models, label, replace(request, prompt=join_sentences(parts), emphasis="none"))
+        reading = read_prompt(models, label, join_sentences(parts), replace(options[label], emphasis="none"))
         rows, features = [[reading.ids[at] for at in chunk.read] for chunk in reading.chunks], []
         for ids in rows:
             row = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]

@@ -4,7 +4,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,13 +13,13 @@ from PIL import Image
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.rendering.images import encode_batch, read_layout, render_batch
-from debias_diffusion.pipelines.rendering.png import settings_text, write_png
+from debias_diffusion.pipelines.rendering.png import write_png
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
 
-from ..options import AppConfig
+from ..prompt_options import AppConfig
 from .models import DemoModels
 from .reading import read_prompt
-from .request import Request, check, to_settings
+from .request import Request, check
 
 
 class Step(NamedTuple):
@@ -107,6 +107,7 @@ def render_request(
 
 def _render_all(models: DemoModels, request: Request, report: Callable[[Step | RenderedImage], None]) -> None:
     renderer, encoded = request.renderer(models), {}
+    asked = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
     places = [(number, label) for number in range(1, request.images + 1) for label in request.encoders]
 
     def report_step(place: int, step: int, steps: int) -> None:
@@ -116,18 +117,19 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
 
     for place, (number, label) in enumerate(places):
         report_step(place, 0, request.steps)
-        encoder = models.spec(label, request.reading)
-        pipe = renderer.prepare(models.encoders[label], encoder)
+        encoder, seed = models.spec(label, request.reading), request.seed + number - 1
+        pipe, prompt = renderer.prepare(models.encoders[label], encoder), replace(asked, seed=seed)
         if label not in encoded:
-            prompt = ImagePrompt(request.prompt, negative_prompt=request.negative_prompt or None)
-            prompt = renderer.cleaned(encoder, prompt)
-            embeddings = encode_batch(pipe, [prompt], renderer.sampling)
-            encoded[label] = embeddings, read_layout(pipe, prompt, renderer.sampling)
+            cleaned = renderer.cleaned(encoder, prompt)
+            embeddings = encode_batch(pipe, [cleaned], renderer.sampling)
+            encoded[label] = embeddings, read_layout(pipe, cleaned, renderer.sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
         embeddings, layout = encoded[label]
-        seed = request.seed + number - 1
         [image] = render_batch(pipe, embeddings, [seed], renderer.sampling, partial(report_step, place))
         if isinstance(image, str):
             raise UserError(f"The image by {label}, seed {seed}, was not rendered: {image}. Try other settings.")
-        text = settings_text(to_settings(models, request, label, number, layout))
-        report(RenderedImage(label, seed, image, text, read_prompt(models, label, request).in_words()))
+        of_request = {name: getattr(request, name) for name in ("encoders", "images", "scene")}
+        of_request |= {"image": number, "chosen_reading": request.reading, "base": models.base, "encoder": label}
+        text = renderer.png_text(pipe, encoder, prompt, layout, of_request)
+        read = read_prompt(models, label, request.prompt, renderer.options(encoder)).in_words()
+        report(RenderedImage(label, seed, image, text, read))

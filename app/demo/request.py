@@ -1,8 +1,10 @@
 """A request to the demo: every setting that decides its images, its limits, and its way into a PNG and back."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import CLIPTokenizer
 
 from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL
@@ -10,11 +12,10 @@ from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines.rendering.infotext import read_image
 from debias_diffusion.pipelines.rendering.options import ImageOptions
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, runtime_settings
-from debias_diffusion.text.chunks import Emphasis, Reading, join_runs
-from debias_diffusion.text.options import LongPromptOptions, PromptLayout
-from debias_diffusion.text.schedules import MANY_STEPS, text_at
-from debias_diffusion.text.weighting import parse_parts, take_out
+from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
+from debias_diffusion.text.chunks import Emphasis, Reading
+from debias_diffusion.text.options import LongPromptOptions
+from debias_diffusion.text.prompt import Plan, read
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import Scene
 
@@ -47,7 +48,7 @@ class Request(ImageOptions):
     negative_prompt: str = ""
     seed: int = 0
     images: between(int, 1, MOST_IMAGES) = 1
-    scheduler: str = "Euler"
+    scheduler: str = field(default="Euler", kw_only=True)
     emphasis: Emphasis | None = None
     reading: Reading = "overlap"
     scene: int | None = None
@@ -67,10 +68,6 @@ class Request(ImageOptions):
         """The renderer of its images."""
         return models.renderer.with_sampling(Sampling.of(vars(self) | {"scheduler": models.schedulers[self.scheduler]}))
 
-    def options(self, models: DemoModels, label: str) -> LongPromptOptions:
-        """How an encoder reads prompts."""
-        return self.renderer(models).options(models.spec(label, self.reading))
-
 
 def check(request: Request, models: DemoModels, budget: int | None = None) -> Request:
     """The request, with its encoders in the page's order, and its scene only if the prompt is its caption.
@@ -83,8 +80,9 @@ def check(request: Request, models: DemoModels, budget: int | None = None) -> Re
     """
     if request.scheduler not in models.schedulers:
         raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
-    check_text_settings(request, models)
     check_prompt(request.prompt)
+    for label, options in check_texts(request, models).items():
+        read_texts(models, label, options, request.prompt, request.negative_prompt, models.counter)
     parse_seed(parse_seed(request.seed) + request.images - 1)  # of the last image
     request = request.with_defaults(models)
     height, width = models.size
@@ -117,55 +115,38 @@ def scene_of(number: int | None, prompt: str) -> tuple[Scene, Caption] | None:
     return (scene, caption) if caption.text == prompt else None
 
 
-def check_text_settings(request: Request, models: DemoModels) -> None:
-    """Raises UserError for texts (which may be empty) that cannot be used, and without an encoder."""
+def check_texts(request: Request, models: DemoModels) -> dict[str, LongPromptOptions]:
+    """How each encoder of a request reads its texts, which may be empty.
+
+    Raises:
+        UserError: a text is too long or no text, an option cannot be used, or no encoder is chosen.
+    """
     unknown = [repr(label) for label in request.encoders if label not in models.labels]
     if unknown or not request.encoders:
         problem = f"{unknown[0][:80]} is no encoder" if unknown else "No encoder is chosen"
         raise UserError(f"{problem}. Choose at least one of: {', '.join(models.labels)}.")
-    for name in ("prompt", "negative_prompt"):
-        check_text(name.replace("_", " "), getattr(request, name))
-        for label in request.encoders:
-            without_weights(getattr(request, name), request.options(models, label))
+    check_text("prompt", request.prompt)
+    check_text("negative prompt", request.negative_prompt)
+    renderer = request.renderer(models)
+    return {label: renderer.options(models.spec(label, request.reading)) for label in request.encoders}
 
 
-def without_weights(text: str, options: LongPromptOptions) -> str:
-    """A prompt as written, at the first step, without the syntax of weights if they are read.
+def read_texts(
+    models: DemoModels,
+    label: str,
+    options: LongPromptOptions,
+    prompt: str,
+    negative_prompt: str | None = None,
+    tokenizer: CLIPTokenizer | None = None,
+) -> Plan:
+    """How an encoder reads a prompt, by its tokenizer or another one of its vocabulary.
 
-    Raises UserError for one beyond limits.
+    Raises UserError for weights that cannot be read.
     """
-    with explain_failure("The prompt's weights cannot be read"):
-        text, _ = take_out(text, options.reading)
-        text = text_at(text, 1, MANY_STEPS) if options.reading == "a1111" else text
-        parts = parse_parts(text, options.reading, options.weights)
-    return join_runs([run for part in parts for run, _ in part.runs])[0]
-
-
-# ---- in a PNG
-
-
-def to_settings(models: DemoModels, request: Request, label: str, number: int, layout: PromptLayout) -> dict:
-    """The settings of an image as `debias-diffusion generate` writes them, and the rest of the request.
-
-    Args:
-        request: checked.
-        label: the encoder.
-        number: of the image among those of the encoder, from 1.
-        layout: how the prompt was encoded.
-    """
-    return asdict(request) | {
-        "negative_prompt": request.negative_prompt or None,
-        "prompt_2": None,
-        "seed": request.seed + number - 1,
-        "image": number,
-        "base": models.base,
-        "encoder": label,
-        "encoder_2": models.spec(label, request.reading).fitted_second,
-        "reading": models.spec(label, request.reading).reading,
-        "chosen_reading": request.reading,
-        **runtime_settings(models.renderer.device, models.renderer.dtype),
-        **layout.settings(),
-    }
+    pipe = models.encoders[label]
+    encoders = [(tokenizer or pipe.tokenizer, pipe.text_encoder.config.max_position_embeddings)]
+    with explain_failure("The prompt cannot be read"):
+        return read([prompt], [negative_prompt] if negative_prompt else None, encoders, options)
 
 
 def from_image(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:

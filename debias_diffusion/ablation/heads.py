@@ -19,16 +19,12 @@ import torch
 from torch import Tensor
 
 from ..clip.backbone import Backbone
-from ..clip.blocks import after_attention, before_attention, block_forward, causal_attention
-from ..clip.image_tower import ImageTower
-from ..clip.text_tower import TextTower
+from ..clip.blocks import before_attention, block_forward, causal_attention
 from ..errors import UserError, explain_failure
 from ..limits import Tower
-from ..text.tokens import TokenBatch
 from .suppression import Suppressed
 
 TOWERS: tuple[Tower, ...] = get_args(Tower)
-ABLATED = 0.5  # where each head has a beta of its own, those below it count as ablated
 KIND = "suppression"  # of attention, in a model's configuration
 MEAN = "mean"  # of what a search leaves, where heads are replaced by their mean
 
@@ -145,37 +141,6 @@ def suppressed_heads(backbone: Backbone, tower: Tower) -> Ablation | None:
         return None
     with explain_failure("The suppressed heads in the model's configuration cannot be read", "Export it again."):
         return Ablation.of_rows(tower, description["beta"])
-
-
-@torch.inference_mode()
-def head_means(tower: ImageTower | TextTower, batches: Iterable[Tensor | TokenBatch]) -> Tensor:
-    """What each head gives on average over tokens, in the last block over the pooled ones, [blocks, heads, head_dim].
-
-    What texts share, their SOT, counts once for each batch.
-
-    Args:
-        batches: of images as `ImageTower.embed` gives them, or of texts, on the model's device.
-    """
-    blocks = tower.transformer.resblocks
-    totals, counts, last = [torch.zeros((), dtype=torch.double) for _ in blocks], [0] * len(blocks), len(blocks) - 1
-    for batch in batches:
-        packed = tower.pack(batch)
-        states = packed.hidden_states
-        for number, block in enumerate(blocks):
-            query, key, value = before_attention(block, states)
-            if number < last:
-                attended = packed.attend(query, key, value)
-            else:
-                states = packed.pooled(states)
-                if isinstance(tower, TextTower):  # whose attention differs for few queries
-                    attended = packed.attend_last(packed.pooled(query), key, value)
-                else:
-                    attended = packed.pooled(packed.attend(query, key, value))
-            rows = attended.flatten(0, -3)
-            totals[number] = totals[number] + rows.cpu().double().sum(dim=0)
-            counts[number] += len(rows)
-            states = after_attention(block, states, attended)
-    return torch.stack([(total / count).float() for total, count in zip(totals, counts, strict=True)])
 
 
 @torch.no_grad()

@@ -2,13 +2,16 @@
 
 import os
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
 
 from ..errors import UserError, near_matches
 from ..limits import SHAREGPT4V_HELD_OUT
+from ..registry import MOVED, Registry
 from ..toyworld.grammar import Caption, caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import ARRANGEMENTS, SPLITS, Scene, scene
@@ -17,9 +20,30 @@ from .images import digest_of
 from .records import PackedRecords, Record
 
 _PREFIX, _TRAINED_ON = "toy/", "train"
-_SHORT, _REFERRING = "short-", "referring-"  # before a split: within 77 tokens; captions that refer back
-_SPLIT = re.compile(rf"({_SHORT})?({_REFERRING})?((?:{'|'.join(SPLITS)})(?:-[\w-]+)?)")
+_SPLIT = re.compile(rf"((?:[a-z]+-)*?)((?:{'|'.join(SPLITS)})(?:-[\w-]+)?)")
 _IMAGE = re.compile(rf"{_SPLIT.pattern}/(\d+)", re.ASCII)
+
+
+class SceneKind(NamedTuple):
+    """A kind of scenes.
+
+    Attributes:
+        draw: scene number `index` of a split, and its caption: (split, index) -> (scene, caption).
+        in_families: whether the scenes are those of `toyworld.scenes.scene`, of which four hold the same objects.
+    """
+
+    draw: Callable[[str, int], tuple[Scene, Caption]]
+    in_families: bool
+
+
+# By what stands before the name of a split.
+KINDS = Registry(
+    "kind of toy scene",
+    {
+        "": SceneKind(lambda split, index: (scene(split, index), caption(split, index)), in_families=True),
+        "short-": SceneKind(short_prompt, in_families=False),
+    },
+)
 
 
 class ToyScenes:
@@ -51,9 +75,8 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
 
     Args:
         name: `toy/test`, `toy/validation`, `toy/development`, or with a suffix, such as `toy/test-2`, which are other
-            scenes; `toy/train-2` and the like, but not `toy/train` itself. `toy/referring-test` and the like: the same
-            scenes with captions whose sentences refer back. `toy/short-test` and `toy/short-referring-test`: scenes of
-            one to three objects (one or two) with captions of at most 77 tokens.
+            scenes; `toy/train-2` and the like, but not `toy/train` itself. `toy/short-test` and the like: scenes of one
+            to three objects with captions of at most 77 tokens. `KINDS` may have further ones.
 
     Raises:
         UserError: there are no such scenes, or the toy models have learned from them.
@@ -61,14 +84,14 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
     name = os.fspath(name)
     split = name.removeprefix(_PREFIX)
     parts = _SPLIT.fullmatch(split)
-    if not parts or parts[3] == _TRAINED_ON:
-        kinds = ("", _SHORT, _REFERRING, _SHORT + _REFERRING)
-        variants = [f"{_PREFIX}{kind}{known}" for kind in kinds for known in reversed(SPLITS) if known != _TRAINED_ON]
+    if not parts or parts[1] not in {*KINDS, *MOVED} or parts[2] == _TRAINED_ON:
+        variants = [f"{_PREFIX}{kind}{known}" for kind in KINDS for known in reversed(SPLITS) if known != _TRAINED_ON]
         raise UserError(
             f"There is no file or folder {name!r}, and no scenes of that name but those that the models of the package "
             f"have learned from.{near_matches(name, variants, most=1)} The toy world's scenes are "
             f"{', '.join(variants)}; and others by a suffix, such as toy/test-2 or, to train a model, toy/train-2."
         )
+    KINDS.find(parts[1])
     names = [f"{split}/{index:06}" for index in range(SHAREGPT4V_HELD_OUT)]
     records = PackedRecords.pack(Record(image, image, toy_scene(image)[1].text) for image in names)
     return Captions(records, []), ToyScenes(name)
@@ -77,25 +100,23 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
 # One command may read a split several times: captions and stamps are kept, which take most of that time.
 @lru_cache(2 * SHAREGPT4V_HELD_OUT)
 def toy_scene(image: str) -> tuple[Scene, Caption]:
-    """What an image shows, such as "test/000012" or "short-referring-test-2/000012", and its caption.
+    """What an image shows, such as "test/000012" or "short-test-2/000012", and its caption.
 
     Raises:
         ValueError: no scene has this name.
     """
     place = _IMAGE.fullmatch(image)
-    if place is None:
+    if place is None or place[1] not in KINDS:
         raise ValueError(f"{image!r} is no scene of the toy world")
-    short, referring, split, index = *place.groups()[:3], int(place[4])
-    style = "referring" if referring else "plain"
-    return short_prompt(split, index, style) if short else (scene(split, index), caption(split, index, style))
+    return KINDS[place[1]].draw(place[2], int(place[3]))
 
 
 def family(image: str) -> str:
     """The first toy scene with the same objects as this one, which is resampled with it; else the image's own name."""
     place = _IMAGE.fullmatch(image)
-    if place is None or place[1]:  # short scenes are drawn one by one
+    if place is None or place[1] not in KINDS or not KINDS[place[1]].in_families:
         return image
-    return f"{image.partition('/')[0]}/{int(place[4]) // ARRANGEMENTS * ARRANGEMENTS:06}"
+    return f"{image.partition('/')[0]}/{int(place[3]) // ARRANGEMENTS * ARRANGEMENTS:06}"
 
 
 @lru_cache(2 * SHAREGPT4V_HELD_OUT)

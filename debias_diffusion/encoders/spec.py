@@ -53,7 +53,7 @@ class Kind(Enum):
     """What lies under a name."""
 
     OPEN_CLIP = auto()  # folder, MODEL:WEIGHTS or hf-hub:owner/name
-    ABLATION = auto()  # folder that `ablate` wrote
+    ABLATION = auto()  # folder with suppressed heads, as research's `ablate` writes it
     DIFFERENCE = auto()  # folder with the 8-bit difference from toy/clip
     TRANSFORMERS = auto()  # folder of a CLIPTextModel or CLIPModel
     CHINESE_CLIP = auto()  # folder of a ChineseCLIPModel, or its hub id
@@ -272,7 +272,7 @@ def load_text_encoder(name: str | os.PathLike) -> tuple["TextEncoder", "CLIPToke
         name: one of these, recognised by its content:
 
             - a training run (its model after the last step), or an open_clip folder;
-            - what `ablate` has left: its base model's text encoder, suppressed text heads as ordinary weights;
+            - a folder with suppressed heads: its base model's text encoder, suppressed text heads as ordinary weights;
             - `MODEL:WEIGHTS`, an open_clip name with a tag or a file: "ViT-L-14-quickgelu:openai";
             - a transformers folder, as `export` writes it: of a CLIPTextModel, its tokenizer beside or in it, or of a
               CLIPModel, whose text half is taken;
@@ -438,7 +438,7 @@ def _kind_of(path: Path) -> tuple[Kind, str]:
             return Kind.OPEN_CLIP, str(path / name)
     if (path / FIRST / "text_encoder").is_dir():
         return Kind.TRANSFORMERS, str(path / FIRST)
-    if Job.read(path).command in ("train", "align") and not (path / SECOND).is_dir():
+    if Job.read(path).command in ("train", "align", "ablate") and not (path / SECOND).is_dir():
         raise UserError(
             f"The run in {str(path)!r} has not ended, so it has no model yet. Continue it: the command that began it "
             "goes on where it stopped."

@@ -31,28 +31,28 @@ class LongPromptOptions:
     """How prompts are read: the options of `set_long_prompt`.
 
     Attributes:
-        reading: of texts longer than the context length. "overlap" reads each chunk but the first together with the
-            end of the text before it (`split_text`), so that pronouns keep their antecedents; the text encoders read
-            at most twice as many chunks. "separate" reads each chunk by itself. "cut" cuts at 77 tokens, as diffusers
-            does. "a1111" (and Forge), "kohya" and "comfyui" read as these programs do, short texts too.
-        emphasis: what weights such as `(word:1.3)` do, see `parse_prompt` and `chunks.weigh`. "none": they are text.
+        reading: Of texts longer than the context length. "overlap", the default, reads each chunk but the first with
+            the end of the text before it (`split_text`), so that pronouns keep their antecedents; the text encoders
+            read at most twice as many chunks. "separate" reads each chunk by itself. "cut" cuts at 77 tokens, as
+            diffusers does. "a1111" (and Forge), "kohya" and "comfyui" read as these programs do, short texts too.
+        emphasis: What weights such as `(word:1.3)` do, see `parse_prompt` and `chunks.weigh`. "none": they are text.
             "ignore": they are read and dropped. "comfyui": a weight moves a token's states away from those of the empty
-            prompt. "original", also called "a1111", and "no_norm" are A1111's. None: what the program does that is
-            imitated, else "none".
-        breaks: what BREAK does where weights are read. "concatenate" begins a new chunk. "average" encodes each part as
+            prompt. "original", also called "a1111", and "no_norm" are A1111's. The default is what the program does
+            that is imitated, else "none".
+        breaks: What BREAK does where weights are read. "concatenate" begins a new chunk. "average" encodes each part as
             a prompt of its own and gives the UNet their mean, weighted by `BREAK:0.7`.
-        positions: length of all embeddings, at least 77, for pipelines that encode in several calls and for backends
+        positions: Length of all embeddings, at least 77, for pipelines that encode in several calls and for backends
             with static shapes; a longer prompt is a ValueError, except in kohya, which cuts it there (at 227, if None).
             None: as many as the longest text needs.
         split_special_tokens: "!" is text for SDXL's second encoder, too, whose tokenizer in diffusers reads it as its
             pad. The imitated programs always read so.
-        zero_empty_negative: an empty negative prompt is zeros, not the encoded empty text. None: as in the program that
+        zero_empty_negative: An empty negative prompt is zeros, not the encoded empty text. None: as in the program that
             is imitated (in SDXL, A1111's are zeros), else as in diffusers.
-        negative_clip_skip: apply `clip_skip` to the negative prompt too. diffusers never does.
-        strict: raise a ValueError for a prompt that an encoder would read in more than one chunk.
-        sharpen: the scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions,
-            see `sharpened`. Above 0, at most 4; 1 changes nothing.
-        sharpen_sentences: there each sentence's share of the attention to the words is raised to this power, see
+        negative_clip_skip: Apply `clip_skip` to the negative prompt too. diffusers never does.
+        strict: Raise a ValueError for a prompt that an encoder would read in more than one chunk.
+        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions,
+            see `sharpened`. Above 0, at most 4; 1 changes nothing, 1.5 brings out details in the toy world.
+        sharpen_sentences: There each sentence's share of the attention to the words is raised to this power, see
             `choose`; within a sentence attention stays as it is. Above 0, at most 16; 1 changes nothing. Not with the
             readings of programs, nor with averaged parts. A call with `prompt_embeds` needs `sentences`, a tensor of
             `prompt_layout(...).sentences`.

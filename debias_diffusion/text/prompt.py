@@ -25,6 +25,7 @@ from .chunks import (
     Reading,
     Tokens,
     chunk_length,
+    join_runs,
     positions_for,
     positions_of,
     split_text,
@@ -104,6 +105,7 @@ class Plan(NamedTuple):
     needed: int  # positions of the longest text
     positions: int  # of all embeddings
     cut_at: int | None  # see `PromptLayout`
+    text: str  # the first prompt, at the first step, without signs of weights
     taken_out: tuple[str, ...]
     schedules: tuple[str, ...]  # of all prompts
     unread: dict[str, str]  # what is not read, in sentences, by what there is to do
@@ -223,6 +225,7 @@ def read(
         needed=needed,
         positions=plans[0].positions,
         cut_at=_cut_at(options, encoders),
+        text=join_runs([run for part in parts[texts[0][0][0]] for run, _ in part.runs])[0] if first else "",
         taken_out=tuple(part for text in dict.fromkeys(first[0] if first else ()) for part in read_of[text, 0][1]),
         schedules=tuple(find_schedules(*changing)) if changing else (),
         unread={kind: sentence for of_text in unread for kind, sentence in of_text.items()},

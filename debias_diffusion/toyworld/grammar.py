@@ -5,15 +5,13 @@ A caption knows which sentence first mentions each object, so that generated ima
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from ..text.sentences import join_sentences
-from .claims import Claim, Facts, Reference, resolve
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
-STYLES = ("plain", "referring")
 SENTENCES = (9, 14)  # fewest and most in a caption
 _WITH_BACKGROUND = 1 / 3  # of the short captions
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -25,30 +23,6 @@ _THINGS = (
     "You can see a {size} {kind} of {colour} colour in the {place}.",
     "The object in the {place} is a {size} {colour} {kind}.",
 )
-_PLACED = (
-    "A {name} stands in the {place} of the picture.",
-    "In the {place} there is a {name}.",
-    "The {place} holds a {name}.",
-    "You can see a {name} in the {place}.",
-    "The object in the {place} is a {name}.",
-)
-_BY_NAME = {  # what one sentence adds to an object that another one has placed: "It ..." or "The star ..."
-    ("size", "colour"): ("{name} is {size} and {colour}.", "{name} is {colour} and {size}."),
-    ("colour",): ("{name} is {colour}.", "{name} has the colour {colour}."),
-    ("size",): ("{name} is {size}.", "{name} is a {size} one."),
-}
-# What the sentence that names the place says of an object, what a pronoun adds, and what its name some sentences later.
-_ORDERS = (
-    (("kind",), ("size", "colour"), ()),
-    (("kind",), ("size",), ("colour",)),
-    (("kind",), ("colour",), ("size",)),
-    (("kind",), (), ("size", "colour")),
-)
-_BY_SIZE = (("size", "kind"), (), ("colour",))
-_SAME = {
-    "colour": ("{name} has the same colour as {other}.", "{name} shares its colour with {other}."),
-    "size": ("{name} is of the same size as {other}.", "{name} has the size of {other}."),
-}
 _BACKGROUNDS = (
     "The background of the whole picture is {}.",
     "Everything is set against a plain {} background.",
@@ -69,11 +43,10 @@ _LARGER = ("{a} is larger than {b}.", "Of the two, {a} is larger than {b}.")
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence, the places whose object it names with the place or by kind and colour, and what it says of one."""
+    """One sentence, and the places whose object it names with the place or by kind and colour."""
 
     text: str
     mentions: tuple[str, ...] = ()
-    claim: Claim | None = None
 
 
 @dataclass(frozen=True)
@@ -94,20 +67,25 @@ class Caption:
                 first.setdefault(place, number)
         return first
 
-    def facts(self) -> Facts:
-        """What the caption says of each object, and which sentences say it together."""
-        return resolve({number: sentence.claim for number, sentence in enumerate(self.sentences)})
+
+# The sentences about each object that stand together; and sentences that follow one of these blocks at some distance.
+Described = tuple[list[list[Sentence]], list[tuple[list[Sentence], Sentence]]]
+Describe = Callable[[Scene, Sequence[Thing], random.Random], Described]
 
 
-def long_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Caption:
-    """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details.
+def describe(scene: Scene, things: Sequence[Thing], rng: random.Random) -> Described:
+    """Each object in one sentence."""
+    return [[describe_thing(thing, rng)] for thing in things], []
 
-    Args:
-        style: "plain" describes each object in one sentence; "referring" half of them or more in two or three, of
-            which the later ones refer back: "In the top left there is a star. It is large." and some sentences later
-            "The star is blue." or "The star shares its colour with the ring.", rarely more than 15 sentences in all.
-    """
-    blocks, later = _describe(scene, scene.things, rng, style)
+
+def describe_thing(thing: Thing, rng: random.Random) -> Sentence:
+    """One sentence with all that there is to say about an object."""
+    return Sentence(rng.choice(_THINGS).format(**vars(thing)), (thing.place,))
+
+
+def long_caption(scene: Scene, rng: random.Random, describe: Describe = describe) -> Caption:
+    """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details."""
+    blocks, later = describe(scene, scene.things, rng)
     blocks.append([_background(scene, rng)])
     further = _further(scene, rng)
     rng.shuffle(further)
@@ -115,43 +93,37 @@ def long_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Capt
     return _compose(scene, blocks + [[sentence] for sentence in further[: max(0, missing)]], later, rng)
 
 
-def short_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Caption:
+def short_caption(scene: Scene, rng: random.Random, describe: Describe = describe) -> Caption:
     """A caption as CLIP models are pretrained on: the summary, one or two objects, and now and then the background."""
     described = rng.sample(scene.things, min(rng.randint(1, 2), len(scene.things)))
-    blocks, later = _describe(scene, described, rng, style)
+    blocks, later = describe(scene, described, rng)
     if rng.random() < _WITH_BACKGROUND:
         blocks.append([_background(scene, rng)])
     return _compose(scene, blocks, later, rng)
 
 
-def caption(split: str, index: int, style: str = "plain") -> Caption:
-    """The long caption of scene number `index` of a split, the same on every machine."""
-    return long_caption(scene(split, index), generator(split, index, _purpose("caption", style)), style)
-
-
-def full_caption(scene: Scene, rng: random.Random, style: str = "plain") -> Caption:
-    """The summary, every object and the background, in any order; of three plain objects within 77 tokens."""
-    blocks, later = _describe(scene, scene.things, rng, style)
+def full_caption(scene: Scene, rng: random.Random, describe: Describe = describe) -> Caption:
+    """The summary, every object and the background, in any order; of three objects within 77 tokens."""
+    blocks, later = describe(scene, scene.things, rng)
     return _compose(scene, [*blocks, [_background(scene, rng)]], later, rng)
 
 
-def short_prompt(split: str, index: int, style: str = "plain") -> tuple[Scene, Caption]:
-    """A scene of one to three objects (two in the longer "referring" style), and a caption of it within 77 tokens."""
-    small = draw_scene(generator(split, index, "short scene"), 1, 3 if style == "plain" else 2)
-    return small, full_caption(small, generator(split, index, _purpose("short prompt", style)), style)
+def caption(split: str, index: int) -> Caption:
+    """The long caption of scene number `index` of a split, the same on every machine."""
+    return long_caption(scene(split, index), generator(split, index, "caption"))
 
 
-def _purpose(name: str, style: str) -> str:
-    return name if style == "plain" else f"{name}, {style}"
+def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
+    """A scene of one to three objects, and a caption of it within 77 tokens."""
+    small = draw_scene(generator(split, index, "short scene"), 1, 3)
+    return small, full_caption(small, generator(split, index, "short prompt"))
 
 
-def _compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[Thing, Sentence]], rng) -> Caption:
-    """The summary, the blocks in any order, and each of `later` somewhere behind the block about its object."""
+def _compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[list[Sentence], Sentence]], rng) -> Caption:
+    """The summary, the blocks in any order, and each of `later` somewhere behind its block."""
     rng.shuffle(blocks)
-    for thing, sentence in later:
-        claims = [block[0].claim for block in blocks]
-        first = next(i for i, claim in enumerate(claims) if claim and claim.about.place == thing.place)
-        blocks.insert(rng.randint(first + 1, len(blocks)), [sentence])
+    for block, sentence in later:
+        blocks.insert(rng.randint(blocks.index(block) + 1, len(blocks)), [sentence])
     return Caption((_summary(scene, rng), *(sentence for block in blocks for sentence in block)))
 
 
@@ -162,11 +134,6 @@ def _summary(scene: Scene, rng: random.Random) -> Sentence:
     parts = [f"{_NUMBERS[n]} {kind if n == 1 else plurals[kind]}" for kind, n in sorted(counts.items())]
     listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
     return Sentence(rng.choice(_SUMMARIES).format(listed))
-
-
-def _thing(thing: Thing, rng: random.Random) -> Sentence:
-    claim = _claim(thing, ("kind", "colour", "size"))
-    return Sentence(rng.choice(_THINGS).format(**vars(thing)), (thing.place,), claim)
 
 
 def _background(scene: Scene, rng: random.Random) -> Sentence:
@@ -202,63 +169,3 @@ def _name(scene: Scene, thing: Thing) -> tuple[str, str | None]:
     alike = [other for other in scene.things if (other.kind, other.colour) == (thing.kind, thing.colour)]
     name = f"the {thing.colour} {thing.kind}"
     return (name, None) if len(alike) == 1 else (f"{name} in the {thing.place}", thing.place)
-
-
-def _describe(
-    scene: Scene, things: Sequence[Thing], rng: random.Random, style: str
-) -> tuple[list[list[Sentence]], list[tuple[Thing, Sentence]]]:
-    """(for each object the sentences that stand together, [(object, sentence that follows at some distance)])"""
-    if style not in STYLES:
-        raise ValueError(f"unknown style {style!r}; it must be one of {', '.join(STYLES)}")
-    alone = len(things)
-    if style == "referring":
-        things = rng.sample(things, len(things))
-        alone = rng.randint(0, len(things) // 2)
-    blocks, later = [[_thing(thing, rng)] for thing in things[:alone]], []
-    for number, thing in enumerate(things[alone:], alone):
-        name = _reference_to(scene, thing)
-        orders = (_ORDERS[0], _BY_SIZE) if name and name.size else [order for order in _ORDERS if name or not order[-1]]
-        at_once, by_pronoun, by_name = rng.choice(orders)
-        text = rng.choice(_PLACED).format(name=" ".join(getattr(thing, a) for a in at_once), place=thing.place)
-        block = [Sentence(text, (thing.place,), _claim(thing, at_once))]
-        compared = things[:number]  # with objects before it only, so that no two refer to each other
-        if by_pronoun:
-            block.append(_adding(scene, thing, Reference(), by_pronoun, compared, rng))
-        if by_name:
-            later.append((thing, _adding(scene, thing, name, by_name, compared, rng)))
-        blocks.append(block)
-    return blocks, later
-
-
-def _adding(
-    scene: Scene, thing: Thing, reference: Reference, attributes: tuple[str, ...], compared: Sequence[Thing], rng
-) -> Sentence:
-    """A sentence that adds attributes to an object that another sentence places, half the time by comparison."""
-    name = f"The {_spoken(reference)}" if reference.kind else "It"
-    alike = [other for other in compared if getattr(other, attributes[0]) == getattr(thing, attributes[0])]
-    if len(attributes) == 1 and alike and rng.random() < 0.5:
-        other, (attribute,) = rng.choice(alike), attributes
-        other_reference = _reference_to(scene, other) or Reference(other.place, other.kind)
-        text = rng.choice(_SAME[attribute]).format(name=name, other=f"the {_spoken(other_reference)}")
-        return Sentence(text, claim=Claim(reference, same=attribute, other=other_reference))
-    text = rng.choice(_BY_NAME[attributes]).format(name=name, **vars(thing))
-    return Sentence(text, claim=_claim(thing, attributes, reference))
-
-
-def _reference_to(scene: Scene, thing: Thing) -> Reference | None:
-    """The shortest name that only this object of the scene has: its kind, or its size and kind."""
-    alike = [other for other in scene.things if other.kind == thing.kind]
-    if len(alike) == 1:
-        return Reference(kind=thing.kind)
-    if sum(other.size == thing.size for other in alike) == 1:
-        return Reference(kind=thing.kind, size=thing.size)
-    return None
-
-
-def _spoken(reference: Reference) -> str:
-    name = f"{reference.size} {reference.kind}" if reference.size else reference.kind
-    return f"{name} in the {reference.place}" if reference.place else name
-
-
-def _claim(thing: Thing, attributes: tuple[str, ...], reference: Reference | None = None) -> Claim:
-    return Claim(reference or Reference(thing.place), tuple((name, getattr(thing, name)) for name in attributes))

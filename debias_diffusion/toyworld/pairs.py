@@ -1,13 +1,13 @@
 """Scenes and their long captions on disk, in ShareGPT4V's layout: what the real `train` command reads."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from ..files import write_json
-from .grammar import STYLES, caption
+from .grammar import Caption, caption
 from .render import render
 from .scenes import scene
 
@@ -19,11 +19,11 @@ def write_pairs(
     held_out: int,
     trained_on: int,
     split: str = "train",
-    styles: Sequence[str] = STYLES[:1],
+    captions: Sequence[Callable[[str, int], Caption]] = (caption,),
 ) -> tuple[Path, Path]:
     """Writes images and captions; the first `held_out` pairs are of the validation split, the rest of `split`.
 
-    Scenes take turns with the styles of captions: by default all sentences stand alone.
+    Scenes take turns with `captions`, which give that of a scene by its split and number.
 
     The data file is written last: if it exists, all files do, and nothing is written.
 
@@ -41,7 +41,7 @@ def write_pairs(
         name = f"{source}-{index:06}.png"
         render(scene(source, index)).save(images / name)
         conversations = [{"from": "human", "value": "<image>\nDescribe this image in detail."}]
-        conversations.append({"from": "gpt", "value": caption(source, index, styles[index % len(styles)]).text})
+        conversations.append({"from": "gpt", "value": captions[index % len(captions)](source, index).text})
         entries.append({"id": f"{source}-{index:06}", "image": name, "conversations": conversations})
     write_json(data, entries)
     return data, images

@@ -284,7 +284,7 @@ def ablated(model: str) -> UserError:
     """The error for a model with suppressed heads."""
     return UserError(
         f"{model!r} has suppressed attention heads, and training would move weights that were judged without them. "
-        "Train the model that it was made from, then search again with `debias-diffusion ablate`."
+        "Train the model that it was made from, then search again with `python -m research ablate`."
     )
 
 

@@ -28,7 +28,7 @@ from debias_diffusion.text.prompt_tokens import tokenize_text
 from debias_diffusion.text.tokens import clean
 
 from ..intervals import Groups, group_numbers, mean_interval, paired_difference
-from ..options import TOY_BASE, TOY_CLIP, AllConfig, DriftConfig
+from ..options import DriftConfig
 from ..report import Table, cell, compared_tables, draw_by_position
 from ..session import Session, compare_encoders, read_source
 
@@ -258,10 +258,3 @@ def figures(report: dict) -> dict[str, Figure]:
     axes.legend(fontsize="small")
     axes.set_title(f"Mean over {report['captions']} captions; dotted where few reach", fontsize="medium")
     return {"drift.png": figure}
-
-
-def settings_for(everything: AllConfig) -> DriftConfig | None:
-    """Its settings in `evaluate all`; None without an SDXL checkpoint, or another encoder than its own."""
-    base, encoders = everything.sdxl, everything.for_texts
-    encoders = [name for name in encoders if (base, name) != (TOY_BASE, TOY_CLIP)]
-    return everything.settings(DriftConfig, base=base, encoders=encoders) if base and encoders else None

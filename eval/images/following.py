@@ -18,7 +18,7 @@ from debias_diffusion.processes import Processes
 
 from ..intervals import by_group, drawn_ratios, mean_interval, paired_difference, percent_ends
 from ..judge import Questioning, corrected, error_table, filled
-from ..options import AllConfig, FollowingConfig
+from ..options import FollowingConfig
 from ..report import Table, cell, compared_tables, error_lengths, image_url, write_page
 from ..session import Session, compare_encoders
 from .networks import load_image
@@ -56,6 +56,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
             any is generated, or answers too little.
     """
     started, processes, count = time.monotonic(), Processes.connect(config.device), config.images_per_prompt
+    drawing = rendering_settings(config)  # before a judge is asked
     judge: Questioning | None = None  # of the main process
 
     def read() -> tuple[PromptSet, list[ImageTask]]:
@@ -63,8 +64,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
         nonlocal judge
         data = read_prompt_set(config.prompts, config.limit)
         print_left_out(data.bad)
-        judge = Questioning(config, processes.device, config.output)
-        judge.release()  # images are generated next
+        judge = Questioning(config, config.output)
         places = enumerate((prompt, number) for prompt in data.prompts for number in range(count))
         tasks = [image_task(config, f"{prompt.name}/{number}", prompt.text, at) for at, (prompt, number) in places]
         return data, tasks
@@ -96,7 +96,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
         compare(results),
         NOTES,
         seconds=time.monotonic() - started,
-        drawing=rendering_settings(config),
+        drawing=drawing,
         prompts=len(data.prompts),
         questions=sum(len(prompt.questions) for prompt in data.prompts),
         judge=judge.of_toys,
@@ -258,11 +258,3 @@ def figures(report: dict) -> dict[str, Figure]:
     figure.axes[0].set_ylabel("questions shown (%), 95% intervals")
     figure.axes[0].legend(fontsize="small")
     return {f"{NAME}.png": figure}
-
-
-def settings_for(everything: AllConfig) -> FollowingConfig | None:
-    """Its settings in `evaluate all`; None without prompts."""
-    if everything.prompts is None:
-        return None
-    given = {"base": everything.sdxl, "encoders": everything.for_images, "limit": everything.generated}
-    return everything.settings(FollowingConfig, **given)

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache, partial
 from itertools import combinations
 from pathlib import Path
@@ -19,19 +19,16 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.toy_scenes import family, is_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, sha256
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.prompts import ImageTask
 from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.checker import Comparison
-from debias_diffusion.toyworld.grammar import Caption
 
 from ..intervals import first_of_each
-from ..options import TOY_FEATURES, AllConfig, GenerationConfig
+from ..options import GenerationConfig
 from ..report import Table, cell, compared_tables
 from ..session import Session, read_source
-from .mentions import ALL, READERS, Mention, ceilings, read_caption, refers_back
 from .networks import FID_FEATURES, ImageLike, load_image
-from .objects import BY_KIND, BY_SENTENCE, compare_images, compare_objects, objects_numbers, sums_by_image
+from .objects import BY_SENTENCE, compare_images, compare_objects, objects_numbers, sums_by_image
 from .objects import NOTE as OBJECTS_NOTE
 from .objects import SCORES as OBJECTS
 from .rendered import Rendered, image_task, render_all, rendering_settings
@@ -56,8 +53,8 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         The content of `generation.json`: settings, versions, digests; "records", name and group of each image; by
         encoder its scores with 95% intervals, "by_image", each image's value of a mean, or its counts above and below
         the line of a ratio, in the order of the records, how many prompts were cut, the digest of its images, seconds
-        of generating; the encoders compared; of toy captions that refer back, "ceilings", see `mentions.ceilings`;
-        notes, the resizes, the bad records, seconds. In processes other than the main one, {}.
+        of generating; the encoders compared; notes, the resizes, the bad records, seconds. In processes other than the
+        main one, {}.
 
     Raises:
         UserError: the data or a model cannot be used; all are checked before the first image is generated.
@@ -69,8 +66,8 @@ def evaluate_generation(config: GenerationConfig) -> dict:
         return evaluation.report(rendered, digests) if processes.is_main else {}
 
 
-def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores:
-    """The networks that score images; there may be none for the toy world, which has scores of its own.
+def load_networks(config: GenerationConfig) -> ImageScores:
+    """The networks that score images, on the CPU; there may be none for the toy world, which has scores of its own.
 
     Raises:
         UserError: a network cannot be loaded, or none is named.
@@ -81,7 +78,7 @@ def load_networks(config: GenerationConfig, device: torch.device) -> ImageScores
             f"None of {', '.join(NETWORKS)} is given, which leaves no score. Give at least one, such as --dino "
             "facebook/dino-vits16."
         )
-    return ImageScores(networks, config.batch_size, device)
+    return ImageScores(networks, config.batch_size, torch.device("cpu"))
 
 
 class _Generation:
@@ -93,7 +90,8 @@ class _Generation:
     def read(self) -> list[ImageTask]:
         """The images to generate."""
         config = self.config
-        load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
+        self.drawing = rendering_settings(config)
+        self.networks = load_networks(config)  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
         bad = _unreadable(records, images)
@@ -116,13 +114,11 @@ class _Generation:
         return [image_task(config, f"{index:06}", records[index].caption, index) for index in good]
 
     def report(self, rendered: Mapping[str, Rendered], digests: dict) -> dict:
-        networks, session = load_networks(self.config, self.processes.device), self.session
+        networks, session = self.networks.to(self.processes.device), self.session
         scenes, captions = (
             zip(*(toy_scene(record.image) for record in self.records), strict=True) if self.is_toy else ((), ())
         )
-        readings = self.readings(captions)
         mentions = [caption.first_mentions() for caption in captions]
-        kinds = [{place: mention.kind for place, mention in reading.items()} for reading in readings]
         # Of the captions, and of what shows that the files of the reference images have changed.
         references_digest = bytes_digest(
             self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
@@ -151,15 +147,15 @@ class _Generation:
             if self.is_toy:
                 result = session.cache.result("objects", depends, partial(read_images, images.files))
                 objects[label] = [Comparison(**image) for image in result["images"]]
-                numbers |= objects_numbers(objects[label], mentions, kinds, self.groups)
-                for score, (above, below) in sums_by_image(objects[label], mentions, kinds).items():
+                numbers |= objects_numbers(objects[label], mentions, self.groups)
+                for score, (above, below) in sums_by_image(objects[label], mentions).items():
                     by_image[score] = {"above": above.astype(int).tolist(), "below": below.astype(int).tolist()}
             encoders[label] = {"scores": numbers, **images.reading, "images_digest": digest, "by_image": by_image}
         compared = []
         for b, a in combinations(rendered, 2):
             differences = compare_scores(scores[a], scores[b])
             if self.is_toy:
-                differences |= compare_objects(objects[a], objects[b], mentions, kinds, self.groups)
+                differences |= compare_objects(objects[a], objects[b], mentions, self.groups)
             compared += [{"a": a, "b": b, "score": score, **numbers} for score, numbers in differences.items()]
         notes = [
             f"{label} read the first {numbers['cut_at']} tokens of a prompt: {numbers['prompts_cut']} of "
@@ -178,28 +174,11 @@ class _Generation:
             list(dict.fromkeys(notes)),
             saved={"examples.png": self._examples(rendered)},
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
-            drawing=rendering_settings(self.config),
+            drawing=self.drawing,
             images=len(self.records),
             records={"image": self.names, "group": self.groups},
             resize=networks.resize,
-            ceilings=ceilings(readings),
         )
-
-    def readings(self, captions: Sequence[Caption]) -> list[dict[str, Mention]]:
-        """How the prompts mention their objects; empty unless any of them refers back."""
-        if not any(map(refers_back, captions)):
-            return []
-        tokenizer = Checkpoint.parse(self.config.base).tokenizer("text_encoder")
-
-        @cache  # sentences repeat
-        def count_tokens(text: str) -> int:
-            return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-        def prefixed(caption: Caption) -> Caption:
-            first, *further = caption.sentences
-            return Caption((replace(first, text=self.config.prefix + first.text), *further))
-
-        return [read_caption(prefixed(caption), count_tokens) for caption in captions]
 
     def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
         shown = first_of_each(self.groups)[:EXAMPLES]  # scenes of one family show the same objects
@@ -245,7 +224,7 @@ def titles(report: dict) -> dict[str, str]:
 
 
 def tables(report: dict) -> list[Table]:
-    """A report's scores with their 95% intervals, objects by sentence and by mention, and the encoders compared."""
+    """A report's scores with their 95% intervals, objects by sentence, and the encoders compared."""
     names, encoders = titles(report), report["encoders"]
     rows = [
         [names[score], *(_cell(numbers["scores"].get(score)) for numbers in encoders.values())]
@@ -257,7 +236,7 @@ def tables(report: dict) -> list[Table]:
     # Without those of single sentences, which are in the JSON: they would hide the others.
     shown = [line for line in report["compared"] if not line["score"].startswith(OF_SENTENCE)]
     compared = compared_tables(shown, names, form=".3g")  # some scores are in thousandths
-    return [scores, *_by_sentence(encoders), *_by_kind(report), *compared]
+    return [scores, *_by_sentence(encoders), *compared]
 
 
 def _single(report: dict) -> list[str]:
@@ -284,21 +263,6 @@ def _by_sentence(encoders: Mapping[str, dict]) -> list[Table]:
     header = ["objects right / precision / F1, %, by the sentence that first mentions them", "objects", *encoders]
     lines = zip(*lists, strict=True)
     return [Table(header, [[line[0]["sentence"], line[0]["objects"], *map(shares, line)] for line in lines])]
-
-
-def _by_kind(report: dict) -> list[Table]:
-    """The table of objects by how they are mentioned, beside what a symbolic reader can know at most."""
-    scores, rows = [numbers["scores"] for numbers in report["encoders"].values()], []
-    for line in report["ceilings"]:
-        numbers = [of_encoder["objects_right"] for of_encoder in scores]
-        if line["told"] != ALL:
-            lists = [of_encoder[BY_KIND] for of_encoder in scores]
-            numbers = [next(number for number in of_kind if number["told"] == line["told"]) for of_kind in lists]
-        shares = (f"{line[reader]:.1f}" for reader in READERS)
-        rows.append([line["told"], line["objects"], *shares, *map(_cell, numbers)])
-    readers = (f"symbolic reader, {title}" for title in READERS.values())
-    header = ["objects right, %, by how they are told", "objects", *readers, *report["encoders"]]
-    return [Table(header, rows)] if rows else []
 
 
 def figures(report: dict) -> dict[str, Figure]:
@@ -390,19 +354,3 @@ def plot_examples(
             if not row:
                 axes.set_title(textwrap.fill(label, 20), fontsize="medium")
     return figure
-
-
-def settings_for(everything: AllConfig) -> GenerationConfig | None:
-    """Its settings in `evaluate all`; None without an SDXL checkpoint.
-
-    Raises:
-        UserError: a network cannot be loaded, which should not stop a run later.
-    """
-    if everything.sdxl is None:
-        return None
-    toy = {"dino": TOY_FEATURES, "own_features": TOY_FEATURES} if everything.is_toy else {}
-    toy = {name: network for name, network in toy.items() if getattr(everything, name) is None}
-    given = {"base": everything.sdxl, "encoders": everything.for_images, "limit": everything.generated}
-    config = everything.settings(GenerationConfig, **given, **toy)
-    load_networks(config, torch.device("cpu"))
-    return config

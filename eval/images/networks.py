@@ -63,6 +63,16 @@ def _batches(images: Sequence[ImageLike], size: int, batch_size: int, title: str
         yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
 
 
+class Network:
+    """A network with its device."""
+
+    model: torch.nn.Module
+    device: torch.device
+
+    def to(self, device: torch.device) -> None:
+        self.model, self.device = self.model.to(device), device
+
+
 _INCEPTION_ADVICE = (
     "Pass --inception-weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
     f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth, or 'cache' when "
@@ -70,7 +80,7 @@ _INCEPTION_ADVICE = (
 )
 
 
-class InceptionFeatures:
+class InceptionFeatures(Network):
     """The features of torch-fidelity's Inception, 64 and 2048 of them.
 
     Args:
@@ -99,7 +109,7 @@ class InceptionFeatures:
             torch.save(state, copy)
             copy.seek(0)
             extractor = FeatureExtractorInceptionV3("inception", [str(n) for n in FID_FEATURES], copy)
-        self.extractor, self.device = extractor.to(device), device
+        self.model, self.device = extractor.to(device), device
 
     def digest(self) -> str:
         """Of the file."""
@@ -109,13 +119,13 @@ class InceptionFeatures:
     def __call__(self, images: Sequence[ImageLike], batch_size: int) -> dict[int, Tensor]:
         """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
         batches = [
-            [features.cpu() for features in self.extractor(batch.to(self.device))]
+            [features.cpu() for features in self.model(batch.to(self.device))]
             for batch in _batches(images, self.size, batch_size, "Inception features")
         ]
         return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
 
 
-class ClsFeatures:
+class ClsFeatures(Network):
     """A transformers vision model's CLS features after its last norm.
 
     Args:
@@ -165,7 +175,7 @@ class ClsFeatures:
         return torch.cat(features)
 
 
-class TwoTowerFeatures:
+class TwoTowerFeatures(Network):
     """The features of images and texts by the CLIP that `load_two_tower` loads, with its own transform and tokenizer.
 
     Attributes:
@@ -176,19 +186,19 @@ class TwoTowerFeatures:
     """
 
     def __init__(self, name: str, device: torch.device):
-        self.backbone, self.device = load_two_tower(name).to(device), device
-        self.digest = self.backbone.digest
-        self.resize = f"the model's own: {', '.join(map(str, self.backbone.read_pixels.transforms[:-2]))}"
+        self.model, self.device = load_two_tower(name).to(device), device
+        self.digest = self.model.digest
+        self.resize = f"the model's own: {', '.join(map(str, self.model.read_pixels.transforms[:-2]))}"
 
     @torch.inference_mode()
     def of_images(self, images: Sequence[ImageLike], batch_size: int) -> Tensor:
         """[N, D] features of the images, on the CPU."""
         features = []
         for start in tqdm(range(0, len(images), batch_size), desc="two-tower features"):
-            pixels = [self.backbone.read_pixels(load_image(image)) for image in images[start : start + batch_size]]
-            features.append(self.backbone.encode_image(torch.stack(pixels).to(self.device)).float().cpu())
+            pixels = [self.model.read_pixels(load_image(image)) for image in images[start : start + batch_size]]
+            features.append(self.model.encode_image(torch.stack(pixels).to(self.device)).float().cpu())
         return torch.cat(features)
 
     def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
         """[N, D] features of the texts, cut at the context length, on the CPU."""
-        return encode_texts(self.backbone, texts, batch_size, self.device)
+        return encode_texts(self.model, texts, batch_size, self.device)

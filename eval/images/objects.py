@@ -13,21 +13,14 @@ from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.scenes import PLACES, Scene
 
 from ..intervals import Groups, by_group, drawn_ratios, paired_ratio_difference, percent_ends
-from .mentions import ACROSS, ALONE, WITHIN
 from .networks import ImageLike, load_image
 
 LATE = 4  # number, from 0, of the first sentence that lies beyond what the opening says
 # Of each image: the sentence, from 0, that first mentions the object in a place.
 Mentions = Sequence[Mapping[str, int]]
-# Of each image: how the prompt mentions the object in a place, see `mentions.mention_kinds`. None of prompts that
-# mention each object in one sentence.
-MentionKinds = Sequence[Mapping[str, str]] | None
 Counts = dict[str, np.ndarray]  # by name, a count for each image, [images]
 
 BY_SENTENCE = "objects_right_by_sentence"  # name of the list of scores by sentence
-BY_KIND = "objects_right_by_telling"  # and of the one by the kind of mention
-# By kind of mention: what is added to the names of scores and counts of these objects.
-KIND_NAMES = {ALONE: "alone", WITHIN: "within_chunk", ACROSS: "across_cut"}
 # By name: the title, and the counts above and below the line, see `_sums`. A count named twice is added twice.
 SCORES = {
     "objects_right": ("objects right, %", ["right"], ["objects"]),
@@ -37,9 +30,6 @@ SCORES = {
     "objects_right_with_size": ("objects right, size too, %", ["right_with_size"], ["objects"]),
     "empty_filled": ("empty places filled, %", ["invented"], ["empty"]),
     "background_right": ("background right, %", ["background"], ["images"]),
-} | {
-    f"objects_right_{name}": (f"objects right, {kind}, %", [f"right_{name}"], [f"objects_{name}"])
-    for kind, name in KIND_NAMES.items()
 }
 
 NOTE = (
@@ -87,37 +77,30 @@ def ratio(counts: Counts, score: str) -> tuple[np.ndarray, np.ndarray]:
     return above, below
 
 
-def _places(mentions: Sequence[Mapping], counts: Callable[[int | str], bool]) -> list[list[str]]:
-    """Of each image, the places whose mention, a sentence or a kind, `counts`."""
+def places_of(mentions: Sequence[Mapping], counts: Callable[[int | str], bool]) -> list[list[str]]:
+    """Of each image, the places whose mention `counts`."""
     return [[place for place, mention in of_image.items() if counts(mention)] for of_image in mentions]
 
 
-def objects_numbers(
-    comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None, groups: Groups = None
-) -> dict:
+def objects_numbers(comparisons: Sequence[Comparison], mentions: Mentions, groups: Groups = None) -> dict:
     """Scores of images in percent, with 95% intervals over their groups.
 
     Returns:
         Of `SCORES`, "value", "low" and "high" (without scores of no object); "objects_right_by_sentence", a list for
         each sentence that first mentions objects: "sentence", from 1, "objects", their number, "value", "low" and
         "high" of the objects right, and "precision" and "f1" with the same three (precision is None if no place is
-        filled); with `kinds` "objects_right_by_telling", the same for each kind of mention: "told", the kind.
+        filled).
     """
     sums = sums_by_image(comparisons, mentions)
     numbers = {score: number for score in sums if (number := _number(sums[score], groups))}
     numbers[BY_SENTENCE] = [
-        {"sentence": sentence + 1} | _of_places(comparisons, _places(mentions, sentence.__eq__), groups)
+        {"sentence": sentence + 1} | numbers_of_places(comparisons, places_of(mentions, sentence.__eq__), groups)
         for sentence in sorted({sentence for of_image in mentions for sentence in of_image.values()})
     ]
-    if kinds:
-        places = {kind: _places(kinds, kind.__eq__) for kind in KIND_NAMES}
-        numbers[BY_KIND] = [
-            {"told": kind} | _of_places(comparisons, places[kind], groups) for kind in places if any(places[kind])
-        ]
     return numbers
 
 
-def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[str]], groups: Groups) -> dict:
+def numbers_of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[str]], groups: Groups) -> dict:
     """The number of objects in some places of each image, and their recall, precision and F1."""
     counts = count(comparisons, places)
     recall, precision, f1 = (_number(ratio(counts, f"objects_{name}"), groups) for name in ("right", "precision", "f1"))
@@ -125,11 +108,7 @@ def _of_places(comparisons: Sequence[Comparison], places: Sequence[Collection[st
 
 
 def compare_objects(
-    a: Sequence[Comparison],
-    b: Sequence[Comparison],
-    mentions: Mentions,
-    kinds: MentionKinds = None,
-    groups: Groups = None,
+    a: Sequence[Comparison], b: Sequence[Comparison], mentions: Mentions, groups: Groups = None
 ) -> dict[str, dict[str, float]]:
     """The paired comparison of two encoders by score, in points; what belongs to a group stays together.
 
@@ -139,9 +118,9 @@ def compare_objects(
 
     Returns:
         {score: {"difference", a - b, "low", "high", "p"}}, see `intervals.paired_ratio_difference`, of `SCORES`
-        without those that a or b lacks; of kinds of mention only with `kinds`.
+        without those that a or b lacks.
     """
-    sums_a, sums_b = (sums_by_image(comparisons, mentions, kinds) for comparisons in (a, b))
+    sums_a, sums_b = (sums_by_image(comparisons, mentions) for comparisons in (a, b))
     compared = {}
     for score in sums_a:
         if sums_a[score][1].any() and sums_b[score][1].any():
@@ -151,16 +130,11 @@ def compare_objects(
     return compared
 
 
-def sums_by_image(
-    comparisons: Sequence[Comparison], mentions: Mentions, kinds: MentionKinds = None
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """The counts of each image above and below the line, by score; of kinds of mention only with `kinds`."""
-    counts, parts = count(comparisons, [PLACES] * len(comparisons)), {"late": _places(mentions, LATE.__le__)}
-    if kinds:
-        parts |= {name: _places(kinds, kind.__eq__) for kind, name in KIND_NAMES.items()}
-    for part, places in parts.items():
-        counts |= {f"{name}_{part}": values for name, values in count(comparisons, places).items()}
-    return {score: ratio(counts, score) for score, (_, above, _) in SCORES.items() if counts.keys() >= {*above}}
+def sums_by_image(comparisons: Sequence[Comparison], mentions: Mentions) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The counts of each image above and below the line, by score."""
+    counts, late = count(comparisons, [PLACES] * len(comparisons)), places_of(mentions, LATE.__le__)
+    counts |= {f"{name}_late": values for name, values in count(comparisons, late).items()}
+    return {score: ratio(counts, score) for score in SCORES}
 
 
 def _by_group(sums: Sequence[np.ndarray], groups: Groups) -> tuple[np.ndarray, ...]:

@@ -1,22 +1,20 @@
 """Scores of generated images against reference images and captions, their intervals, and the comparison of encoders.
 
-Scores are pure functions of features, which come from `networks`; `ImageScores` combines both. The distances between
-two sets of images (FID, KID, precision and recall) are those of torch-fidelity.
+Scores are pure functions of features, which come from `networks`; `ImageScores` combines both. FID, KID, precision and
+recall, the distances between two sets of images, are torch-fidelity's.
 
-**Intervals of distances.** The bootstrap (`scipy.stats.bootstrap`) does not fit, because it draws with replacement: a
-repeated image lowers the rank of a covariance (FID), is compared with itself (KID), and has a neighbour at distance 0
-(precision, recall). Against the true spread over 120 data sets of 200 images (64 and 400 features) its standard errors
-were 1.0 to 1.8 times as large, for recall 2.5 to 5 times; those of the halves used here 0.9 to 1.5 times. A half has
-half of the groups of pairs of an image and its reference, drawn without replacement; the spread of a score over halves
-is its spread over sets of as many images as there are (Wu 1986, Shao and Wu 1989: the delete-d jackknife with
-d = N / 2; the variance over subsets of h of N is multiplied by h / (N - h)). The value over halves is another one,
-because FID falls with the number of images: only the spread is used, and the interval is value +- 1.96 standard errors.
-It is that of the score *at this number of images*, not of the limit of many.
+**Intervals of distances.** A bootstrap does not fit: a repeated image lowers the rank of a covariance (FID), is
+compared with itself (KID), and has a neighbour at distance 0 (precision, recall). Against the true spread over 120 data
+sets of 200 images its standard errors were 1.0 to 1.8 times as large, for recall 2.5 to 5 times; those of the halves
+used here 0.9 to 1.5 times. A half has half of the groups of pairs of an image and its reference, drawn without
+replacement. The spread of a score over halves is its spread over sets of as many images as there are (the delete-d
+jackknife with d = N / 2: Wu 1986, Shao and Wu 1989; the variance over subsets of h of N is multiplied by h / (N - h)).
+Only the spread is used, because FID falls with the number of images: the interval is value +- 1.96 standard errors,
+that of the score *at this number of images*.
 
-Two encoders are compared over the same halves: p is of their difference in its standard errors. A randomization test,
-which exchanges the two images of a caption, would be wrong here: it asks whether the images are alike, and reports a
-difference between two encoders that miss the references equally far in opposite directions (at the 5% level, in 25% of
-80 data sets of 100 images and 8 features; the test over halves in 6% of 150, and less in other cases).
+Two encoders are compared over the same halves: p is of their difference in its standard errors. A randomization test
+would be wrong: it asks whether the images are alike, and finds a difference between two encoders that miss the
+references equally far in opposite directions (at the 5% level in 25% of 80 data sets; the test over halves in 6%).
 """
 
 import math
@@ -109,23 +107,18 @@ def clip_scores(images: Tensor, texts: Tensor) -> list[float]:
     return [100 * max(cosine, 0.0) for cosine in cosines(images, texts)]
 
 
-_ALL = ("fid", "kid", "precision", "recall")
-# By kind of features, the scores on them and their full names.
-_DISTANCES = {
-    "2048": {score: f"{score}_2048" for score in _ALL},
-    "64": {"fid": "fid_64"},
-    "own_features": {score: f"{score}_own" for score in _ALL},
-}
+# By kind of features, what ends the names of the distances on them.
+_DISTANCES = {"2048": "2048", "64": "64", "own_features": "own"}
 
 
-def _distances(generated: Tensor, references: Tensor, names: dict[str, str]) -> dict[str, float]:
-    """The distances that are in `names`, under the names given there."""
+def _distances(generated: Tensor, references: Tensor, ending: str) -> dict[str, float]:
+    """The distances by name: of 64 features FID alone, of few images no precision and recall."""
     values = {"fid": fid(generated, references)}
-    if "kid" in names:
+    if ending != "64":
         values["kid"] = kid(generated, references)
-    if "precision" in names and min(len(generated), len(references)) > NEIGHBOURS:
-        values["precision"], values["recall"] = precision_and_recall(generated, references)
-    return {names[score]: value for score, value in values.items()}
+        if min(len(generated), len(references)) > NEIGHBOURS:
+            values["precision"], values["recall"] = precision_and_recall(generated, references)
+    return {f"{score}_{ending}": value for score, value in values.items()}
 
 
 # ---- intervals
@@ -265,6 +258,12 @@ class ImageScores:
             name = network_name(networks["clip_score"])
             self.notes.append(f"CLIPScore is 100 * max(cosine, 0) with {name}, as in torchmetrics.")
 
+    def to(self, device: torch.device) -> "ImageScores":
+        """These, with the networks on a device."""
+        for network in filter(None, (self.inception, self.clip, *self.networks.values())):
+            network.to(device)
+        return self
+
     def of_references(self, images: Sequence[ImageLike], captions: Sequence[str], groups: Groups = None) -> References:
         """The features of reference images and of their captions, in the same order; once for all encoders.
 
@@ -279,7 +278,7 @@ class ImageScores:
         columns |= {f"clip_score_{number}": column for number, column in enumerate(zip_longest(*sentences), 1)}
         different = list(dict.fromkeys(text for text in chain(*columns.values()) if text is not None))
         encoded = dict(zip(different, self.clip.of_texts(different, self.batch_size), strict=True))
-        notes, tokenizer = [], self.clip.backbone.tokenizer
+        notes, tokenizer = [], self.clip.model.tokenizer
         for name, group in (("captions", captions), ("sentences", list(chain(*sentences)))):
             if over := sum(tokenizer.count(text) > tokenizer.context_length for text in group):
                 length = f"CLIPScore's context length of {tokenizer.context_length} tokens"
@@ -296,9 +295,9 @@ class ImageScores:
     def __call__(self, generated: Sequence[ImageLike], references: References) -> ImageNumbers:
         """All scores of images, at least two for FID, each with its reference image and caption, in the same order."""
         features, result = self._features(generated), ImageNumbers({}, {}, {}, references.groups)
-        for kind, names in _DISTANCES.items():
+        for kind, ending in _DISTANCES.items():
             if kind in features:
-                _add_distances(result, features[kind], references.features[kind], names)
+                _add_distances(result, features[kind], references.features[kind], ending)
         if self.inception:
             result.notes += _notes_of_inception(len(generated))
         for option in ("dino", "dinov2"):
@@ -314,12 +313,12 @@ class ImageScores:
         return result
 
 
-def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, names: dict[str, str]) -> None:
-    values = _distances(generated, references, names)
+def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, ending: str) -> None:
+    values = _distances(generated, references, ending)
     of_halves: dict[str, list[float]] = {score: [] for score in values}
     if len(set(result.groups)) >= _FEWEST:
-        for half in tqdm(halves(result.groups), total=HALVES, desc=f"interval of {names['fid']}"):
-            for score, value in _distances(generated[half], references[half], names).items():
+        for half in tqdm(halves(result.groups), total=HALVES, desc=f"interval of fid_{ending}"):
+            for score, value in _distances(generated[half], references[half], ending).items():
                 of_halves[score].append(value)
     else:
         needed = f"at least {_FEWEST} images, or families of toy scenes"

@@ -48,6 +48,22 @@ def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
 
 
 @dataclass(kw_only=True)
+class OfCheckpoint(Checked):
+    """The checkpoint that a command works with.
+
+    Attributes:
+        base: An SDXL or Stable Diffusion 1.5 checkpoint: a folder in diffusers' layout, a hub id, a single .safetensors
+            file, CONFIG:FILE.safetensors with the folder or hub id of its configuration and tokenizers, or toy/sdxl.
+    """
+
+    base: str
+
+    def __post_init__(self):
+        super().__post_init__()
+        split_base(self.base)  # raises UserError for what is not there
+
+
+@dataclass(kw_only=True)
 class Denoising(Checked):
     """How a pipeline denoises.
 
@@ -59,25 +75,19 @@ class Denoising(Checked):
             colours oversaturate.
         height: Pixels, a multiple of 8; null is the checkpoint's own (1024 for SDXL).
         width: Pixels, as height.
+        scheduler: diffusers' class for the steps; the checkpoint's own by default.
     """
 
     steps: Steps | None = None
     guidance_scale: Guidance | None = None
     height: Side | None = None
     width: Side | None = None
+    scheduler: Scheduler | None = None
 
 
 @dataclass(kw_only=True)
 class ImageOptions(Denoising):
-    """What decides an image besides its prompt, its seed and the models, for commands that draw.
-
-    Attributes:
-        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions: 1
-            changes nothing, 1.5 brings details of long prompts out in the toy world. At most 4.
-        sharpen_sentences: There each sentence's share of the attention to the words is raised to this power, while
-            within a sentence attention stays as it is: 1 changes nothing; at most 16. For readings overlap and
-            separate.
-    """
+    """What decides an image besides its prompt, its seed and the models, for commands that draw."""
 
     sharpen: Sharpening = 1.0
     sharpen_sentences: SentenceSharpening = 1.0
@@ -90,7 +100,6 @@ class Sampling(Denoising):
     Attributes:
         long_prompt: how prompts are read; the encoder's name says the reading.
         layer: of SDXL's text encoders, see `images.reading_layer`.
-        scheduler: None keeps the checkpoint's.
         karras: noise levels as in Karras et al. (2022), see KARRAS; None for the checkpoint's own.
         clip_skip: counts as A1111, Forge and ComfyUI do, not as diffusers: the text encoders' layer that is read, for
             both prompts, from the last, 1. As in Forge, SDXL never reads the last.
@@ -98,7 +107,6 @@ class Sampling(Denoising):
 
     long_prompt: LongPromptOptions = field(default_factory=LongPromptOptions)
     layer: Layer = "penultimate"
-    scheduler: Scheduler | None = None
     karras: bool | None = None
     clip_skip: ClipSkip | None = None
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from debias_diffusion.data.retrieval_sets import find_root
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.retrieval_sets import find_root
 
 from .papers import Base, Column, Model, World, ablation_settings, fill, training_settings
 

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
-from debias_diffusion.app.ablate import ablate
 from debias_diffusion.app.align.command import align
-from debias_diffusion.app.options import AblateConfig, AlignConfig
+from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders.spec import SHORT
 from debias_diffusion.errors import UserError, near_matches
 from debias_diffusion.files import json_digest
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS
-from debias_diffusion.toyworld.grammar import STYLES
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.loop import train
 
+from ..ablate.command import ablate
+from ..ablate.options import AblateConfig
+from ..referring.grammar import STYLES, caption
 from .availability import gpu_hours
 from .contents import Contents
 from .measuring import KINDS, checked
@@ -158,8 +159,10 @@ class Work:
         if count is None:
             return ()
 
+        captions = [partial(caption, style=style) for style in STYLES]
+
         def draw(folder: Path) -> None:
-            write_pairs(folder / "data", held_out, count, styles=STYLES[:styles])
+            write_pairs(folder / "data", held_out, count, captions=captions[:styles])
 
         name = f"pairs-{count}-{held_out}" + (f"-{styles}-styles" if styles > 1 else "")
         return (self._add(name, f"draw {count} pairs to train on", draw),)
@@ -214,8 +217,8 @@ def _check_names(command: str, settings: Mapping, options: type) -> None:
     for name in settings:
         if name not in known:
             raise UserError(
-                f"{command} has no setting {name!r}.{near_matches(name, known)} See `debias-diffusion {command} "
-                "--help`."
+                f"{command} has no setting {name!r}.{near_matches(name, known)} See `python -m research "
+                f"{command} --help`."
             )
 
 

@@ -9,12 +9,10 @@ import numpy as np
 from jsonargparse import ArgumentError
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
-from debias_diffusion.app.ablate import SEARCH
 from debias_diffusion.app.command_line import make_options, make_parser
-from debias_diffusion.data.caption_edits import LOSING
 from debias_diffusion.errors import UserError, reason
 from debias_diffusion.eval.attention import AttentionConfig, evaluate_attention
-from debias_diffusion.eval.classification import ClassificationConfig, evaluate_classification
+from debias_diffusion.eval.caption_edits import LOSING
 from debias_diffusion.eval.image_features import PairSession
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.report import FEW
@@ -23,8 +21,11 @@ from debias_diffusion.eval.robustness import RobustnessConfig, rank_edits
 from debias_diffusion.files import read_json_object
 from debias_diffusion.jobs import Job
 
+from ..ablate.command import SEARCH
 from ..cola import evaluate_cola
+from ..evaluations.classification import ClassificationConfig, evaluate_classification
 from ..options import ColaConfig
+from ..referring.scores import evaluate_referring
 
 THIRDS = ("first", "middle", "last")
 SHORT = dict(zip(("t2i", "i2t"), DIRECTIONS, strict=True))
@@ -104,12 +105,21 @@ def attention_slope(numbers: dict) -> float:
 
 
 def generation_scores(settings: dict) -> Scores:
-    """Every score of `evaluate generation` ("dino_score", "objects_right", ...), also of groups of objects.
+    """Every score of `evaluate generation` ("dino_score", "objects_right", ...), see `image_scores`."""
+    return image_scores(evaluate_generation(checked(GenerationConfig, settings)))
+
+
+def referring_scores(settings: dict) -> Scores:
+    """The same of images of captions that refer back, and those by kind of mention."""
+    return image_scores(evaluate_referring(checked(GenerationConfig, settings)))
+
+
+def image_scores(report: dict) -> Scores:
+    """The scores of a report of one encoder's images, also of groups of objects.
 
     Those of a group are named by its list: "objects_right_by_sentence: 5". "fid" is of Inception's 64 features, whose
     scale the paper's has, or of `own_features` where there is no Inception; without either there is none.
     """
-    report = evaluate_generation(checked(GenerationConfig, settings))
     [encoder] = report["encoders"].values()
     scores = {}
     for score, numbers in encoder["scores"].items():
@@ -164,6 +174,7 @@ KINDS: dict[str, Callable[[dict], Scores]] = {
     "robustness": robustness_scores,
     "attention": attention_scores,
     "generation": generation_scores,
+    "referring": referring_scores,
     "cola": cola_scores,
     "classification": classification_scores,
     "ablation": ablation_scores,

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.population import Population
-from debias_diffusion.ablation.problems import Problem, every_mask
 from debias_diffusion.ablation.saved import FILE, write_ablation
-from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.spec import load_two_tower
+from debias_diffusion.eval.caption_edits import edit_caption
 
+from ..ablate.population import Population
+from ..ablate.problems import Problem, every_mask
 from .harness import read_options
 
 MODELS, EDITS = ("clip", "long-clip", "debias-clip"), ("keep", "move4", "remove")

@@ -204,9 +204,7 @@ class Images:
         numbers = {row: scores(self.files(row), references) for row in rows}
 
         def difference(a: str, b: str) -> dict:
-            lines = compare_scores(numbers[a], numbers[b]) | compare_objects(
-                shown[a], shown[b], mentions, None, self.groups
-            )
+            lines = compare_scores(numbers[a], numbers[b]) | compare_objects(shown[a], shown[b], mentions, self.groups)
             return {name: lines[name] for name in SCORES if name in lines}
 
         scored = {}

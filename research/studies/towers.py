@@ -31,11 +31,11 @@ from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import save_tensors
-from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.data.retrieval import encode_images, recall_ranks
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import load_two_tower
+from debias_diffusion.eval.caption_edits import edit_caption
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import read_json, write_json
 from debias_diffusion.jobs import Job

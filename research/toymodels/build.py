@@ -22,11 +22,11 @@ from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.encoders.loading import DIFFERENCE, STEPS, load_backbone
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.files import atomic_file, atomic_folder, write_json
-from debias_diffusion.toyworld.grammar import STYLES, caption
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.loop import train
 
 from ..options import ToyModelsConfig
+from ..referring.grammar import STYLES, caption
 from . import sdxl
 from .clip import train_clip
 from .feature_network import train_features
@@ -79,7 +79,8 @@ class Build:
         return place
 
     def tokenizer(self) -> CLIPTokenizer:
-        texts = (caption("train", index, STYLES[index % len(STYLES)]).text for index in range(_VOCABULARY_FROM))
+        styles = [*STYLES]
+        texts = (caption("train", index, styles[index % len(styles)]).text for index in range(_VOCABULARY_FROM))
         return learn_tokenizer(texts, _MERGES)
 
     def clip(self) -> Backbone:

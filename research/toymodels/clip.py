@@ -23,10 +23,11 @@ from transformers import CLIPTokenizer
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.tokens import CaptionTokenizer
-from debias_diffusion.toyworld.grammar import STYLES, short_caption
+from debias_diffusion.toyworld.grammar import short_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, generator
 
+from ..referring.grammar import STYLES
 from .scenes import base_scene
 from .stage import run_stage
 
@@ -128,7 +129,7 @@ def _loss(backbone: Backbone, captioner: Captioner, pictures: Tensor, batch: int
 def draw_text(index: int, purpose: str) -> str:
     """A short caption of scene `index`, another one for each purpose."""
     rng = generator("train", index, purpose)
-    return short_caption(base_scene(index), rng, rng.choice(STYLES)).text
+    return short_caption(base_scene(index), rng, rng.choice([*STYLES.values()])).text
 
 
 def encode_patches(backbone: Backbone, pixels: Tensor) -> tuple[Tensor, Tensor]:

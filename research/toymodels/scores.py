@@ -11,11 +11,12 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.retrieval import recall_at_k
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.checker import compare, read_image
-from debias_diffusion.toyworld.grammar import caption, short_prompt
+from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 
+from ..referring.grammar import short_prompt
 from .clip import encode
 from .unet import TIME_IDS
 from .vae import SIZE, as_input, picture_tensor

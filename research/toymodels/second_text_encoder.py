@@ -14,9 +14,10 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.sentences import join_sentences
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.toyworld.grammar import STYLES, long_caption
+from debias_diffusion.toyworld.grammar import long_caption
 from debias_diffusion.toyworld.scenes import generator
 
+from ..referring.grammar import STYLES
 from .clip import CAPTIONING_WEIGHT, CONFIG, CONTEXT_LENGTH, draw_indices, encode_patches, new_captioner, render_all
 from .scenes import base_scene
 from .stage import run_stage
@@ -68,7 +69,7 @@ def _encode_images(backbone: Backbone, scenes: int) -> tuple[torch.Tensor, torch
 def draw_text(index: int, purpose: str) -> str:
     """Up to five sentences of a scene's caption in their order; half the time the summary is the first of them."""
     rng = generator("train", index, purpose)
-    summary, *details = long_caption(base_scene(index), rng, rng.choice(STYLES)).sentences
+    summary, *details = long_caption(base_scene(index), rng, rng.choice([*STYLES.values()])).sentences
     kept = details[: rng.randint(1, _MOST_SENTENCES)]
     return join_sentences([sentence.text for sentence in ([summary] if rng.random() < 0.5 else []) + kept])
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.toyworld.grammar import STYLES, Caption, full_caption, long_caption
+from debias_diffusion.toyworld.grammar import Caption, full_caption, long_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene, draw_scene, generator
 
+from ..referring.grammar import STYLES
 from .stage import run_stage
 from .vae import SIZE, as_input, picture_tensor
 
@@ -31,7 +32,7 @@ EncodeTexts = Callable[[list[Caption], Iterable[int]], tuple[Tensor, Tensor]]
 def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
     """One scene and its caption: half of them of one to three objects that fit 77 tokens, half with four to six."""
     rng = generator(split, index, "unet")
-    style = rng.choice(STYLES)
+    style = rng.choice([*STYLES.values()])
     if rng.random() < 0.5:
         scene = draw_scene(rng, 1, 3)
         return scene, full_caption(scene, rng, style)

@@ -22,7 +22,7 @@ from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import config, killed_copy, without_clock
 
 from debias_diffusion.app.generate import generate
-from debias_diffusion.app.options import GenerateConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
 

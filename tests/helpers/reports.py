@@ -7,7 +7,7 @@ KEYS = {"evaluation", "settings", "versions", "digests", "encoders", "compared",
 
 def check_report(report: dict) -> None:
     """Whether the page and the model card can read it."""
-    module = EVALUATIONS[report["evaluation"]].load()
+    evaluation = EVALUATIONS[report["evaluation"]]
     assert report.keys() >= KEYS and "data" in report["digests"]
     assert report["digests"]["encoders"].keys() == report["encoders"].keys() and report["encoders"]
-    assert module.tables(report) and module.figures(report)
+    assert evaluation.tables(report) and evaluation.figures(report)

@@ -12,9 +12,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from debias_diffusion.app.synthesize.instructions import LONG, SHORT
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
+from research.synthesize.instructions import LONG, SHORT
 
 TILE = 32  # pixels
 # Two tiles for wide and high images, one for the others, and always the whole image.
@@ -120,14 +120,12 @@ def build(folder, steps=130):
     return loss
 
 
-def save_judge(folder, questions):
-    """(model, processor), saved in a folder, of a random model that says yes and no."""
+def judge(questions):
+    """(model, processor) of a random model that says yes and no."""
     processor = make_processor(["Yes no yes No"] * 20 + questions)
     model, vocabulary = tiny_llava(processor), processor.tokenizer.get_vocab()
     ids = [index for token, index in vocabulary.items() if token.strip("Ġ").lower() in ("yes", "no")]
     assert len(ids) >= 4  # of several cases
     with torch.no_grad():
         model.lm_head.weight[ids] *= 20
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
     return model, processor

@@ -8,6 +8,7 @@ from helpers.modules import ROOT
 
 from debias_diffusion.app.cli import main
 from research.__main__ import COMMANDS, OWN
+from research.evaluations.registry import EVALUATIONS
 
 
 def run(*arguments: str) -> int:
@@ -23,6 +24,13 @@ def test_every_command_names_what_exists_and_has_help(name, capsys):
     assert run(name, "--help") == 0
     out = capsys.readouterr().out
     assert f"usage: python -m research {name} " in out and command.summary[1:] in " ".join(out.split())
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluations_of_research_are_commands_beside_those_of_the_package(name, capsys, with_research):
+    assert all(map(callable, map(EVALUATIONS[name].load, (None, "tables", "figures"))))
+    assert run("evaluate", name, "--help") == 0
+    assert f"usage: python -m research evaluate {name} " in capsys.readouterr().out
 
 
 def test_options_are_read_and_mistakes_explained(capsys):

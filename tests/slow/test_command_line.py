@@ -31,11 +31,11 @@ def test_a_command_ends_quietly_when_nobody_reads(command):
 IMPORTS = """
 import sys
 from contextlib import suppress
-from debias_diffusion.app.cli import COMMANDS, EVALUATIONS, main
+from debias_diffusion.app.cli import COMMANDS, evaluations, main
 from research.__main__ import COMMANDS as RESEARCH
 main(["evaluate"])
 assert "jsonargparse" not in sys.modules
-for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in EVALUATIONS)]:
+for command in [*([name] for name in COMMANDS), *(["evaluate", name] for name in evaluations())]:
     with suppress(SystemExit):
         main([*command, "--help"])
 for command in RESEARCH:

@@ -44,6 +44,6 @@ def test_all_cells_run_in_order_and_the_settings_are_complete(tmp_path, monkeypa
     assert all(len(set(images)) == 3 for images in zip(*rows.values(), strict=True))
     assert names["chunks"].unet is names["stock"].unet is names["long_clip"].unet
     assert capsys.readouterr().out.count("stock reads 75") == 5
-    assert (tmp_path / "real" / "mark.html").is_file()
+    assert (tmp_path / "real" / "check.json").is_file()
     with Image.open("long_prompts_sdxl.png") as sheet:
         assert sheet.size == (5 * 384, 3 * 408)

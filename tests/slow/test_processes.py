@@ -15,12 +15,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from helpers import tiny_llava
 from helpers.processes import as_options
 from helpers.training_runs import config, is_the_same_run, losses, settings_of
 
-from debias_diffusion.app.options import SynthesizeConfig
-from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import train
 
@@ -116,23 +113,7 @@ def test_workers_end_with_a_killed_main_process_whatever_they_do():
     assert len(workers) == 2 and left == []
 
 
-# ---- shared by several processes
-
-
-def test_two_processes_synthesize_as_one(tmp_path):
-    tiny_llava.build(tmp_path / "model")
-    (images := tmp_path / "images").mkdir()
-    for index, picture in enumerate(tiny_llava.scenes()[0]):
-        for size in ((48, 48), (100, 40)):
-            picture.resize(size).save(images / f"{index}-{size[0]}.png")
-    options = {"model": str(tmp_path / "model"), "images": str(images), "per_part": 2, "batch": 2, "workers": 0}
-    synthesize(SynthesizeConfig(**options, device="cpu", output=str(tmp_path / "whole")))
-    said = printed(start([*LAUNCHER, "synthesize", *as_options(options | {"output": tmp_path / "shared"})]))
-    assert "each of 2 processes" in said and said.count("Kept") == 1
-    for name in ("captions.jsonl", "removed.jsonl", "report.html"):
-        assert (tmp_path / "shared" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert (tmp_path / "shared" / "captions.jsonl").read_text()
-
+# ---- how several processes end
 
 EXITS = """
 import atexit, sys

@@ -1,1 +1,0 @@
-"""`debias-diffusion synthesize`: captions for images, written by a multimodal model and cleaned."""

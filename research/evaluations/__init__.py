@@ -1,0 +1,1 @@
+"""Evaluations that only a checkout has: `python -m research evaluate NAME`."""

@@ -1,0 +1,154 @@
+"""`showcase` with the toy SDXL: images and pages, what marks say, and a judge beside a person."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import openai_server, tiny_llava
+from helpers.html_page import Page
+from PIL import Image
+
+from debias_diffusion.app.sheet import CUT, SHARPENED, WAYS, WHOLE
+from debias_diffusion.errors import UserError
+from debias_diffusion.eval import judge as judges
+from debias_diffusion.eval.judge import load_judge
+from debias_diffusion.eval.options import Judging
+from debias_diffusion.pipelines.rendering.png import read_settings
+from research.showcase import command
+from research.showcase.options import ShowcaseConfig
+
+PROMPTS = command.read_showcase_prompts()
+CONFIG = ShowcaseConfig(base="toy/sdxl", limit=2, steps=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """The output of one run, which no test changes."""
+    output = tmp_path_factory.mktemp("showcase")
+    command.showcase(replace(CONFIG, output=str(output)))
+    return output
+
+
+def images_of(output) -> dict[str, bytes]:
+    ways = [way.replace(" ", "-").lower() for way in WAYS]
+    return {f"{way}/{file.name}": file.read_bytes() for way in ways for file in (output / way).glob("0*.png")}
+
+
+def test_every_way_draws_what_it_is_called_from_the_same_noise(drawn):
+    settings = {}
+    for name in images_of(drawn):
+        settings.setdefault(name.partition("/")[0], []).append(read_settings(drawn / name))
+    read = {way: (values[0]["reading"], values[0].get("sharpen", 1.0)) for way, values in settings.items()}
+    assert read == {
+        "cut": ("cut", 1.0),
+        "as-a1111-reads": ("a1111", 1.0),
+        "whole": ("overlap", 1.0),
+        "whole-and-sharpened": ("overlap", 1.5),
+    }
+    assert [[value["seed"] for value in values] for values in settings.values()] == [[0, 1]] * 4
+    assert len(set(images_of(drawn).values())) == 8
+
+
+def test_the_page_of_marks_tells_no_way(drawn):
+    source = (drawn / "mark.html").read_text()
+    items = json.loads(source.partition('id="items">')[2].partition("</script>")[0])
+    facts = [[fact for _, fact in prompt.facts] for prompt in PROMPTS[:2]]
+    assert [item["facts"] for item in items] == [given for given in facts for _ in WAYS]
+    names = [item["image"] for item in items]
+    assert names == sorted(names[:4]) + sorted(names[4:])  # of each prompt by checksum, not by way
+    assert not any(name.split("/")[1] in source for name in images_of(drawn))
+    shown = [drawn / "marking" / f"{name}.jpg" for name in names]
+    assert {*(drawn / "marking").iterdir()} == {*shown} and len({*shown}) == 8
+    for path in shown:
+        with Image.open(path) as image:
+            assert image.size == (48, 48) and not {"settings", "parameters", "exif", "comment"} & image.info.keys()
+
+
+def marks_for(prompts, **shares) -> dict:
+    """Of each way, with underscores: the number of facts that are right, the first ones, for each prompt."""
+    return {
+        way: [
+            None if right is None else [number < right for number in range(len(prompt.facts))]
+            for prompt, right in zip(prompts, shares[way.replace(" ", "_")], strict=True)
+        ]
+        for way in WAYS
+    }
+
+
+def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
+    prompts = PROMPTS[:3]
+    facts = [len(prompt.facts) for prompt in prompts]
+    total = facts[0] + facts[1]  # the third prompt is not marked in all ways
+    shares = {"as_A1111_reads": [*facts[:2], 0], "whole_and_sharpened": [1, 1, None]}
+    result = command.summarize(marks_for(prompts, cut=[0, 0, 3], whole=facts, **shares), prompts)
+    assert result["prompts"] == [prompt.name for prompt in prompts[:2]] and result["facts"] == total
+    shares = {way: value["all"] for way, value in result["ways"].items()}
+    assert shares[WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": 100.0, "high": 100.0}
+    assert shares[SHARPENED]["right"] == 2 and shares[SHARPENED]["value"] == pytest.approx(200 / total)
+    limits = sorted(100 / count for count in facts[:2])  # of two prompts, a bootstrap sample may hold one alone
+    assert [shares[SHARPENED]["low"], shares[SHARPENED]["high"]] == pytest.approx(limits)
+    by_sentence = result["ways"][SHARPENED]["by_sentence"]
+    assert [share["right"] for share in by_sentence.values()] == [2, *[0] * (len(by_sentence) - 1)]
+
+
+def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path):
+    result = json.loads((drawn / "showcase.json").read_text())["images"]
+    marks = {
+        digest[:16]: [way != CUT] * len(prompt.facts)
+        for way, files in result.items()
+        for digest, prompt in zip(files.values(), PROMPTS, strict=False)
+    }
+    (file := tmp_path / "marks.json").write_text(json.dumps({"marks": marks}))
+    shutil.copytree(drawn, tmp_path / "a")
+    page = command.showcase(replace(CONFIG, output=str(tmp_path / "a"), marks=str(file)))
+    ways = json.loads((tmp_path / "a" / "showcase.json").read_text())["marks"]["ways"]
+    assert [way["all"]["value"] for way in ways.values()] == [0.0, 100.0, 100.0, 100.0]
+    assert ["whole - cut", "+100.0 (+100.0 to +100.0)"] in Page(page.read_text()).rows
+    pairs = {way: [(drawn, digest) for digest in files.values()] for way, files in result.items()}
+    some = {name: [None, *given[1:]] for name, given in marks.items()}
+    for content in ({"marks": []}, {"marks": some}):
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError, match="marks all facts of none"):
+            command.read_marks(str(file), PROMPTS[:2], pairs)
+
+
+@pytest.fixture
+def server():
+    with openai_server.serve(*tiny_llava.judge([fact for _, fact in PROMPTS[0].facts])) as (url, _):
+        yield url
+
+
+def test_a_judge_marks_the_facts_beside_the_person(drawn, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
+    monkeypatch.setattr(judges, "CONTROLS", 2)
+    shutil.copytree(drawn, tmp_path / "a")
+    config = replace(CONFIG, output=str(tmp_path / "a"), limit=1, judge=openai_server.MODEL, server=server)
+    command.showcase(config)
+    result = json.loads((tmp_path / "a" / "showcase.json").read_text())
+    judge = load_judge(Judging(judge=config.judge, server=server))
+    answers = {}  # as the judge gives them, asked by hand
+    for way, files in result["images"].items():
+        [[name, digest]] = files.items()
+        with Image.open(tmp_path / "a" / way.replace(" ", "-").lower() / name) as image:
+            asked = [f'Does this image show "{fact}"?' for _, fact in PROMPTS[0].facts]
+            answers[digest[:16]] = judge(image.convert("RGB"), asked)
+    shares = [value["all"]["right"] for value in result["judged"]["ways"].values()]
+    assert shares == [sum(p > 0.5 for p in given) for given in answers.values()]
+    marks = {name: [(at + place) % 3 == 0 for at in range(len(asked))] for place, name in enumerate(answers)}
+    (file := tmp_path / "marks.json").write_text(json.dumps({"marks": marks}))
+    command.showcase(replace(config, marks=str(file)))
+    found = json.loads((tmp_path / "a" / "showcase.json").read_text())["agreement"]["mean_p"]
+    pairs = [pair for name, given in answers.items() for pair in zip(given, marks[name], strict=True)]
+    assert found == pytest.approx([np.mean([p for p, mark in pairs if mark == is_so]) for is_so in (False, True)])
+
+
+def test_the_grid_is_chosen_by_rule():
+    assert command.grid(PROMPTS) == list(range(6)) and command.grid(PROMPTS[:2]) == [0, 1]
+    prompts = PROMPTS[:13]
+    # The more facts are right in cut, the less is gained; the last prompt is not marked in it.
+    facts = [len(prompt.facts) for prompt in prompts]
+    right = [round(number / 12 * count) for number, count in enumerate(facts)]
+    marked = marks_for(prompts, cut=[*right[:12], None], whole=facts, as_A1111_reads=facts, whole_and_sharpened=facts)
+    assert command.grid(prompts, marked) == list(range(1, 1 + command.GRID))
