@@ -32,11 +32,6 @@ from .png import sampler, settings_text
 from .prompts import ImagePrompt
 
 
-def runtime_settings(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Device and precision as every settings record of an image has them."""
-    return {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
-
-
 def replace_components(pipe: DiffusionPipeline, **components) -> DiffusionPipeline:
     """A pipeline with other components, by name, which shares the rest with `pipe`; that one stays as it is."""
     replaced = copy.copy(pipe)
@@ -110,7 +105,8 @@ class Renderer:
         """Everything that affects an image besides its `ImagePrompt` and the models."""
         names = ("scheduler", "karras", "steps", "guidance_scale", "height", "width", "layer", "clip_skip")
         sampling = {name: getattr(self.sampling, name) for name in names}
-        return asdict(self.options(encoder)) | sampling | runtime_settings(self.device, self.dtype)
+        runtime = {"device": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
+        return asdict(self.options(encoder)) | sampling | runtime
 
     def options(self, encoder: EncoderSpec) -> LongPromptOptions:
         """How prompts are read."""
@@ -244,8 +240,8 @@ class Renderer:
         return refiner, encode_batch(refiner, batch, trained)
 
     def _load(self, encoder: EncoderSpec, part: Half) -> DiffusionPipeline:
-        first, second = names = tuple(self._encoders(encoder).values())
-        given = zip(("text_encoder", "text_encoder_2"), names, self._loaded, strict=False)
+        first, second, _ = self._models(encoder).values()
+        given = zip(("text_encoder", "text_encoder_2"), (first, second), self._loaded, strict=False)
         others = {slot: name for slot, name, loaded in given if name != loaded}
         place = torch.device("cpu") if self._offloads else self.device
         if self._pipe is not None and not {None, STRETCH} & {*others.values()}:
@@ -255,17 +251,14 @@ class Renderer:
             pipe = load_pipeline(self.base, first, place, self.dtype, second, part)
             pipe.set_progress_bar_config(disable=not self.show_steps)
             if part == "all":
-                self._pipe, self._loaded = pipe, names
+                self._pipe, self._loaded = pipe, (first, second)
         if self._offloads:
             pipe.enable_model_cpu_offload(device=self.device)
         return pipe
 
     def _models(self, encoder: EncoderSpec) -> dict[str, str | None]:
-        """The names of `_encoders`, and of the refiner."""
-        return self._encoders(encoder) | {"refiner": self.refiner}
-
-    def _encoders(self, encoder: EncoderSpec) -> dict[str, str | None]:
-        """The names of the encoders that replace the checkpoint's."""
+        """The names of the encoders that replace the checkpoint's, and of the refiner."""
+        first, second = encoder.name, encoder.fitted_second or self.encoder_2
         if encoder.kind is Kind.ORIGINAL:
-            return {"encoder": None, "encoder_2": self.encoder_2}
-        return {"encoder": encoder.name, "encoder_2": encoder.fitted_second or self.encoder_2}
+            first, second = None, self.encoder_2
+        return {"encoder": first, "encoder_2": second, "refiner": self.refiner}
