@@ -16,8 +16,9 @@ from debias_diffusion.devices import explain_memory
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.rendering.folder import Rendered, render_into
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.shipped import shipped
 
