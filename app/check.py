@@ -20,7 +20,7 @@ from debias_diffusion.files import write_json
 from debias_diffusion.machine import cost
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.pipelines.rendering.renderer import EMBEDDINGS
+from debias_diffusion.pipelines.scheduling import EMBEDDINGS
 
 from .prompt_options import CheckConfig
 from .prompts import sheet_prompts

@@ -18,17 +18,13 @@ from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.files import write_text
 from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines.rendering.checkpoints import KINDS, SDXL
+from debias_diffusion.pipelines.rendering.folder import explain_failures, render_into
+from debias_diffusion.pipelines.rendering.images import read_layout
 from debias_diffusion.pipelines.rendering.loras import LoraFolder
+from debias_diffusion.pipelines.rendering.options import USUAL, Sampling
 from debias_diffusion.pipelines.rendering.png import first_difference, read_settings, write_png
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
-from debias_diffusion.pipelines.rendering.renderer import (
-    USUAL,
-    Renderer,
-    Sampling,
-    explain_failures,
-    read_layout,
-    render_into,
-)
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 
 from .contact_sheet import write_contact_sheets
 from .like import take_settings
@@ -171,9 +167,9 @@ def _render_one(
     print(f"Prompt: {layout.tokens} tokens, encoded at {layout.positions} positions ({', '.join(counts)})")
     if layout.schedules:
         print(f"Changing from step to step: {', '.join(layout.schedules)}; these counts are of the first step")
-    [[image]] = renderer.render(pipe, encoder, [[prompt]])
+    [[image]] = renderer.render_batches(pipe, encoder, [[prompt]])
     if isinstance(image, str):
-        failed = [(f"{task.where}, seed {task.prompt.seed}", image)]
+        failed = {f"{task.where}, seed {task.prompt.seed}": image}
         raise FailedError(explain_failures(failed, "1 image", renderer.dtype))
     write_png(image, path, renderer.png_text(pipe, encoder, task.prompt, layout))
 

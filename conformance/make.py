@@ -93,7 +93,7 @@ def layout(plan: TextPlan) -> dict:
         "weights": [row[0] if len({*row}) == 1 else row for row in weights],
         "groups": [
             number
-            for number, part in enumerate(tokens.alone)
+            for number, part in enumerate(tokens.separated)
             for _ in split_text(part, TRAINED_POSITIONS - 2, plan.reading)
         ],
         "joined": joined,

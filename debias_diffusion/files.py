@@ -90,6 +90,19 @@ def json_digest(values: dict) -> str:
     return bytes_digest([json.dumps(values, sort_keys=True).encode()])
 
 
+def with_checksum(values: dict) -> dict:
+    """JSON values with a checksum of them, as "sha256"."""
+    return values | {"sha256": json_digest(values)}
+
+
+def without_checksum(values: dict) -> dict:
+    """What `with_checksum` was given. Raises ValueError if that was changed since."""
+    content = {name: value for name, value in values.items() if name != "sha256"}
+    if values.get("sha256") != json_digest(content):
+        raise ValueError("it and its checksum do not agree")
+    return content
+
+
 def file_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
     """What changes whenever a file does: its size, and the times when its content and anything of it last changed.
 
@@ -125,6 +138,14 @@ def read_json_object(path: str | os.PathLike) -> dict:
         return read_json(path)
     except UserError:
         return {}
+
+
+def read_checked(path: str | os.PathLike) -> dict | None:
+    """The values in a file of `with_checksum`; None if it is not there, was changed or is damaged."""
+    try:
+        return without_checksum(read_json(path))
+    except ValueError:
+        return None
 
 
 def write_json(path: str | os.PathLike, content) -> None:

@@ -1,11 +1,11 @@
 """The processes of a run, one for each GPU as `accelerate launch` starts them, or a single one."""
 
 import io
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from accelerate.utils import broadcast_object_list, gather_object, parse_flag_fr
 
 from .devices import end_group_at_exit, pick_device
 from .errors import UserError
-from .jobs import Job
 
 # The other processes wait while the main one reads all of the data, which may take longer than the default ten minutes.
 # A failure ends the wait: launchers stop the rest once one process has failed.
@@ -77,15 +76,13 @@ class Processes:
         """The values of all processes, once all have come here; they must be picklable."""
         return gather_object(values) if self.count > 1 else values
 
-    @contextmanager
-    def open_job(self, folder: Path, command: str, settings: dict, inputs: dict) -> Iterator[Job]:
-        """A job of all processes, see `Job.open`: the main one begins it and holds the lock, each writes its lines."""
-        if not self.is_main:
-            self.gathered([])
-        with Job.open(folder, command, settings, inputs, shared=not self.is_main) as job:
-            if self.is_main:
-                self.gathered([])
-            yield job
+    def gathered_by_round(self, made: Iterable[list], rounds: int) -> Iterator[list]:
+        """What all processes have made in each round, as soon as all have; in the last ones a process may make nothing.
+
+        So the main process writes for all, and what is made is lost only of the round in which a run is killed.
+        """
+        for values, _ in zip_longest(made, range(rounds), fillvalue=[]):
+            yield self.gathered(values)
 
     def only_main_prints(self) -> AbstractContextManager:
         """Discards what the other processes print inside the context."""

@@ -2,9 +2,9 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,8 +26,7 @@ from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import write_json
-from debias_diffusion.jobs import Job
+from debias_diffusion.files import atomic_file, json_digest, read_checked, sha256, with_checksum, write_json
 from debias_diffusion.limits import SHAREGPT4V_HELD_OUT
 
 from .report import Table, versions, write_png
@@ -36,7 +35,6 @@ from .retrieval_sets import read_retrieval_set
 CACHE = "cache"  # in an evaluation's output folder
 
 Result = TypeVar("Result")
-Content = TypeVar("Content", dict, dict[str, Tensor])
 
 
 # ---- data
@@ -145,16 +143,13 @@ class ResultCache:
     So a killed evaluation resumes at the first unfinished result, changed settings find nothing, and evaluations of the
     same encoders on the same data share results, also at once. A damaged result is computed again.
 
-    Args:
-        output: of the evaluation; becomes a shared job with the first result.
-
     Attributes:
         folder: where results are kept.
         seconds: how long the results requested so far took to compute, in whichever run that was.
     """
 
     def __init__(self, output: str | os.PathLike):
-        self.output, self.folder, self.seconds = Path(output), Path(output, CACHE), 0.0
+        self.folder, self.seconds = Path(output, CACHE), 0.0
 
     def result(self, kind: str, depends: dict, compute: Callable[[], dict]) -> dict:
         """The result of `compute`, in JSON values, from the cache if it is there.
@@ -163,31 +158,37 @@ class ResultCache:
             kind: of result, for its file.
             depends: JSON values: everything that affects the result.
         """
-        name = f"{CACHE}/{self._key(kind, depends)}.json"
-        file = self._file(name, compute, lambda content, path: write_json(path, content))
-        return json.loads(file.read_text(encoding="utf-8"))  # so that a first run and a resumed one get the same
+        file, started = self._file(kind, depends, "json"), time.monotonic()
+        if (kept := read_checked(file)) is None:
+            content = json.loads(json.dumps(compute()))  # so that a first run and a resumed one get the same
+            kept = {"content": content, "seconds": time.monotonic() - started}
+            write_json(file, with_checksum(kept))
+        self.seconds += kept["seconds"]
+        return kept["content"]
 
     def tensors(self, kind: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The same for tensors on the CPU."""
-        return load_file(self._file(f"{CACHE}/{self._key(kind, depends)}.safetensors", compute, save_tensors))
+        """The same for tensors on the CPU; the checksum of their file is a result."""
+        file, note = (self._file(kind, depends, ending) for ending in ("safetensors", "json"))
+
+        def save() -> dict:
+            content = compute()
+            with atomic_file(file) as temporary:
+                save_tensors(content, temporary)
+            return {"sha256": sha256(file)}
+
+        kept = read_checked(note)
+        if kept and not (file.exists() and sha256(file) == kept["content"]["sha256"]):
+            note.unlink()
+        self.result(kind, depends, save)
+        return load_file(file)
 
     def has(self, kind: str, depends: dict) -> bool:
         """Whether `result` has it, damaged or not."""
-        return f"{CACHE}/{self._key(kind, depends)}.json" in self._job
+        return self._file(kind, depends, "json").exists()
 
-    @cached_property
-    def _job(self) -> Job:
-        with Job.open(self.output, "evaluate", shared=True) as job:
-            return job  # shared, so it holds nothing
-
-    @staticmethod
-    def _key(kind: str, depends: dict) -> str:
-        return Job.key(kind, depends | {"versions": versions()})
-
-    def _file(self, name: str, compute: Callable[[], Content], save: Callable[[Content, Path], None]) -> Path:
-        file = self._job.ensure(name, lambda temporary: save(compute(), temporary))
-        self.seconds += self._job.notes(name)["seconds"]
-        return file
+    def _file(self, kind: str, depends: dict, ending: str) -> Path:
+        digest = json_digest({"depends": depends, "versions": versions()})
+        return self.folder / f"{kind}-{digest[:32]}.{ending}"
 
 
 # ---- encoders, and the report

@@ -13,7 +13,9 @@ import torch
 from debias_diffusion.text.options import LongPromptOptions
 
 Embeddings = dict[str, torch.Tensor]  # by the name of the pipeline's argument
-Parts = list[tuple[int, Embeddings]]  # in order: the last call of the UNet, from 0, that reads these embeddings
+StepEmbeddings = list[
+    tuple[int, Embeddings]
+]  # in order: the last call of the UNet, from 0, that reads these embeddings
 
 
 class ThreadValue(threading.local):
@@ -29,9 +31,10 @@ class Call:
 
     options: LongPromptOptions
     steps: int | None = None  # calls of the UNet, by which prompts change; None where embeddings cannot change
-    parts: Parts = field(default_factory=list)  # gets what was encoded for these
+    parts: StepEmbeddings = field(default_factory=list)  # gets what was encoded for these
     sources: list[str] = field(default_factory=list)  # gets the schedules, as they are written
     view: Callable | None = None  # what the call has for its UNet; None: the UNet
+    sentences: torch.Tensor | None = None  # gets those of what was encoded, if they are sharpened; see `note_sentences`
     member: torch.Tensor | None = None  # of sentences, see `sharpening.Choice`
     stack: ExitStack = field(default_factory=ExitStack)  # contexts that end with the call
 

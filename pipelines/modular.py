@@ -18,14 +18,7 @@ from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
 _OPTIONS = [option for option in fields(LongPromptOptions) if not option.name.startswith("sharpen")]
 
 
-def _descriptions() -> dict[str, str]:
-    """What each option does, as the docstring of `LongPromptOptions` says."""
-    attributes = (inspect.getdoc(LongPromptOptions) or "").partition("Attributes:\n")[2]
-    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
-
-
-class _Reader(SDXLLongPromptMixin):
+class _PromptEncoder(SDXLLongPromptMixin):
     """Reads prompts with the components of a modular pipeline."""
 
     def __init__(self, pipe, options: LongPromptOptions):
@@ -55,14 +48,15 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
 
     @property
     def inputs(self) -> list[InputParam]:
-        said = _descriptions()
-        options = [
-            InputParam(
-                option.name, option.type, getattr(self.defaults, option.name), description=said.get(option.name, "")
-            )
-            for option in _OPTIONS
+        attributes = (inspect.getdoc(LongPromptOptions) or "").partition("Attributes:\n")[2]
+        said = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE))
+        return [
+            *super().inputs,
+            *(
+                InputParam(name, kind, getattr(self.defaults, name), description=" ".join(said.get(name, "").split()))
+                for name, kind in ((option.name, option.type) for option in _OPTIONS)
+            ),
         ]
-        return [*super().inputs, *options]
 
     @torch.no_grad()
     def __call__(self, components, state):
@@ -75,7 +69,7 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
             block_state.negative_prompt_embeds,
             block_state.pooled_prompt_embeds,
             block_state.negative_pooled_prompt_embeds,
-        ) = _Reader(components, LongPromptOptions(**options)).encode_prompt(
+        ) = _PromptEncoder(components, LongPromptOptions(**options)).encode_prompt(
             block_state.prompt,
             block_state.prompt_2,
             do_classifier_free_guidance=components.guider.num_conditions > 1,

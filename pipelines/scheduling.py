@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .calls import Call, Embeddings, Parts
+from .calls import Call, Embeddings, StepEmbeddings
 
 # in the order in which `encode_prompt` returns them; Stable Diffusion 1.5 has the first two
 EMBEDDINGS = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
@@ -26,7 +26,7 @@ class ExchangeEmbeddings:
         sources: the schedules, for errors.
     """
 
-    parts: Parts
+    parts: StepEmbeddings
     callback: Callable | None
     names: Sequence[str]
     sources: Sequence[str] = ()

@@ -76,6 +76,7 @@ def note_sentences(call: Call, sentences: torch.Tensor | None, repeats: int, emb
         repeats: images of each prompt.
         embeds: what the UNet reads, on its device.
     """
+    call.sentences = sentences
     member = call.member if sentences is None else member_of(sentences)
     call.member = None if member is None else member.repeat_interleave(repeats, 0).to(embeds)
 

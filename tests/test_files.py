@@ -1,13 +1,11 @@
 """Files and folders that are written whole, whatever stands where they are written; digests; locks."""
 
-import ast
 import hashlib
 import os
 import re
 import stat
 
 import pytest
-from helpers.modules import ROOT
 from helpers.odd_files import ODD, put_odd
 from PIL import Image
 
@@ -157,24 +155,6 @@ def test_captions_that_are_no_regular_files_are_bad_records(tmp_path, kind):
     put_odd(tmp_path / "urban1k" / "caption" / "1.txt", kind)
     (bad,) = read_retrieval_set("urban1k", tmp_path / "urban1k").bad
     assert (bad.where, bad.kind) == ("caption/1.txt", "unreadable file")
-
-
-# They read, by other means, files of the package, or those that the same program has written and checked.
-READ_THEIR_OWN = {"files.py", "machine.py", "eval/session.py", "app/comfyui/write.py"}
-
-
-def test_all_other_files_are_opened_by_the_one_function():
-    found = set()
-    parts = ("debias_diffusion", "pipelines", "eval", "app")
-    for file in {file for part in parts for file in (ROOT / part).rglob("*.py")}:
-        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
-            name = ast.unparse(call.func)
-            mode = next((part.value for part in call.args[1:2] if isinstance(part, ast.Constant)), "r")
-            opens = (name == "open" and mode[0] == "r") or name.endswith((".read_text", ".read_bytes"))
-            # Pillow gets open files.
-            if opens or (name == "Image.open" and ast.unparse(call.args[0]) != "file"):
-                found.add(file.relative_to(ROOT).as_posix().removeprefix("debias_diffusion/"))
-    assert found == READ_THEIR_OWN
 
 
 def test_a_lock_is_one_process_s_and_never_a_link(tmp_path):

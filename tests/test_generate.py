@@ -155,7 +155,7 @@ MISTAKES = [
     ({"device": "cuda:99"}, "'cuda:99' is not available"),
     ({"base": "{tmp}/nowhere"}, "nowhere' is not there"),
     ({"encoder": "{tmp}/wide"}, "has width 64; the UNet of .* reads 32 of its first encoder"),
-    ({"encoder_2": "{tmp}/bare_2"}, "has no projection; .* --projection"),
+    ({"encoder_2": "{tmp}/bare_2"}, "has no projection; .* Export it with a projection"),
     ({"base": "{tmp}/sd15", "prompt": None, "prompts": "{tmp}/p.jsonl", "output": "{tmp}/x"}, "have a prompt_2"),
 ]
 

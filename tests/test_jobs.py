@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-from itertools import chain, count
+from itertools import count
 
 import pytest
 import torch
-from helpers.ranks import forked
 from helpers.stops import Stopped, stopped_at
 from safetensors.torch import save_file
 
@@ -17,8 +16,8 @@ from debias_diffusion.jobs import Job
 SETTINGS, INPUTS = {"seed": 0, "betas": (0.9, 0.99), "data": "a.json"}, {"data": "d1", "base model": None}
 
 
-def opened(folder, settings=SETTINGS, inputs=INPUTS, command="train", **options):
-    return Job.open(folder, command, settings, inputs, may_change=("data",), **options)
+def opened(folder, settings=SETTINGS, inputs=INPUTS, command="train"):
+    return Job.open(folder, command, settings, inputs, may_change=("data",))
 
 
 def write(job, name, content, **notes):
@@ -128,8 +127,7 @@ def test_a_damaged_item_is_refused_or_absent(tmp_path):
     assert "a.txt" not in Job.read(tmp_path) and Job.read(tmp_path).path("a.txt") is None
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_other_settings_inputs_and_commands_are_refused(tmp_path, shared):
+def test_other_settings_inputs_and_commands_are_refused(tmp_path):
     with opened(tmp_path, {"seed": 9}, command="generate"):
         pass
     with opened(tmp_path) as job:  # nothing was finished, so that the settings may be others
@@ -139,7 +137,7 @@ def test_other_settings_inputs_and_commands_are_refused(tmp_path, shared):
         (dict(inputs=INPUTS | {"data": "d2"}), "contents of data: 'd1' there, 'd2' here"),
         (dict(command="generate"), "a run of `train`, and not of `generate`"),
     ):
-        with pytest.raises(UserError, match=message), opened(tmp_path, shared=shared, **changes):
+        with pytest.raises(UserError, match=message), opened(tmp_path, **changes):
             pass
     with opened(tmp_path, SETTINGS | {"data": "b.json"}) as job:
         assert read(job, "a.txt") == "1"
@@ -161,13 +159,14 @@ def test_damaged_settings_are_named_and_not_overwritten(tmp_path):
         assert read(job, "a.txt") == "1"
 
 
-def test_only_one_process_works_in_a_job_unless_it_is_shared(tmp_path):
+def test_only_one_process_works_in_a_job(tmp_path):
     with opened(tmp_path) as job:
+        write(job, "a.txt", "1")
         with pytest.raises(UserError, match="Another process"):
             opened(tmp_path).__enter__()
-        with opened(tmp_path, shared=True) as other:
-            write(job, "a.txt", "1")
-            assert read(other, "a.txt") == "1"
+        reader = Job.read(tmp_path)
+        write(job, "a.txt", "2")  # of which the reader has not read the line
+        assert read(reader, "a.txt") == "2"
 
 
 def test_what_a_job_did_not_make_is_not_replaced(tmp_path):
@@ -207,35 +206,9 @@ def test_all_is_on_the_disk_before_its_line_and_its_line_before_its_name(tmp_pat
 
 def test_values_are_computed_once_and_again_when_damaged(tmp_path):
     calls = []
-
-    def values():
-        with Job.open(tmp_path, "cache", shared=True) as job:
+    with opened(tmp_path) as job:
+        for number in (1, 1, 2):
+            if number == 2:
+                (tmp_path / "a.json").write_text("{}")
             file = job.ensure("a.json", lambda file: calls.append(1) or write_json(file, {"x": 1}))
-            assert read_json(file) == {"x": 1}
-
-    for number in (1, 2):
-        values()
-        values()
-        assert len(calls) == number
-        (tmp_path / "a.json").write_bytes((tmp_path / "a.json").read_bytes()[:9])
-    keys = [Job.key("recall", depends) for depends in ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 3})]
-    assert keys[0] == keys[1] != keys[2] and keys[0].startswith("recall-")
-
-
-def test_processes_share_a_job_each_item_is_made_once_and_all_are_seen(tmp_path):
-    def make_items(rank):
-        made = []
-        with Job.open(tmp_path, "cache", shared=True) as job:
-            while len(job.names("item-")) < 20:
-                for number in range(20):
-                    with job.claim(f"item-{number}.txt") as is_mine:
-                        if is_mine:
-                            write(job, f"item-{number}.txt", str(number), rank=rank)
-                            made.append(number)
-        return made
-
-    made = forked(3, make_items, group=False)
-    assert sorted(chain(*made)) == list(range(20))
-    job = Job.read(tmp_path)
-    assert [read(job, f"item-{number}.txt") for number in range(20)] == [str(number) for number in range(20)]
-    assert len(list(tmp_path.glob("items-*.jsonl"))) == sum(map(bool, made))
+            assert read_json(file) == {"x": 1} and len(calls) == number

@@ -142,7 +142,7 @@ def layout_by_hand(tokenizer, encoder, tokens, length, overlap=False):
     states = []
     for chunk in split_text(tokens, context_length - 2, "overlap" if overlap else "separate"):
         out = run([tokens.ids[at] for at in chunk.read])
-        states += [*out[: not states], *out[1 + chunk.again : 1 + len(chunk.read)]]
+        states += [*out[: not states], *out[1 + chunk.reread : 1 + len(chunk.read)]]
     states += out[1 + len(chunk.read) :]
     empty = run([])
     while len(states) < length:

@@ -35,7 +35,7 @@ from debias_diffusion.pipelines import (
     write_custom_pipeline,
 )
 from debias_diffusion.pipelines.calls import calling
-from debias_diffusion.pipelines.rendering.renderer import Sampling
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.text import encoding
 from debias_diffusion.text.chunks import PROGRAMS
 from debias_diffusion.text.prompt import read

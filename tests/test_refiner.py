@@ -16,9 +16,10 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.generation import GenerationConfig
 from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.pipelines import with_long_prompts
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.processes import Processes
 
 CPU, STEPS = torch.device("cpu"), 5
@@ -48,7 +49,7 @@ def rendered(base, refiner, texts, name="original", **sampling):
     renderer = Renderer(base, Sampling(**sampling), CPU, refiner=refiner)
     encoder = EncoderSpec.parse(name)
     prompts = [ImagePrompt(text, seed=seed) for seed, text in enumerate(texts)]
-    [images] = renderer.render(renderer.pipeline(encoder), encoder, [prompts])
+    [images] = renderer.render_batches(renderer.pipeline(encoder), encoder, [prompts])
     return [np.asarray(image) for image in images]
 
 
@@ -103,7 +104,7 @@ def test_what_cannot_refine_is_refused_before_a_model_is_loaded(base, refiner):
     for given, message in (
         ({"refiner": base}, "is a StableDiffusionXLPipeline, not"),
         ({"refiner": f"{refiner}:{base}/unet/diffusion_pytorch_model.safetensors"}, "is one file. Give a folder"),
-        ({"refiner": refiner, "low_memory": True}, "--low-memory or --refiner, not both"),
+        ({"refiner": refiner, "low_memory": True}, "Set low_memory or refiner, not both"),
     ):
         with pytest.raises(UserError, match=message):
             Renderer(base, Sampling(), CPU, **given)

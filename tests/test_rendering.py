@@ -25,9 +25,12 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.pipelines.rendering import loading
 from debias_diffusion.pipelines.rendering import renderer as rendering
+from debias_diffusion.pipelines.rendering.folder import render_into
+from debias_diffusion.pipelines.rendering.images import encode_batch, read_layout, render_batch
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, read_layout, render, render_into
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.options import LongPromptOptions
 
@@ -82,7 +85,7 @@ def expected(renderer, long, tmp_path_factory):
 def test_each_encoder_renders_as_if_it_were_loaded_alone(renderer, long, expected, tmp_path):
     for encoder in (long, own()):
         pipe = load_pipeline(renderer.base, None if encoder.name == "original" else encoder.name, CPU)
-        [image] = render(pipe, encode(pipe, [TASKS[4].prompt], renderer.sampling), [4], renderer.sampling)
+        [image] = render_batch(pipe, encode_batch(pipe, [TASKS[4].prompt], renderer.sampling), [4], renderer.sampling)
         assert image.tobytes() == pixels(expected[encoder.name])["000004"]  # alone in its batch
     a, b = (pixels(folder) for folder in expected.values())
     assert all(a[task.name] != b[task.name] for task in TASKS)
@@ -114,9 +117,18 @@ def test_low_memory_has_half_of_the_models_at_a_time(renderer, long, expected, t
         return pipe
 
     monkeypatch.setattr(rendering, "load_pipeline", load_watched)
-    monkeypatch.setattr(rendering, "ENCODED_AT_ONCE", 4)  # of 5 images in batches of 2
     into(tmp_path, Renderer(renderer.base, SAMPLING, CPU, batch=2, low_memory=True), long)
     assert files(tmp_path) == files(expected[long.name]) and len(alive) == 2
+
+
+@pytest.mark.needs("gpu")
+def test_low_memory_on_a_gpu_offloads_the_models(base, long, tmp_path):
+    for name, low in (("whole", False), ("low", True)):
+        renderer = Renderer(base, SAMPLING, torch.device("cuda"), batch=2, low_memory=low)
+        for place, encoder in (("own", own()), ("long", long)):
+            into(tmp_path / name / place, renderer, encoder)
+            assert (renderer.pipeline(encoder).unet.device.type == "cpu") == low
+            assert pixels(tmp_path / name / place) == pixels(tmp_path / "whole" / place)
 
 
 def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer, long, tmp_path, monkeypatch):
@@ -142,7 +154,7 @@ def test_a_second_prompt_for_one_encoder_is_refused():
 def test_shares_of_a_schedule_are_of_the_steps_that_are_drawn():
     pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()), reading="a1111")
     prompt, sampling = ImagePrompt("a [cat:dog:0.5]"), Sampling(steps=4, guidance_scale=1.0)
-    assert [last for last, _ in encode(pipe, [prompt], sampling)] == [2, 4]
+    assert [last for last, _ in encode_batch(pipe, [prompt], sampling)] == [2, 4]
     few = replace(sampling, steps=1)  # a share of 0.5 is over before its only step
     assert read_layout(pipe, prompt, sampling).texts == ((("a cat", 2),),)
     assert read_layout(pipe, prompt, few).texts == ((("a dog", 2),),)
@@ -166,8 +178,8 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
 
 
 def rendered(pipe):
-    embeddings = encode(pipe, [ImagePrompt(text) for text in ("a red cat", "a dog")], SAMPLING)
-    return render(pipe, embeddings, range(2), SAMPLING)
+    embeddings = encode_batch(pipe, [ImagePrompt(text) for text in ("a red cat", "a dog")], SAMPLING)
+    return render_batch(pipe, embeddings, range(2), SAMPLING)
 
 
 @pytest.mark.parametrize(("part", "values"), [("unet", "latents after step 1"), ("vae", "pixels")])

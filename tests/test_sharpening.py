@@ -22,8 +22,9 @@ from debias_diffusion.pipelines import (
     sharpened,
     with_long_prompts,
 )
+from debias_diffusion.pipelines.rendering.images import encode_batch, render_batch
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Sampling, encode, render
 from debias_diffusion.pipelines.sharpening import choose
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -286,7 +287,7 @@ def test_the_renderer_passes_sentences_on(pipe):
     size = {"height": 32, "width": 32}
     sampling = Sampling(steps=2, guidance_scale=5.0, long_prompt=LongPromptOptions(sharpen_sentences=POWER), **size)
     [expected] = draw(pipe.set_long_prompt(sharpen_sentences=POWER), LONG, output_type="pil", **size)
-    [image] = render(pipe, encode(pipe, [ImagePrompt(LONG)], sampling), [0], sampling)
+    [image] = render_batch(pipe, encode_batch(pipe, [ImagePrompt(LONG)], sampling), [0], sampling)
     assert np.array_equal(image, expected)
 
 

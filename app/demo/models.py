@@ -15,9 +15,9 @@ from debias_diffusion.encoders.spec import ORIGINAL, READINGS, EncoderSpec, Kind
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import TOY_BASE, TOY_CLIP
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.pipelines.rendering.options import Scheduler
+from debias_diffusion.pipelines.rendering.options import Sampling, Scheduler
 from debias_diffusion.pipelines.rendering.png import SAMPLERS, sampler
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.text.chunks import Reading
 
 MOST_ENCODERS = 5

@@ -52,7 +52,7 @@ class PromptReading:
             return f"reads the first {self.read:,} of {count} tokens"
         if len(chunks) < 2:
             return f"reads all {count} tokens at once"
-        kind = "overlapping" if any(chunk.again for chunk in chunks) else "separate"
+        kind = "overlapping" if any(chunk.reread for chunk in chunks) else "separate"
         places = ", ".join(f"{chunk.read.start + 1:,} to {chunk.read.stop:,}" for chunk in chunks)
         return f"reads all {count} tokens in {len(chunks):,} {kind} chunks: {places}"
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from PIL import Image
 
 from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines.rendering.images import encode_batch, read_layout, render_batch
 from debias_diffusion.pipelines.rendering.png import write_png
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import encode, read_layout, render
 
 from ..prompt_options import AppConfig
 from .models import DemoModels
@@ -121,10 +121,11 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
         pipe, prompt = renderer.prepare(models.encoders[label], encoder), replace(asked, seed=seed)
         if label not in encoded:
             cleaned = renderer.cleaned(encoder, prompt)
-            encoded[label] = encode(pipe, [cleaned], renderer.sampling), read_layout(pipe, cleaned, renderer.sampling)
+            embeddings = encode_batch(pipe, [cleaned], renderer.sampling)
+            encoded[label] = embeddings, read_layout(pipe, cleaned, renderer.sampling)
             report_step(place, 0, request.steps)  # encoding a long prompt takes a while
         embeddings, layout = encoded[label]
-        [image] = render(pipe, embeddings, [seed], renderer.sampling, partial(report_step, place))
+        [image] = render_batch(pipe, embeddings, [seed], renderer.sampling, partial(report_step, place))
         if isinstance(image, str):
             raise UserError(f"The image by {label}, seed {seed}, was not rendered: {image}. Try other settings.")
         of_request = {name: getattr(request, name) for name in ("encoders", "images", "scene")}

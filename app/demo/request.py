@@ -11,8 +11,8 @@ from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines.rendering.infotext import read_image
-from debias_diffusion.pipelines.rendering.options import ImageOptions
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
+from debias_diffusion.pipelines.rendering.options import ImageOptions, Sampling
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.text.chunks import Emphasis, Reading
 from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.text.prompt import Plan, read

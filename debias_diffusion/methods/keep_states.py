@@ -61,7 +61,7 @@ class Teacher(nn.Module):
         rows = without_eot([[text.ids[at] for at in chunk.read] for text, chunk in chunks], tokenizer)
         sot, states = TextTower(self).token_states(rows.to(self.positional_embedding.device))
         parts = zip(states.split(rows.lengths.tolist()), chunks, strict=True)
-        return sot, torch.cat([part[chunk.again :] for part, (_, chunk) in parts])
+        return sot, torch.cat([part[chunk.reread :] for part, (_, chunk) in parts])
 
 
 def state_errors(

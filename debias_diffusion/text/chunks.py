@@ -87,7 +87,7 @@ class Tokens(NamedTuple):
         return list(itertools.pairwise([0, *self.breaks, len(self.ids)]))
 
     @property
-    def alone(self) -> list["Tokens"]:
+    def separated(self) -> list["Tokens"]:
         """The parts between breaks as texts of their own."""
         strengths = self.strengths or [1.0] * len(self.parts)
         parts = zip(self.parts, strengths, strict=True)
@@ -106,7 +106,7 @@ class Chunk(NamedTuple):
     kept: range
 
     @property
-    def again(self) -> int:
+    def reread(self) -> int:
         """How many of the tokens were kept from earlier chunks."""
         return len(self.read) - len(self.kept)
 
@@ -226,17 +226,21 @@ def split_text(tokens: Tokens, slots: int, reading: Reading = "overlap") -> list
 def _overlapping(cuts: Sequence[Cut], start: int, end: int, slots: int) -> list[Chunk]:
     apart = _split_at_best(cuts, start, end, slots)
     first = apart[0] if apart else end
-    chunks, again, ends = [Chunk(range(start, first), range(start, first))], slots // 4, [first]
-    for new in (max(1, slots // 2), max(1, slots - again)) if apart else ():
+    chunks, overlap, ends = [Chunk(range(start, first), range(start, first))], slots // 4, [first]
+    for new in (max(1, slots // 2), max(1, slots - overlap)) if apart else ():
         ends = [first, *_split_at_best(cuts, first, end, new), end]
         if len(ends) <= 2 * (1 + len(apart)):
             break
     else:
-        ends = [*range(first, end, max(1, slots - again)), end]
-    if len(ends) > 2 and ends[-1] - ends[-2] == 1 and ends[-1] - ends[-3] <= slots - again:
+        ends = [*range(first, end, max(1, slots - overlap)), end]
+    if len(ends) > 2 and ends[-1] - ends[-2] == 1 and ends[-1] - ends[-3] <= slots - overlap:
         del ends[-2]
     for kept, stop in itertools.pairwise(ends):
-        chunks.append(Chunk(range(_best_start(cuts, start, stop - slots, kept - again), stop), range(kept, stop)))
+        if (begin := stop - slots) <= start:
+            begin = start
+        else:  # after the best cut, as early as possible
+            begin = max(range(begin, max(begin, kept - overlap) + 1), key=lambda at: (cuts[at - 1], -at))
+        chunks.append(Chunk(range(begin, stop), range(kept, stop)))
     return chunks
 
 
@@ -282,13 +286,6 @@ def _groups(cuts: Sequence[Cut], start: int, end: int, least: Cut) -> Iterator[t
     return itertools.pairwise([start, *(at + 1 for at in range(start, end) if cuts[at] >= least or at == last)])
 
 
-def _best_start(cuts: Sequence[Cut], first: int, least: int, most: int) -> int:
-    """Where to begin to read, between `least` and `most`: at `first` if possible, else after the best cut, early."""
-    if least <= first:
-        return first
-    return max(range(least, max(least, most) + 1), key=lambda start: (cuts[start - 1], -start))
-
-
 def _best_end(cuts: Sequence[Cut], start: int, slots: int) -> int:
     """Where a chunk that begins at token `start` ends, exclusive."""
     half = start + slots - slots // 2
@@ -331,7 +328,7 @@ def positions_of(chunks: Sequence[Chunk], context_length: int, length: int, read
     else:
         positions = [0]
         for start, chunk in zip(starts, chunks, strict=True):
-            positions += range(start + 1 + chunk.again, start + 1 + len(chunk.read))
+            positions += range(start + 1 + chunk.reread, start + 1 + len(chunk.read))
         positions += range(starts[-1] + 1 + len(chunks[-1].read), empty)
         pads = range(empty + 1, empty + context_length)
     return list(itertools.islice(itertools.chain(positions, itertools.cycle(pads)), length))

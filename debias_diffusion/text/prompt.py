@@ -285,7 +285,7 @@ def plan_tokens(
             for number, (text, (prompt, count)) in enumerate(
                 zip(texts, owners or enumerate([1] * len(texts)), strict=True)
             )
-            for at, part in enumerate(text.alone if options.breaks == "average" else [text])
+            for at, part in enumerate(text.separated if options.breaks == "average" else [text])
         ]
         plans.append(TextPlan(tokenizer, chunk_length(context, reading), 0, reading, weights, parts))
     length: Any = positions or options.positions or (KOHYA_POSITIONS if reading == "kohya" else None)

@@ -58,12 +58,12 @@ _UNREAD = [
     ),
     (r"\{[^{}|]*\|[^{}]*\}", "is no choice: write one of the alternatives"),
     (r"\bembedding:\S+", "loads nothing: load embeddings with load_textual_inversion(...), and write their tokens"),
-    (r"<\w+:[^<>]+>", "loads nothing: load LoRAs with load_lora_weights(...), or with `generate --loras`"),
+    (r"<\w+:[^<>]+>", "loads nothing: load LoRAs with load_lora_weights(...), or give `generate` their folder"),
 ]
 _GUIDANCE = "is taken out, as in A1111, which multiplies guidance by it: here guidance stays as it is"
 _WEIGHTS = (
-    "weights such as (red:1.3), backslashes before brackets and BREAK are read as text: set_long_prompt("
-    'emphasis="comfyui"), or --emphasis comfyui, reads them, and "none" keeps them as text'
+    "weights such as (red:1.3), backslashes before brackets and BREAK are read as text: the option "
+    'emphasis="comfyui" reads them, and "none" keeps them as text'
 )
 # A weight with a point that is not 1, a bracket in a bracket, an escaped one, signs after a word or a bracket, BREAK.
 _WEIGHTED = re.compile(

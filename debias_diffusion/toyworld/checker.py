@@ -22,14 +22,14 @@ _BLURS = (0.0, 0.6, 1.2)  # pixels: an autoencoder's edges may be softer than th
 _FARTHEST = 40.0  # root mean square difference, of 0 to 255, above which nothing is recognised
 
 
-class Reading(NamedTuple):
+class SceneReading(NamedTuple):
     """What an image shows: its background, and {place: Thing, None where it is empty, or "unclear"}."""
 
     background: str
     objects: dict[str, Thing | str | None]
 
 
-def read_image(image: Image.Image) -> Reading:
+def read_image(image: Image.Image) -> SceneReading:
     """Reads an image of any size."""
     pixels = np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BOX), np.float32)
     background = _background(pixels)
@@ -43,7 +43,7 @@ def read_image(image: Image.Image) -> Reading:
         place: UNCLEAR if distance > _FARTHEST else label and Thing(*label, place)
         for place, distance, label in zip(PLACES, distances.min(1), nearest, strict=True)
     }
-    return Reading(background, objects)
+    return SceneReading(background, objects)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Comparison:
         return tuple(place for place in self.filled if place not in self.correct)
 
 
-def compare(reading: Reading, scene: Scene) -> Comparison:
+def compare(reading: SceneReading, scene: Scene) -> Comparison:
     """Compares what an image shows with the scene that it should show."""
     seen = reading.objects
     correct = {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
     text: str
 
 
-def judge(reading: Reading, scene: Scene) -> dict[str, Verdict]:
+def judge(reading: SceneReading, scene: Scene) -> dict[str, Verdict]:
     """What an image shows in each place: first where the scene has an object, then where it has none, "empty" or EXTRA.
 
     The size of an object does not count. The last entry, "background", is of the background.

@@ -1,6 +1,6 @@
 """On-disk cache of image features: computed once, used in every epoch and by every run that can share them.
 
-The cache is a shared job whose items are of up to `ITEM` images. An image's features are found by its stamp (path, size
+The cache is a folder of files of about `ITEM` images each. An image's features are found by its stamp (path, size
 and times of change); where only that is new, as after a copy, by a digest of its pixels.
 """
 
@@ -8,13 +8,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from PIL import Image
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Subset
 from tqdm import tqdm
@@ -26,8 +27,7 @@ from ..data.records import Record
 from ..data.workers import load_batches
 from ..devices import autocast
 from ..errors import UserError
-from ..files import bytes_digest
-from ..jobs import Job
+from ..files import atomic_file, bytes_digest, json_digest, remove_path
 
 ITEM = 512  # images of an item, about
 _KEY = np.dtype("S16")  # a stamp or a digest
@@ -65,16 +65,24 @@ def frozen_tower(backbone: Backbone, accelerator: Accelerator, precision: str) -
 class CachedImages:
     """An image source whose images are their features, [dim].
 
-    An item of the job, a safetensors file, has keys [n, 2, 16], stamp and digest of each image, and features [n, dim].
+    A file of the cache, in safetensors, has keys [n, 2, 16], stamp and digest of each image, and features [n, dim].
     """
 
-    def __init__(self, images: ImageSource, job: Job, encoder: FrozenEncoder):
-        self.images, self.root, self.job = images, images.root, job
-        self.prefix = f"{job.key('image-features', encoder.key)}/"
+    def __init__(self, images: ImageSource, folder: str | os.PathLike, encoder: FrozenEncoder):
+        self.images, self.root = images, images.root
+        self.folder = Path(folder, f"image-features-{json_digest(encoder.key)[:32]}")
 
-    def read(self, items: Sequence[str]) -> None:
-        """Reads which images these items are of."""
-        self._files = [str(self.job.folder / name) for name in items]
+    def remove_unreadable(self) -> None:
+        for file in self.folder.glob("*.safetensors"):
+            try:
+                with safe_open(file, "pt"):
+                    pass
+            except (OSError, SafetensorError):
+                remove_path(file)
+
+    def read(self) -> None:
+        """Reads which images the files are of."""
+        self._files = sorted(map(str, self.folder.glob("*.safetensors")))
         keys = [safe_open(file, "numpy").get_tensor("keys").reshape(-1).view(_KEY) for file in self._files]
         self._ends = np.cumsum([len(part) // 2 for part in keys])
         keys = np.concatenate([*keys, np.array([_AFTER_ALL], _KEY)])
@@ -140,7 +148,7 @@ class CachedImages:
 
     def _write(self, rows: Sequence[tuple[bytes, bytes, torch.Tensor]]) -> None:
         keys, features = b"".join(key for row in rows for key in row[:2]), torch.stack([row[2] for row in rows]).float()
-        with self.job.write(f"{self.prefix}{bytes_digest([keys])[:32]}.safetensors") as temporary:
+        with atomic_file(self.folder / f"{bytes_digest([keys])[:32]}.safetensors") as temporary:
             keys = torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, 2, 16)
             save_file({"keys": keys, "features": features}, temporary)
 
@@ -166,24 +174,24 @@ def cached_images(
         UserError: a feature is not finite.
     """
     accelerator = encoder.accelerator
-    with Job.open(folder, "cache", shared=True) as job:
-        cache = CachedImages(images, job, encoder)
-        for name in job.names(cache.prefix) if accelerator.is_main_process else ():
-            if job.path(name, damaged="absent") is None:
-                job.remove(name)
-        cache.read(*broadcast_object_list([job.names(cache.prefix)]))  # of the main process
-        stamps = []
-        for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
-            stamp = read_or_bad(record, images.stamp)
-            stamps.append(b"" if isinstance(stamp, BadRecord) else stamp)
-        missing = np.flatnonzero(cache.find(stamps) < 0)[accelerator.process_index :: accelerator.num_processes]
-        loader = DataLoader(
-            Subset(records, missing.tolist()),
-            batch_size=batch,
-            num_workers=workers,
-            collate_fn=partial(cache.read_batch, encoder.read_pixels),
-        )
-        bad = cache.fill(encoder, loader, stop)
-        accelerator.wait_for_everyone()
-        cache.read(job.names(cache.prefix))
+    cache = CachedImages(images, folder, encoder)
+    if accelerator.is_main_process:
+        cache.remove_unreadable()
+    accelerator.wait_for_everyone()
+    cache.read()
+    stamps = []
+    for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
+        stamp = read_or_bad(record, images.stamp)
+        stamps.append(b"" if isinstance(stamp, BadRecord) else stamp)
+    missing = np.flatnonzero(cache.find(stamps) < 0)[accelerator.process_index :: accelerator.num_processes]
+    accelerator.wait_for_everyone()
+    loader = DataLoader(
+        Subset(records, missing.tolist()),
+        batch_size=batch,
+        num_workers=workers,
+        collate_fn=partial(cache.read_batch, encoder.read_pixels),
+    )
+    bad = cache.fill(encoder, loader, stop)
+    accelerator.wait_for_everyone()
+    cache.read()
     return cache, gather_object(bad)

@@ -6,6 +6,7 @@ one uninterrupted run, bit for bit.
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from debias_diffusion.devices import explain_memory
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.jobs import Job
+from debias_diffusion.pipelines.rendering.folder import Rendered, render_into
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
-from debias_diffusion.pipelines.rendering.renderer import Rendered, Renderer, Sampling, render_into
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.processes import Processes
 from debias_diffusion.toyworld.shipped import shipped
 
@@ -104,7 +107,8 @@ def render_all(config: Any, processes: Processes, tasks: Sequence[ImageTask]) ->
     jobs, rendered = processes.from_main(check), {}
     with explain_memory(processes.device, "Lower images_at_once."):
         for label, encoder in encoders.items():
-            with processes.open_job(folders[label], _COMMAND, *jobs[label]) as job:
+            opened = Job.open(folders[label], _COMMAND, *jobs[label]) if processes.is_main else nullcontext()
+            with opened as job:
                 rendered[label] = render_into(job, renderer, encoder, tasks, processes=processes)
     inputs = {label: digests for label, (_, digests) in jobs.items()}
     first = next(iter(inputs.values()))

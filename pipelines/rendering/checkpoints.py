@@ -67,7 +67,7 @@ class Checkpoint:
 
     @classmethod
     def parse(cls, name: str | os.PathLike) -> "Checkpoint":
-        """The checkpoint that `--base` names.
+        """The checkpoint that a name stands for.
 
         Args:
             name: folder in diffusers' layout, hub id or "toy/sdxl"; `FILE.safetensors`, a checkpoint in the original
@@ -214,8 +214,8 @@ class Checkpoint:
         if given != wanted and not (is_first and is_sdxl):  # nothing reads that of SDXL's first encoder
             has, needed = (f"a projection to {size}" if size else "no projection" for size in (given, wanted))
             raise UserError(
-                f"{named} {has}; {reads} {needed} of its {ordinal} encoder. Write it with `debias-diffusion export`, "
-                f"with{'' if wanted else 'out'} --projection."
+                f"{named} {has}; {reads} {needed} of its {ordinal} encoder. Export it with"
+                f"{'' if wanted else 'out'} a projection."
             )
 
 
@@ -230,6 +230,6 @@ def _inferred_hub_id(file: Path) -> str:
     if not any(name.startswith("model.diffusion_model.") for name in names):
         raise UserError(
             f"{str(file)!r} is no single-file checkpoint of SDXL or Stable Diffusion 1.5: it has no weights named "
-            "model.diffusion_model... A text encoder goes to --encoder."
+            "model.diffusion_model... A text encoder is given as encoder."
         )
     return fetch_diffusers_config(weights)["pretrained_model_name_or_path"]

@@ -59,7 +59,7 @@ def read_image(path: str | os.PathLike, loras: bool = False) -> ImageSettings:
             raise ValueError("it holds none of a known program")
         prompt = image.settings.get("prompt")
         for tag in lora_tags(prompt, image.settings.get("reading")) if isinstance(prompt, str) and not loras else ():
-            image.left.append(f"{tag[:80]}: give the folder of its file (generate --loras).")
+            image.left.append(f"{tag[:80]}: give the folder of its file, as loras.")
             image.settings["prompt"] = image.settings["prompt"].replace(tag, "").strip()
         return image
 
@@ -125,7 +125,7 @@ def _read_infotext(text: str) -> ImageSettings | None:
     if names:  # such as hires fix, ADetailer, ControlNet, a refiner
         left.append(f"{', '.join(names)[:300]}: this program has no such setting, and draws once, from noise.")
     if settings.get("clip_skip", 1) not in (1, 2):
-        left.append("For SDXL, Forge follows Clip skip, and A1111 does not: --clip-skip 2 is what that does.")
+        left.append("For SDXL, Forge follows Clip skip, and A1111 does not: clip_skip 2 is what that does.")
     sampler, schedule = str(fields.get("Sampler", "")), str(fields.get("Schedule type", "Automatic"))
     if sampler.endswith(" Karras"):  # before version 1.9
         sampler, schedule = sampler.removesuffix(" Karras"), "Karras"

@@ -27,7 +27,7 @@ from .checkpoints import DENOISER, REFINER, SD15, SDXL, STRETCH, TOKENIZERS, Che
 PIPELINES = {SDXL: StableDiffusionXLLongPromptPipeline, SD15: StableDiffusionLongPromptPipeline}
 REFINERS = {REFINER: StableDiffusionXLLongPromptImg2ImgPipeline}
 
-Part = Literal["all", "encoders", "denoiser"]  # of a pipeline: everything, text encoders, UNet and autoencoder
+Half = Literal["all", "encoders", "denoiser"]  # of a pipeline: everything, text encoders, UNet and autoencoder
 _SLOTS: dict[str, list[Slot]] = {SDXL: [*TOKENIZERS], REFINER: ["text_encoder_2"]}  # of others the first
 
 # diffusers renamed it, and ignores an unknown name with a mere warning
@@ -40,7 +40,7 @@ def load_pipeline(
     device: torch.device,
     dtype: torch.dtype | None = None,
     encoder_2: str | os.PathLike | None = None,
-    part: Part = "all",
+    part: Half = "all",
     kinds: Mapping[str, type[DiffusionPipeline]] = PIPELINES,
 ) -> DiffusionPipeline:
     """Loads an SDXL or Stable Diffusion 1.5 checkpoint for long prompts.
@@ -85,7 +85,7 @@ def load_pipeline(
 
 
 def _load(
-    checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Part, cls: type[DiffusionPipeline]
+    checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Half, cls: type[DiffusionPipeline]
 ) -> DiffusionPipeline:
     slots = _SLOTS.get(checkpoint.check_kind(PIPELINES | REFINERS), ["text_encoder"])
     checkpoint.check_sizes()

@@ -1,14 +1,16 @@
 """How images are rendered: options that `generate`, the evaluations and the demo share. Imports nothing large."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from debias_diffusion.encoders.spec import may_be_hub_id
-from debias_diffusion.errors import UserError
-from debias_diffusion.limits import Checked, Guidance, Side, Steps, above_zero, between
+from debias_diffusion.errors import UserError, explain_failure
+from debias_diffusion.limits import Checked, Guidance, Layer, Side, Steps, above_zero, between
 from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING
+from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.toyworld.shipped import shipped
 
 # diffusers' classes of one UNet evaluation per step
@@ -89,3 +91,34 @@ class ImageOptions(Denoising):
 
     sharpen: Sharpening = 1.0
     sharpen_sentences: SentenceSharpening = 1.0
+
+
+@dataclass(kw_only=True)
+class Sampling(Denoising):
+    """How images are rendered: the options that all callers share, and those of some.
+
+    Attributes:
+        long_prompt: how prompts are read; the encoder's name says the reading.
+        layer: of SDXL's text encoders, see `images.reading_layer`.
+        karras: noise levels as in Karras et al. (2022), see KARRAS; None for the checkpoint's own.
+        clip_skip: counts as A1111, Forge and ComfyUI do, not as diffusers: the text encoders' layer that is read, for
+            both prompts, from the last, 1. As in Forge, SDXL never reads the last.
+    """
+
+    long_prompt: LongPromptOptions = field(default_factory=LongPromptOptions)
+    layer: Layer = "penultimate"
+    karras: bool | None = None
+    clip_skip: ClipSkip | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping) -> "Sampling":
+        """From all settings of a command, by the names of these fields and of those of `LongPromptOptions`."""
+        names, options = ({field.name for field in fields(each)} & settings.keys() for each in (cls, LongPromptOptions))
+        with explain_failure("Prompts cannot be read so"):
+            long_prompt = LongPromptOptions(**{name: settings[name] for name in options - {"reading"}})
+        return cls(long_prompt=long_prompt, **{name: settings[name] for name in names})
+
+
+USUAL = dict.fromkeys(("karras", "clip_skip", "loras", "refiner", "refiner_sha256"))
+USUAL |= {"layer": "penultimate", **asdict(LongPromptOptions())}  # what an image's settings do not say
+del USUAL["reading"]

@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
@@ -53,23 +54,28 @@ def settings_text(settings: dict) -> dict[str, str]:
     lines = [settings["prompt"]]
     if settings["negative_prompt"]:
         lines.append(f"Negative prompt: {settings['negative_prompt']}")
-    lines.append(", ".join(f"{name}: {_quoted(str(value))}" for name, value in fields.items()))
+    values = {name: str(value) for name, value in fields.items()}
+    for name, value in values.items():
+        if re.search(r"[,:\n]", value):  # as A1111 does where a value would look like the next field
+            values[name] = json.dumps(value, ensure_ascii=False)
+    lines.append(", ".join(f"{name}: {value}" for name, value in values.items()))
     parameters = "\n".join(" ".join(line.split()) for line in lines)
     return {SETTINGS_KEY: json.dumps(settings), PARAMETERS_KEY: parameters}
 
 
-def _quoted(value: str) -> str:
-    """As A1111 does where a value would look like the next field."""
-    return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value
+def png_bytes(image: Image.Image, text: dict[str, str]) -> bytes:
+    """An image and its text chunks as PNG."""
+    info, png = PngInfo(), BytesIO()
+    for key, value in text.items():
+        info.add_text(key, value)
+    image.save(png, format="PNG", pnginfo=info)
+    return png.getvalue()
 
 
 def write_png(image: Image.Image, path: Path, text: dict[str, str]) -> None:
     """Writes an image and its text chunks. A kill leaves the old file or the new one."""
-    info = PngInfo()
-    for key, value in text.items():
-        info.add_text(key, value)
     with atomic_file(path) as temporary:
-        image.save(temporary, format="PNG", pnginfo=info)
+        temporary.write_bytes(png_bytes(image, text))
 
 
 def read_settings(path: Path) -> dict | None:

@@ -9,7 +9,6 @@ import numpy as np
 from debias_diffusion.errors import FailedError, UserError, near_matches
 from debias_diffusion.eval.report import Table, cell, escaped, versions
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.jobs import Job
 from debias_diffusion.training.plan import duration
 
 from ..options import ReproduceConfig
@@ -20,7 +19,7 @@ from .claims import BySeed, Lookup, compare, compared_models, decide, mean_of
 from .contents import Contents
 from .evidence import evidence_page, mixed_note
 from .papers import CLAIMS, Column, Model, PaperTable, Queries, World
-from .units import is_done, result_of, run_units
+from .units import result_of, run_units
 
 ALL = "all"
 
@@ -49,17 +48,16 @@ class Reproduction:
             FailedError: results of several commits are in one table, unless `config.mixed`.
         """
         if self.config.plan:
-            self._add_units(Job.read(self.output))
+            self._add_units()
             return []
         models, columns = zip(*self._models_and_columns(), strict=True)
         if missing := missing_parts(self.world, self.root, models, columns):
             raise UserError("Some of what this needs is not here:\n- " + "\n- ".join(missing))
         if self.config.device == "cpu":
             os.environ["ACCELERATE_USE_CPU"] = "true"  # trainings have no option of their own for it
-        with Job.open(self.output, "reproduce", shared=True) as job:
-            self._add_units(job)
-            run_units(self.work.units, job, lambda line: print(line, flush=True))
-            files = self._write()  # each process writes the same
+        self._add_units()
+        run_units(self.work.units, self.output, lambda line: print(line, flush=True))
+        files = self._write()  # each process writes the same
         if self.mixed and not self.config.mixed:
             raise FailedError(
                 f"{', '.join(self.mixed)}: written, but from results of several commits. Give another --output, to "
@@ -67,9 +65,9 @@ class Reproduction:
             )
         return files
 
-    def _add_units(self, job: Job) -> None:
+    def _add_units(self) -> None:
         """Adds all that is wanted, by the contents of data and models, and prints the plan."""
-        self.job, contents = job, Contents(job, read=not self.config.plan)
+        contents = Contents(self.output, read=not self.config.plan)
         self.work = Work(self.world, self.root.resolve(), self.output, self.config.device, contents)
         for seed in self.config.seeds:
             for model, column in self._models_and_columns():
@@ -102,7 +100,7 @@ class Reproduction:
 
     def _plan(self) -> str:
         units = self.work.units
-        left = {name: unit for name, unit in units.items() if not is_done(self.job, name)}
+        left = {name: unit for name, unit in units.items() if result_of(self.output, name) is None}
         trainings = [unit.cost for name, unit in left.items() if "/training/" in name]
         cost = f"{sum(trainings) / 3600:.0f} GPU hours for the trainings (counted for {TFLOPS / 1e12:.0f} TFLOP/s)"
         if self.world.seconds_per_step is not None:
@@ -115,7 +113,7 @@ class Reproduction:
     def _scores(self, model: Model, evaluation: str, score: str) -> BySeed:
         values = {}
         for seed in self.config.seeds:
-            scores = result_of(self.job, self.work.add(model, evaluation, seed))["content"]
+            scores = result_of(self.output, self.work.add(model, evaluation, seed))["content"]
             if score not in scores:
                 raise UserError(
                     f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."
@@ -130,7 +128,7 @@ class Reproduction:
         ]
         for unit in units:  # which grows
             units += self.work.units[unit].needs
-        made = (program for unit in dict.fromkeys(units) for program in result_of(self.job, unit)["made_with"])
+        made = (program for unit in dict.fromkeys(units) for program in result_of(self.output, unit)["made_with"])
         programs = sorted({" ".join(program.values()) for program in made})
         self.mixed += [name] if len(programs) > 1 else []
         return programs

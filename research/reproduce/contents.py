@@ -1,9 +1,9 @@
 """What settings name, by contents: results of data or models that were replaced since are others."""
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from debias_diffusion.data.images import ImageSource
@@ -16,11 +16,9 @@ from debias_diffusion.encoders.spec import may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import stamps_digest
 from debias_diffusion.eval.retrieval_sets import read_retrieval_set
-from debias_diffusion.files import path_digest
-from debias_diffusion.jobs import Job
+from debias_diffusion.files import path_digest, read_checked, with_checksum, write_json
 from debias_diffusion.toyworld.shipped import shipped
 
-PAUSE = 2.0  # seconds between two looks for what another process is doing
 _DATA = ("data", "images", "dataset", "root")
 _WITHOUT_EFFECT = ("feature_cache", "latent_cache")  # which are there from the first run on
 
@@ -28,16 +26,15 @@ _WITHOUT_EFFECT = ("feature_cache", "latent_cache")  # which are there from the 
 class Contents:
     """Digests of data and models by their names.
 
-    Images are read once: the digest of their pixels is noted in the job, and holds while their files have the same
-    stamps.
+    Images are read once: the digest of their pixels is kept in a file, and holds while they have the same stamps.
 
     Args:
-        job: of the results; None: nothing is noted.
+        folder: of these files; None: nothing is kept.
         read: whether images are read. Otherwise those without a note have no digest.
     """
 
-    def __init__(self, job: Job | None = None, read: bool = True):
-        self._job, self._read = job, read
+    def __init__(self, folder: Path | None = None, read: bool = True):
+        self._folder, self._read = folder, read
         self._data = cache(self._data_digests)
         self._model = cache(self._of_model)
 
@@ -82,15 +79,12 @@ class Contents:
         return [name, benchmark.digest(), self._of_images(records, benchmark.source)]
 
     def _of_images(self, records: Sequence[Record], images: ImageSource) -> str | None:
-        if self._job is None:
+        if self._folder is None:
             return images_digest(records, images)
-        name = f"images-{stamps_digest(records, images)}"
-        while name not in self._job:
+        file = self._folder / f"images-{stamps_digest(records, images)}.json"
+        if (kept := read_checked(file)) is None:
             if not self._read:
                 return None
-            with self._job.claim(name) as is_free:
-                if is_free:
-                    self._job.note(name, digest=images_digest(records, images))
-                else:
-                    time.sleep(PAUSE)
-        return self._job.notes(name)["digest"]
+            kept = {"digest": images_digest(records, images)}
+            write_json(file, with_checksum(kept))
+        return kept["digest"]

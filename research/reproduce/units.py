@@ -1,5 +1,6 @@
-"""Units of work that any number of processes share through one job: each is done once, and done again if killed."""
+"""Units of work that any number of processes share through one folder: each is done once, and again if killed."""
 
+import json
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -9,12 +10,10 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from debias_diffusion.files import read_json, write_json
-from debias_diffusion.jobs import Job
+from debias_diffusion.files import file_lock, read_checked, with_checksum, write_json
 
-from .contents import PAUSE
-
-RESULT, LOG, BEGUN = "result.json", "console.txt", "begun"
+RESULT, LOG, BEGUN = "result.json", "console.txt", "begun.json"
+PAUSE = 2.0  # seconds between two looks for what another process is doing
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Unit:
     """A piece of work with a folder of its own.
 
     Attributes:
-        name: path of its folder in the job's, with a digest of all that decides the result.
+        name: path of its folder in that of all, with a digest of all that decides the result.
         title: for the console.
         work: fills the folder, continues there if it was killed, and returns JSON values to keep.
         needs: names of the units that must be done before.
@@ -36,14 +35,11 @@ class Unit:
     cost: float = 0.0
 
 
-def is_done(job: Job, name: str) -> bool:
-    """Whether a unit is done, and its result whole."""
-    return job.path(f"{name}/{RESULT}", damaged="absent") is not None
-
-
-def result_of(job: Job, name: str) -> dict:
-    """What a finished unit has returned, as "content"; every `program` that had a part in it, as "made_with"."""
-    return read_json(job.path(f"{name}/{RESULT}"))
+def result_of(folder: Path, name: str) -> dict | None:
+    """What a finished unit has returned, as "content"; every `program` that had a part in it, as "made_with". None if
+    it is not done, or its result was changed or is damaged.
+    """
+    return read_checked(folder / name / RESULT)
 
 
 @cache
@@ -67,8 +63,8 @@ def commit_of(file: Path) -> str:
         return ""
 
 
-def run_units(units: Mapping[str, Unit], job: Job, say: Callable[[str], None] = print) -> None:
-    """Does what is not done, until all is. Processes with the same job share the units.
+def run_units(units: Mapping[str, Unit], folder: Path, say: Callable[[str], None] = print) -> None:
+    """Does what is not done, until all is. Processes with the same folder share the units.
 
     A process that finds no free unit waits for those that the waiting ones need. A unit whose process was killed is
     free again, because the system releases its lock.
@@ -77,32 +73,26 @@ def run_units(units: Mapping[str, Unit], job: Job, say: Callable[[str], None] = 
         units: by name, with everything that they need.
         say: prints a line.
     """
-    for name in units:
-        if f"{name}/{RESULT}" in job and not is_done(job, name):  # damaged
-            job.remove(f"{name}/{RESULT}")
-    while missing := units.keys() - {result.removesuffix(f"/{RESULT}") for result in job.names()}:
+    missing = {*units}
+    while missing := {name for name in missing if result_of(folder, name) is None}:
         ready = [unit for name, unit in units.items() if name in missing and not missing & set(unit.needs)]
         ready.sort(key=lambda unit: (unit.name.split("/")[0], -unit.cost))  # a seed is whole before the next begins
-        if not any(_claim(unit, job, f"{len(missing)} of {len(units)} left", say) for unit in ready):
+        if not any(_claim(unit, folder / unit.name, f"{len(missing)} of {len(units)} left", say) for unit in ready):
             time.sleep(PAUSE)
 
 
-def _claim(unit: Unit, job: Job, left: str, say: Callable[[str], None]) -> bool:
+def _claim(unit: Unit, folder: Path, left: str, say: Callable[[str], None]) -> bool:
     """Whether the unit was free, and has been done now."""
-    result = f"{unit.name}/{RESULT}"
-    with job.claim(result) as is_free:
-        if is_free:
+    folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(folder / ".unit.lock") as is_free:
+        if is_free and (is_free := read_checked(folder / RESULT) is None):
             say(f"[{left}] {unit.title}")
-            started, folder = time.monotonic(), job.folder / unit.name
-            folder.mkdir(parents=True, exist_ok=True)
             # A killed unit may go on with another commit.
-            begun = f"{unit.name}/{BEGUN}"
-            programs = job.notes(begun)["programs"] if begun in job else []
+            programs = (read_checked(folder / BEGUN) or {"programs": []})["programs"]
             if program() not in programs:
                 programs = [*programs, program()]
-                job.note(begun, programs=programs)
+                write_json(folder / BEGUN, with_checksum({"programs": programs}))
             with open(folder / LOG, "a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-                content = unit.work(folder)
-            with job.write(result, title=unit.title, seconds=round(time.monotonic() - started, 1)) as temporary:
-                write_json(temporary, {"made_with": programs, "content": content})
+                content = json.loads(json.dumps(unit.work(folder)))
+            write_json(folder / RESULT, with_checksum({"made_with": programs, "content": content}))
     return is_free

@@ -11,7 +11,8 @@ import itertools
 from pathlib import Path
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling
+from debias_diffusion.pipelines.rendering.options import Sampling
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene

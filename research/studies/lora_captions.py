@@ -18,8 +18,10 @@ from tqdm import trange
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.images.objects import compare_objects, objects_numbers
 from debias_diffusion.eval.report import Table
+from debias_diffusion.pipelines.rendering.images import encode_batch, render_batch
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, render
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.grammar import caption
@@ -58,7 +60,7 @@ def draw(pipe, seed: int, count: int) -> list[Comparison]:
     prompts = [ImagePrompt(clean(caption(f"test-{seed}", at).text), at) for at in range(count)]
     for start in trange(0, count, 25, desc="drawing"):
         batch = prompts[start : start + 25]
-        images += render(pipe, encode(pipe, batch, sampling), [prompt.seed for prompt in batch], sampling)
+        images += render_batch(pipe, encode_batch(pipe, batch, sampling), [prompt.seed for prompt in batch], sampling)
     return [compare(read_image(image), scene(f"test-{seed}", at)) for at, image in enumerate(images)]
 
 

@@ -20,8 +20,10 @@ from matplotlib.figure import Figure
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
 from debias_diffusion.eval.report import Table
+from debias_diffusion.pipelines.rendering.images import encode_batch, render_batch
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Renderer, Sampling, encode, render
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.scenes import PLACES
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
@@ -76,12 +78,12 @@ def measure(positions: int, encoder: str, count: int) -> dict[float, dict[str, f
             prompts.append(prompt)
             tokens.append(layout.tokens)
             sentences.append(spans(told, layout.sentences[0]))
-    embeddings, results = encode(pipe, prompts, sampling), {}
+    embeddings, results = encode_batch(pipe, prompts, sampling), {}
     for factor in FACTORS[: 1 if positions == 77 else None]:
         sums = defaultdict(list)
         pipe.unet.set_attn_processor(Watched(sums, tokens, sentences))
         pipe.set_long_prompt(sharpen=factor)
-        render(pipe, embeddings, [prompt.seed for prompt in prompts], sampling)
+        render_batch(pipe, embeddings, [prompt.seed for prompt in prompts], sampling)
         results[factor] = {name: sum(values) / len(values) for name, values in sums.items()}
     return results
 

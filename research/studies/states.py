@@ -36,9 +36,11 @@ from debias_diffusion.eval.images.objects import compare_images, compare_objects
 from debias_diffusion.eval.images.scores import ImageScores, compare_scores
 from debias_diffusion.eval.report import Table, cell
 from debias_diffusion.files import atomic_file
+from debias_diffusion.pipelines.rendering.folder import plan_batches
+from debias_diffusion.pipelines.rendering.images import encode_batch, read_layout, render_batch
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Sampling, encode, plan_batches, read_layout, render
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.pairs import write_pairs
@@ -183,11 +185,11 @@ class Images:
         )
         layouts = {index: read_layout(pipe, prompt, sampling) for index, prompt in enumerate(self.prompts)}
         for batch in tqdm(plan_batches(self.prompts, layouts, _AT_ONCE, wanted), desc=row):
-            [(last, embeddings)] = encode(pipe, [self.prompts[index] for index in batch], sampling)
+            [(last, embeddings)] = encode_batch(pipe, [self.prompts[index] for index in batch], sampling)
             if change:
                 texts = [self.prompts[index].prompt for index in batch]
                 embeddings["prompt_embeds"] = change(embeddings["prompt_embeds"], texts)
-            for index, image in zip(batch, render(pipe, [(last, embeddings)], batch, sampling), strict=True):
+            for index, image in zip(batch, render_batch(pipe, [(last, embeddings)], batch, sampling), strict=True):
                 with atomic_file(files[index]) as unfinished:
                     image.save(unfinished, format="PNG")
         return row

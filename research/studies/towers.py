@@ -194,7 +194,7 @@ def main() -> None:
         make_base(Path(arguments.base), arguments.steps or 1500)
         return
     steps = arguments.steps or 500
-    with Job.open(arguments.output / f"steps-{steps}", "study", {"steps": steps}, shared=True) as job:
+    with Job.open(arguments.output / f"steps-{steps}", "study", {"steps": steps}) as job:
         scores = {seed: run_seed(job, seed, steps) for seed in arguments.seeds}
     publish("causal_mask", {"steps": steps, "seeds": scores}, *tables(scores))
 

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from itertools import islice
+from math import ceil
 from pathlib import Path
 
 from PIL import Image
@@ -76,9 +77,12 @@ class _Synthesis:
             self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
             names = ("kind", "max_new_tokens", "seed", "per_part")
             settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
-            with processes.open_job(self.output, "synthesize", settings, inputs) as self.job:
-                self._write(processes.from_main(self._missing))
-                processes.gathered([])  # all have written
+            opened = Job.open(self.output, "synthesize", settings, inputs) if processes.is_main else nullcontext()
+            with opened as self.job:
+                missing = processes.from_main(self._missing)
+                for made in processes.gathered_by_round(self._made(missing), ceil(len(missing) / processes.count)):
+                    if processes.is_main:
+                        self._write(made)
                 processes.from_main(lambda: self._finish(settings | inputs))
         return self.output
 
@@ -101,8 +105,8 @@ class _Synthesis:
         print(f"{len(items) - len(missing)} of {len(items)} parts are finished.")
         return missing
 
-    def _write(self, missing: Sequence[str]) -> None:
-        """Writes this process's share of the missing parts."""
+    def _made(self, missing: Sequence[str]) -> Iterator[list[tuple[str, list[Row]]]]:
+        """This process's share of the missing parts, one after the other."""
         mine, config, count = missing[self.processes.index :: self.processes.count], self.config, self.processes.count
         if not mine:
             return
@@ -115,11 +119,14 @@ class _Synthesis:
         bar = {"desc": f"writing captions{shared}", "total": len(indices), "disable": not self.processes.is_main}
         with read_images(self.records, self.images.open, indices, config.workers, **bar) as opened:
             for part in mine:
-                rows = self._rows(model, self.parts[part], opened)
-                if self.into_shards:
-                    write_tar(self.job, _shard(part), self._members(part, rows))
-                with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
-                    temporary.write_bytes(b"".join(map(_line, rows)))
+                yield [(part, self._rows(model, self.parts[part], opened))]
+
+    def _write(self, made: Sequence[tuple[str, list[Row]]]) -> None:
+        for part, rows in made:
+            if self.into_shards:
+                write_tar(self.job, _shard(part), self._members(part, rows))
+            with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
+                temporary.write_bytes(b"".join(map(_line, rows)))
 
     def _rows(self, model: ChatModel | Server, part: range, opened: Iterator[Image.Image | BadRecord]) -> list[Row]:
         """What becomes of the images of a part, in order."""
@@ -172,7 +179,7 @@ class _Synthesis:
         Raises:
             UserError: too many images are unreadable, or a part was changed since it was written.
         """
-        job = Job.read(self.output)  # with what the others wrote; and every checksum is compared now
+        job = self.job
         kept, total = {part: job.notes(part)["kept"] for part in self.parts}, len(self.records) + len(self.bad)
         bad, sheet = list(self.bad), Sheet(sum(kept.values()), self.images)
         with ExitStack() as stack:
