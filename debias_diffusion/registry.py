@@ -16,6 +16,7 @@ MOVED = {
     "synthesize": "python -m research synthesize",
     "classification": "python -m research evaluate classification",
     "judge": "python -m research evaluate judge",
+    "chinese_clip": "python -m research evaluate retrieval",
     "smart-clip": "python -m research train --recipe smart-clip",
 }
 

@@ -6,3 +6,6 @@ from functools import cache
 @cache
 def register() -> None:
     """Adds research's methods, families of models, evaluations and benchmarks, once in a process."""
+    from . import chinese_clip
+
+    chinese_clip.register()

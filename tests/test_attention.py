@@ -17,8 +17,7 @@ from PIL import Image
 from debias_diffusion.data.caption_edits import edit_caption
 from debias_diffusion.encoders.attention import eot_attention
 from debias_diffusion.encoders.spec import EncoderSpec
-from debias_diffusion.encoders.text_encoders import to_transformers
-from debias_diffusion.encoders.transformers_folder import write_text_encoder
+from debias_diffusion.encoders.text_encoders import to_transformers, write_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import (
     AttentionConfig,

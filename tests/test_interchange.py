@@ -29,8 +29,7 @@ from debias_diffusion import load_text_encoder
 from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.single_file import write_file
-from debias_diffusion.encoders.text_encoders import import_text_encoder, to_transformers
-from debias_diffusion.encoders.transformers_folder import export_text_encoder
+from debias_diffusion.encoders.text_encoders import export_text_encoder, import_text_encoder, to_transformers
 from debias_diffusion.errors import UserError
 from debias_diffusion.text.tokens import clip_tokenizer
 

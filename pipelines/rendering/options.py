@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from debias_diffusion.encoders.spec import may_be_hub_id
+from debias_diffusion.encoders.resolve import may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.limits import Checked, Guidance, Side, Steps, above_zero, between
 from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING
