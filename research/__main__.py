@@ -5,10 +5,17 @@ from debias_diffusion.app.cli import Command, main
 from debias_diffusion.registry import Registry
 
 from . import options
+from .as_released import AsReleasedConfig
 
 OWN = {
     "reproduce": Command(
         options.ReproduceConfig, "reproduce.listing:reproduce", "table-S4 --world toy --device cpu", "eval"
+    ),
+    "as-released": Command(
+        AsReleasedConfig,
+        "as_released:rewrite",
+        "--file data/debias_vitb_3e.pt --output data/debias_vitb_3e-as-released.safetensors",
+        "eval",
     ),
     "cola": Command(
         options.ColaConfig,

@@ -130,7 +130,7 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
 def test_libraries_read_the_cache_alone_if_the_hub_is_out_of_reach(cache, monkeypatch):
     folder = hub_repository(cache, "some/encoder")
     assert locate("some/encoder") == locate(str(folder)) == (str(folder), None)
-    hub._locate_repository.cache_clear()
+    hub.locate.cache_clear()
     monkeypatch.setattr(hub.HfApi, "model_info", Mock())
     assert locate("some/encoder") == ("some/encoder", None)
     assert locate("some/encoder@v1") == ("some/encoder", "v1")

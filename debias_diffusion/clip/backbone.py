@@ -223,7 +223,7 @@ class Backbone(nn.Module):
         if table is None:
             raise UserError(
                 f"This model has no {SHORT_POSITIONS_FILE}, the positions that short captions were trained with. Give "
-                "a run of `train --recipe fix-clip` with --short-positions own, or leave out short."
+                "a run of the recipe fix-clip whose short positions are its own, or leave out short."
             )
         set_short_positions(self.text.tower, None)
         self._set_positions(table.clone())

@@ -67,7 +67,11 @@ class Family:
         Raises:
             UserError: there is none, or it does not fit the text tower.
         """
-        place = folder and self._find_tokenizer(folder)
+        place = None
+        if folder and (folder / TOKENIZER_FOLDER).is_dir():
+            place = folder / TOKENIZER_FOLDER
+        elif folder and self.hub_tokenizer and (folder / "tokenizer.json").is_file():
+            place = folder
         where, advice = place or self.hub_tokenizer or "CLIP's", ""
         if self.hub_tokenizer and not place:
             advice = (
@@ -81,12 +85,6 @@ class Family:
                 length = text_cfg["context_length"]
                 tokenizer = CLIPTokenizer.from_pretrained(place) if place else clip_tokenizer(length)
             return self.caption_tokenizer(tokenizer, text_cfg)
-
-    def _find_tokenizer(self, folder: Path) -> Path | None:
-        """The folder of the tokenizer in a model's folder, if there is one."""
-        if (folder / TOKENIZER_FOLDER).is_dir():
-            return folder / TOKENIZER_FOLDER
-        return folder if self.hub_tokenizer and (folder / "tokenizer.json").is_file() else None
 
     def save_tokenizer(self, tokenizer: CaptionTokenizer, folder: Path) -> None:
         """Saves where `load_tokenizer` and open_clip's `get_tokenizer("local-dir:...")` look."""

@@ -10,11 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from transformers.utils import cached_file
 
 from ..clip.weight_files import CONFIG_FILE, check_finite, check_fit
-from ..errors import UserError, explain_failure, quiet_logging, reason
+from ..errors import UserError, explain_failure, quiet_logging
 from ..files import path_digest
 from .resolve import may_be_hub_id
 
@@ -75,32 +74,24 @@ def check_location(location: str) -> None:
         locate(location)
 
 
+@cache  # of locations without a problem: an error is not kept
 def locate(location: str) -> tuple[str, str | None]:
-    """What libraries are given: (folder, None), or (a repository's name, its revision)."""
-    return (location, None) if os.path.exists(location) else _locate_repository(location)
+    """What libraries are given: (folder, None), or (a repository's name, its revision).
 
-
-@cache  # of names without a problem: an error is not kept
-def _locate_repository(location: str) -> tuple[str, str | None]:
-    """If the hub is out of reach the folder in the cache.
-
-    By a repository's name libraries ask for each file that is missing, or may be newer, and without a network for 24
-    seconds.
+    If the hub is out of reach, the folder in its cache: by a repository's name libraries ask for each file that is
+    missing, or may be newer, and without a network for 24 seconds.
     """
-    repository, _, revision = location.partition("@")
-    try:
-        HfApi().model_info(repository, timeout=_SECONDS)
-        return repository, revision or None
-    except RepositoryNotFoundError as error:
-        cause, problem = error, "the hub has no model of this name that you may read (`hf auth login`)"
-    except HfHubHTTPError:  # its files may be served
-        return repository, revision or None
-    except Exception as error:
-        cause = error
-        problem = f"nothing of it is in the hub's cache, and the hub cannot be reached ({reason(error)})"
+    if os.path.exists(location):
+        return location, None
+    if _ask(location):
+        name, _, revision = location.partition("@")
+        return name, revision or None
     if cached := _find_cached(location):
         return str(cached), None
-    raise ValueError(problem) from cause
+    raise ValueError(
+        "nothing of it is in the hub's cache, and the hub cannot be reached, or has no such model that you may read "
+        "(`hf auth login`)"
+    )
 
 
 def _find_cached(location: str) -> Path | None:

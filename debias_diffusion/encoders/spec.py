@@ -91,7 +91,7 @@ class EncoderSpec:
         plain = name.removeprefix(SHORT)
         spec = cls(name, reading, resolve(plain), plain != name)
         if spec.is_short and spec.kind is not Kind.OPEN_CLIP:
-            raise UserError(f"{name!r}: {SHORT} stands before a run of `train --recipe fix-clip`. Leave it out.")
+            raise UserError(f"{name!r}: {SHORT} stands before a run of the recipe fix-clip. Leave it out.")
         return spec
 
     @property
