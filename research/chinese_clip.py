@@ -125,7 +125,7 @@ def clean_chinese(caption: str) -> str:
 def _family(model_cfg: dict) -> Family | None:
     if "bert" not in model_cfg["text_cfg"]:
         return None
-    return _ChineseClip(NAME, causal=False, sot=True, loss="softmax", cleaning=clean_chinese, text_tower=BertTower)
+    return _ChineseClip(NAME, causal=False, loss="softmax", cleaning=clean_chinese, text_tower=BertTower)
 
 
 def read_chinese_clip(location: str, content: dict) -> Backbone:

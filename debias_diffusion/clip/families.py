@@ -28,9 +28,8 @@ class Family:
 
     Attributes:
         name: as messages call it, "CLIP" or "SigLIP".
-        causal: whether a token sees only the tokens before it. A caption is then pooled at its EOT, and otherwise at
-            the last slot of its row, pad or not, unless `text_tower` pools elsewhere.
-        sot: whether rows begin with SOT: `[SOT, PAD .., text, EOT, PAD ..]`, else `[PAD .., text, EOT, PAD ..]`.
+        causal: whether a token sees only the tokens before it. Rows are then `[SOT, PAD .., text, EOT, PAD ..]`, pooled
+            at EOT, and otherwise `[PAD .., text, EOT, PAD ..]`, pooled at the last slot, pad or not.
         loss: "softmax" (InfoNCE), or "sigmoid" (each pair by itself, with a bias).
         cleaning: the function that cleans a caption before the tokenizer.
         text_tower: the class that encodes captions with the model's weights.
@@ -39,7 +38,6 @@ class Family:
 
     name: str
     causal: bool
-    sot: bool
     loss: str
     cleaning: Callable[[str], str]
     text_tower: type[TextTower]
@@ -95,7 +93,7 @@ def _clip(model_cfg: dict) -> Family | None:
     text_cfg = model_cfg["text_cfg"]
     if text_cfg.get("no_causal_mask") or _pool(text_cfg) != "argmax" or text_cfg.get("hf_tokenizer_name"):
         return None
-    return Family("CLIP", causal=True, sot=True, loss=_loss(model_cfg), cleaning=clean, text_tower=TextTower)
+    return Family("CLIP", causal=True, loss=_loss(model_cfg), cleaning=clean, text_tower=TextTower)
 
 
 def _siglip(model_cfg: dict) -> Family | None:
@@ -104,7 +102,7 @@ def _siglip(model_cfg: dict) -> Family | None:
     if not (text_cfg.get("no_causal_mask") and _pool(text_cfg) == "last" and hub_tokenizer and loss == "sigmoid"):
         return None
     cleaning = get_clean_fn((text_cfg.get("tokenizer_kwargs") or {}).get("clean", "whitespace"))
-    return Family("SigLIP", False, False, loss, cleaning, PaddedTextTower, hub_tokenizer)
+    return Family("SigLIP", False, loss, cleaning, PaddedTextTower, hub_tokenizer)
 
 
 # Each makes its family of an open_clip configuration, or gives None for one of another family.

@@ -30,7 +30,6 @@ from . import modeling_ablated_clip
 from .hub import find_file, find_tokenizer, from_pretrained, load_pretrained
 from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
 from .names import State, to_openai_names, to_transformers_names
-from .resolve import Model
 from .text_encoders import (
     activation,
     check_plain_text,
@@ -137,7 +136,7 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 _INTERPOLATIONS = {number: name for name, number in _RESAMPLE.items()}
 
 
-def read_two_tower(model: Model) -> Backbone:
+def read_two_tower(location: str) -> Backbone:
     """A two-tower of transformers as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
 
     Images are preprocessed by the settings of its image processor, else as open_clip does for such a model.
@@ -145,15 +144,15 @@ def read_two_tower(model: Model) -> Backbone:
     Raises:
         UserError: there is no whole model of one of `MODEL_TYPES`, or open_clip's module cannot hold it.
     """
-    content = read_model_config(model.location)
+    content = read_model_config(location)
     kind = content.get("model_type")
     if kind not in MODEL_TYPES and kind not in MOVED:
         raise UserError(
-            f"{model.location!r} holds a model of type {kind!r}; both towers are needed here, and a CLIPModel's type "
+            f"{location!r} holds a model of type {kind!r}; both towers are needed here, and a CLIPModel's type "
             "is 'clip'. Give the training run, or its export by `debias-diffusion export --to clip`; name a SigLIP as "
             "open_clip does, for example ViT-B-16-SigLIP2:webli."
         )
-    return MODEL_TYPES.find(kind)(model.location, content)
+    return MODEL_TYPES.find(kind)(location, content)
 
 
 def _read_clip(location: str, content: dict) -> Backbone:

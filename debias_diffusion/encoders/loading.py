@@ -36,15 +36,10 @@ from ..files import read_json
 from ..text.tokens import CaptionTokenizer
 from ..toyworld.shipped import shipped
 from .hub import find_file
-from .resolve import Model
 
 _HUB = "hf-hub:"
 DIFFERENCE, STEPS = "difference.safetensors", "steps"  # of a fine-tuned toy CLIP: its file, and a tensor in it
 _BIG_VISION = (".npz", ".npy")  # which only open_clip reads, and refuses where a shape differs
-
-
-def load_open_clip(model: Model) -> Backbone:
-    return load_backbone(model.location, model.weights)
 
 
 def load_backbone(location: str, weights: str | None = None) -> Backbone:
@@ -90,13 +85,13 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
     return backbone
 
 
-def load_fine_tuned(model: Model) -> Backbone:
+def load_fine_tuned(location: str) -> Backbone:
     """A fine-tuned toy CLIP: toy/clip, stretched, with the difference that `python -m research toymodels` wrote.
 
     Raises:
         UserError: the file is damaged, or of another model.
     """
-    file, backbone = Path(model.location, DIFFERENCE), load_backbone(shipped("toy/clip"))
+    file, backbone = Path(location, DIFFERENCE), load_backbone(shipped("toy/clip"))
     backbone.stretch()
     state, counts = backbone.model.state_dict(), read_state(file)  # the first shares the model's memory
     steps = counts.pop(STEPS)
@@ -184,7 +179,7 @@ def _check_weights(model: str, weights: str | None) -> None:
         other = f"{model}-quickgelu" if quick else model.removesuffix("-quickgelu")
         raise UserError(
             f"The weights {weights!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
-            f"{'lacks' if quick else 'has'}. Name the model {other}."
+            f"{'lacks' if quick else 'has'}. Use the model {other}."
         )
 
 
@@ -228,7 +223,7 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
         if not quick_gelu and not is_prefixed:
             raise UserError(
                 f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which "
-                f"{model!r} lacks. Name the model {model}-quickgelu."
+                f"{model!r} lacks. Use the model {model}-quickgelu."
             )
         positions, width = tower.positional_embedding.shape
         set_positions(clip, torch.empty(stretched_length(positions), width))

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -21,16 +21,16 @@ _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npz")
 _FOLDERS = ("runs", "out", "output", "outputs", "exported", "models", "checkpoints", "weights", "data", "tmp")
 
 
-class Kind(str, Enum):
+class Kind(Enum):
     """What lies under a name."""
 
-    OPEN_CLIP = "open_clip"  # folder, MODEL:WEIGHTS or hf-hub:owner/name
-    ABLATION = "ablation"  # folder that `ablate` wrote
-    DIFFERENCE = "difference"  # folder with the 8-bit difference from toy/clip
-    TRANSFORMERS = "transformers"  # folder of a CLIPTextModel, a CLIPModel, or another of `clip_model.MODEL_TYPES`
-    FILE = "file"  # weights alone
-    HUB = "hub"  # owner/name, in transformers' layout or with one file of weights
-    ORIGINAL = "original"  # what comes with the SDXL checkpoint
+    OPEN_CLIP = auto()  # folder, MODEL:WEIGHTS or hf-hub:owner/name
+    ABLATION = auto()  # folder that `ablate` wrote
+    DIFFERENCE = auto()  # folder with the 8-bit difference from toy/clip
+    TRANSFORMERS = auto()  # folder of a CLIPTextModel, a CLIPModel, or another of `clip_model.MODEL_TYPES`
+    FILE = auto()  # weights alone
+    HUB = auto()  # owner/name, in transformers' layout or with one file of weights
+    ORIGINAL = auto()  # what comes with the SDXL checkpoint
 
 
 # A folder is of the first kind whose file it has.

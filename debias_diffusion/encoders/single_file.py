@@ -31,7 +31,6 @@ from ..errors import UserError
 from ..files import atomic_file, read_json_object
 from ..text.tokens import clip_tokenizer
 from .names import OPENAIS_TEXT, State, to_transformers_names
-from .resolve import Model
 from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state, save_weights
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
@@ -41,7 +40,7 @@ VOCABULARY = 49408
 WRITTEN_BY = "debias-diffusion"
 
 
-def read_file(model: Model) -> tuple[TextEncoder, CLIPTokenizer]:
+def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder in a file of weights (see `read_state`), in float32 and eval mode, and its tokenizer; see above.
 
     A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
@@ -49,7 +48,7 @@ def read_file(model: Model) -> tuple[TextEncoder, CLIPTokenizer]:
     Raises:
         UserError: the file holds no whole CLIP text encoder.
     """
-    file = Path(model.location)
+    file = Path(location)
     tensors = {name: value for name, value in read_state(file).items() if isinstance(value, torch.Tensor)}
     state, follows_rule = _text_part(tensors, file)
     config, has_activation = _config(state, file)
@@ -62,7 +61,7 @@ def read_file(model: Model) -> tuple[TextEncoder, CLIPTokenizer]:
             f"{os.fspath(file)!r} does not name its activation; with {config.num_hidden_layers} blocks "
             f"{config.hidden_act} is assumed. If that is wrong, name the model, too: ViT-L-14:FILE (LAION's) or "
             "ViT-L-14-quickgelu:FILE (OpenAI's).",
-            stacklevel=4,
+            stacklevel=5,
         )
     pad = {"pad_token": "!"} if is_bigg(config) else {}
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
@@ -157,7 +156,7 @@ def _settings(file: Path, width: int, blocks: int) -> Mapping:
 def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None = None) -> Path:
     """Writes the encoder atomically as one safetensors file with `text_model.…` keys. Returns the file.
 
-    The metadata hold `notes`, and heads and activation, so that `read_file` need not guess.
+    The metadata hold `notes`, and heads and activation, so that `read_encoder_file` need not guess.
     """
     metadata = {
         "written_by": WRITTEN_BY,

@@ -43,7 +43,7 @@ _BESIDE = (
 )
 # What loads both towers of a model of each kind, and a text encoder alone where that needs no two-tower.
 _TWO_TOWERS = {
-    Kind.OPEN_CLIP: "encoders.loading:load_open_clip",
+    Kind.OPEN_CLIP: "encoders.loading:load_backbone",
     Kind.ABLATION: "encoders.spec:load_ablated",
     Kind.DIFFERENCE: "encoders.loading:load_fine_tuned",
     Kind.TRANSFORMERS: "encoders.clip_model:read_two_tower",
@@ -52,7 +52,7 @@ _TWO_TOWERS = {
 _TEXT_ENCODERS = {
     Kind.TRANSFORMERS: "encoders.text_encoders:read_text_encoder",
     Kind.HUB: "encoders.text_encoders:read_text_encoder",
-    Kind.FILE: "encoders.single_file:read_file",
+    Kind.FILE: "encoders.single_file:read_encoder_file",
 }
 
 
@@ -167,7 +167,7 @@ class EncoderSpec:
         with explain_failure(f"The text encoder {self.name!r} could not be loaded"):
             model = self._fetch()
             if model.kind in _TEXT_ENCODERS:
-                return _find_loader(_TEXT_ENCODERS[model.kind])(model)
+                return _load(_TEXT_ENCODERS[model.kind], model)
             from .text_encoders import keeps_projection, to_transformers
 
             backbone = self.load_two_tower()
@@ -192,7 +192,7 @@ class EncoderSpec:
                     f"before it, as in ViT-L-14-quickgelu:{model.location}; a text encoder alone has no image tower, "
                     "which is needed here."
                 )
-            backbone = _find_loader(_TWO_TOWERS[model.kind])(model).float().eval()
+            backbone = _load(_TWO_TOWERS[model.kind], model).float().eval()
             if self.is_short:
                 backbone.read_short()
             if backbone.random_weights and not random_weights:
@@ -211,9 +211,9 @@ class EncoderSpec:
         return self.model
 
 
-def _find_loader(reference: str) -> Any:
-    module, name = reference.removeprefix("encoders").split(":")
-    return getattr(import_module(module, __package__), name)
+def _load(function: str, model: Model) -> Any:
+    module, name = function.removeprefix("encoders").split(":")
+    return getattr(import_module(module, __package__), name)(*filter(None, (model.location, model.weights)))
 
 
 def load_text_encoder(
@@ -276,7 +276,7 @@ def load_two_tower(name: str | os.PathLike) -> "Backbone":
     return EncoderSpec.parse(name).load_two_tower()
 
 
-def load_ablated(model: Model) -> "Backbone":
+def load_ablated(location: str) -> "Backbone":
     """The base model of a search, with the heads that it found suppressed.
 
     Raises:
@@ -284,11 +284,11 @@ def load_ablated(model: Model) -> "Backbone":
     """
     from ..ablation.saved import read_ablation
 
-    base, digest, ablation = read_ablation(model.location)
+    base, digest, ablation = read_ablation(location)
     backbone = load_two_tower(base)
     if backbone.digest() != digest:
         raise UserError(
-            f"The ablation {model.location!r} is of {base!r}, and that model has other weights, another configuration "
+            f"The ablation {location!r} is of {base!r}, and that model has other weights, another configuration "
             "or another tokenizer now. Put the model that it was searched on in its old place, or search again."
         )
     ablation.apply(backbone)

@@ -19,7 +19,6 @@ from ..files import read_json
 from ..text.tokens import count_ids, save_tokenizer
 from .hub import find_file, find_tokenizer, from_pretrained, load_pretrained
 from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
-from .resolve import Model
 
 if TYPE_CHECKING:
     from ..clip.backbone import Backbone
@@ -221,7 +220,7 @@ def write_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
         tokenizer.backend_tokenizer.model.save(os.fspath(folder))  # vocab.json, merges.txt: for older loaders
 
 
-def read_text_encoder(model: Model) -> tuple[TextEncoder, CLIPTokenizer]:
+def read_text_encoder(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder and tokenizer of a folder or of a repository of the hub.
 
     Of its `text_encoder/` and `tokenizer/`, as in a pipeline; else it is a CLIPTextModel or CLIPModel itself.
@@ -229,7 +228,6 @@ def read_text_encoder(model: Model) -> tuple[TextEncoder, CLIPTokenizer]:
     Raises:
         UserError: it holds no text encoder or no tokenizer, or cannot be fetched.
     """
-    location = model.location
     subfolder = "text_encoder" if find_file(location, "config.json", "text_encoder") else ""
     encoder = read_encoder(location, subfolder)
     if not os.path.isdir(location):
