@@ -123,7 +123,7 @@ def tower_shape(backbone: Backbone, tower: Tower) -> tuple[int, int]:
     """
     if tower == "text" and not backbone.family.causal:
         raise UserError(
-            f"The text tower of a {backbone.family.name} has no causal mask, so no SOT that attention could be moved to. "
+            f"The text tower of a {backbone.family.name} has no causal mask, so attention cannot be moved to its SOT. "
             "Ablate its image tower, or give a CLIP, such as ViT-B-16."
         )
     if tower == "image" and (pooling := backbone.image.visual.pool_type) != "tok":

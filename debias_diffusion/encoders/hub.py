@@ -44,7 +44,7 @@ def find_file(location: str, name: str, subfolder: str = "") -> Path | None:
     Raises ValueError if nothing of the repository can be had.
     """
     place, revision = locate(location)
-    if os.path.isdir(place):
+    if os.path.exists(place):
         file = Path(place, subfolder, name)
         return file if file.is_file() else None
     file = cached_file(

@@ -79,8 +79,8 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
-    for tower in TOWERS:
-        if ablation := suppressed_heads(backbone, tower):
+    if backbone.image_attention or backbone.text_attention:
+        for ablation in filter(None, (suppressed_heads(backbone, tower) for tower in TOWERS)):
             ablation.apply(backbone)
     return backbone
 
