@@ -24,12 +24,12 @@ from transformers import (
 from ..ablation.heads import Ablation, suppressed_heads
 from ..clip.backbone import Backbone
 from ..clip.families import find_family
+from ..clip.weight_files import State, to_openai_names, to_transformers_names
 from ..errors import UserError
 from ..registry import MOVED, Registry
 from . import modeling_ablated_clip
 from .hub import find_file, find_tokenizer, from_pretrained, load_pretrained
 from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
-from .names import State, to_openai_names, to_transformers_names
 from .text_encoders import (
     activation,
     check_plain_text,

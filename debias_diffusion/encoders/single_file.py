@@ -26,11 +26,18 @@ import torch
 from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
-from ..clip.weight_files import check_finite, fold_long_clip, is_long_clip, read_state
+from ..clip.weight_files import (
+    OPENAIS_TEXT,
+    State,
+    check_finite,
+    fold_long_clip,
+    is_long_clip,
+    read_state,
+    to_transformers_names,
+)
 from ..errors import UserError
 from ..files import atomic_file, read_json_object
 from ..text.tokens import clip_tokenizer
-from .names import OPENAIS_TEXT, State, to_transformers_names
 from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state, save_weights
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.

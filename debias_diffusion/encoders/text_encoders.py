@@ -13,12 +13,20 @@ import transformers
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
-from ..clip.weight_files import CONFIG_FILE, check_finite, check_fit, save_tensors
+from ..clip.weight_files import (
+    CONFIG_FILE,
+    OPENAIS_TEXT,
+    State,
+    check_finite,
+    check_fit,
+    save_tensors,
+    to_openai_names,
+    to_transformers_names,
+)
 from ..errors import UserError, explain_failure
 from ..files import read_json
 from ..text.tokens import count_ids, save_tokenizer
 from .hub import find_file, find_tokenizer, from_pretrained, load_pretrained
-from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
 
 if TYPE_CHECKING:
     from ..clip.backbone import Backbone
