@@ -159,6 +159,9 @@ def test_a_text_encoder_is_loaded_of_a_revision_in_a_dtype_on_a_device(cache):
     for name in (folders[0], "toy/clip"):
         with pytest.raises(UserError, match="revision='v1' is of a hub id"):
             load_text_encoder(name, revision="v1")
+    backbones[1].save(hub_repository(cache, "some/clip", "1" * 40, "v1"))
+    table = load_two_tower("hf-hub:some/clip@v1").text.tower.positional_embedding
+    assert torch.equal(table, tables[1])
 
 
 def test_the_context_length_is_read_without_loading_the_encoder(cache, tmp_path, long_clip_folder, monkeypatch):
