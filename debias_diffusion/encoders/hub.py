@@ -55,7 +55,7 @@ def find_file(location: str, name: str, subfolder: str = "") -> Path | None:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return file and Path(file)
+    return Path(file) if file else None
 
 
 def find_tokenizer(folder: Path, *places: Path) -> Path:
