@@ -174,7 +174,7 @@ def evaluate_cola(config: ColaConfig) -> dict:
     unreadable = len(session.left_out) - len(data.bad)
     return session.report(
         tables,
-        lambda _: {},
+        figures,
         {label: _numbers(data, scores) for label, scores in results.items()},
         compare_encoders(values, lambda a, b, _: paired_difference(a, b)),
         [_NOTES[data.part]],
@@ -234,3 +234,8 @@ def tables(report: dict) -> list[Table]:
     ]
     header = [f"Cola, {report['part']}, percent of {count}", f"{report['measure']} (95% interval)"]
     return [Table(header, rows), *compared_tables(report["compared"])]
+
+
+def figures(report: dict) -> dict:
+    """None: a page shows the tables alone."""
+    return {}
