@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from debias_diffusion.encoders.resolve import may_be_hub_id
 from debias_diffusion.encoders.spec import EncoderSpec, labels, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.limits import Checked, Layer, PositiveInt, Seed, between
 from debias_diffusion.options import AllowsBad, OnDevice
 from debias_diffusion.pipelines.rendering.options import ImageOptions, OfCheckpoint
-from debias_diffusion.toyworld.shipped import TWO_TOWERS
+from debias_diffusion.toyworld.shipped import TWO_TOWERS, shipped
 
 MOST_IMAGES = 1000  # of a prompt
 TOYS = (f"cut:{TWO_TOWERS[0]}", *TWO_TOWERS)
@@ -194,6 +195,15 @@ class Scoring(HeldOut):
     clip_score: str | None = None
 
     dataset = None  # no benchmarks; no annotation, so no option
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("inception_weights", "dino", "own_features"):  # which are loaded when others have run for long
+            network = getattr(self, name)
+            if network not in (None, "cache") and not (os.path.exists(shipped(network)) or may_be_hub_id(network)):
+                raise UserError(
+                    f"{name} is {network!r}, which is not there. Give another one, or null to skip its scores."
+                )
 
 
 # ---- the evaluations

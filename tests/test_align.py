@@ -153,7 +153,7 @@ def test_both_encoders_have_seen_what_they_were_fitted_on_and_what_the_first_had
     for name in ("encoder", "encoder_2", "last"):
         spec = EncoderSpec.parse(finished / name)
         assert read_seen(spec) == {digest: [(config.validation, pairs)], "other data": [(3, 9)]}
-    values = dict(base=config.base, output=str(tmp_path), data=config.data, images=config.images, dino="x")
+    values = dict(base=config.base, output=str(tmp_path), data=config.data, images=config.images, dino="x/x")
     beside = GenerationConfig(["original"], encoder_2=str(finished / "encoder_2"), held_out=True, **values)
     source = read_source(beside, beside.labelled, beside.held_out, beside.second_encoders)
     assert len(source.records) == config.validation

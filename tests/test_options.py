@@ -58,6 +58,7 @@ REFUSED = [
     (AblateConfig, {"search": "bp", "tower": "text"}, "bp suppresses the image tower's heads"),
     (app.AlignConfig, {"denoising": 0.0, "keep_states": 0.0}, "nothing would be learned"),
     (AllConfig, {"encoders": ["original", "cut:original"]}, "has none for texts"),
+    (AllConfig, {"dino": "no/such/folder"}, "dino is 'no/such/folder', which is not there"),
     (evaluate.AttentionConfig, {"prompt": None}, "no data and no benchmark"),
     (prompts.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (evaluate.FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes"),
