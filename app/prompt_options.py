@@ -52,7 +52,8 @@ class Rendering(ImageOptions, InPrecision):
 
     Attributes:
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
-        low_memory: Encode all prompts before UNet and autoencoder are loaded. The images are the same.
+        low_memory: Keep each model on an NVIDIA GPU only while it runs; elsewhere encode all prompts before UNet and
+            autoencoder are loaded. The images are the same.
     """
 
     batch: PositiveInt = 1
