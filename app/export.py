@@ -10,8 +10,13 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from debias_diffusion.data.seen import SEEN, Seen, read_seen, write_seen
 from debias_diffusion.encoders.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
-from debias_diffusion.encoders.text_encoders import TextEncoder, is_bigg, keeps_projection, to_transformers
-from debias_diffusion.encoders.transformers_folder import write_text_encoder
+from debias_diffusion.encoders.text_encoders import (
+    TextEncoder,
+    is_bigg,
+    keeps_projection,
+    to_transformers,
+    write_text_encoder,
+)
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.pipelines.custom_pipeline import write_block, write_custom_pipeline
 

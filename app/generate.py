@@ -61,7 +61,7 @@ def generate(config: GenerateConfig) -> Path:
     check_text("negative prompt", config.negative_prompt or "")
     encoder = config.spec
     if encoder.fitted_second and config.encoder_2:
-        encoder = replace(encoder, name=encoder.place)  # without the second encoder
+        encoder = replace(encoder, name=encoder.model.location)  # without the second encoder
     elif encoder.fitted_second:
         print(f"Second encoder: {encoder.fitted_second}, fitted with the first")
     prompt = ImagePrompt(config.prompt or "", config.seed, config.negative_prompt)

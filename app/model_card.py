@@ -17,7 +17,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import read_ablation
-from debias_diffusion.encoders.spec import MODELS_OF_RUN, READINGS, EncoderSpec, may_be_hub_id, open_clip_models
+from debias_diffusion.encoders.resolve import MODELS_OF_RUN, may_be_hub_id, open_clip_models, resolve
+from debias_diffusion.encoders.spec import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import read_file, read_json_object
 from debias_diffusion.jobs import Job
@@ -85,8 +86,8 @@ def model_card(
         command = shell_command("debias-diffusion train", run["settings"], TrainConfig)
     if (file := Path(config.model) / ABLATION_FILE).is_file():
         name, _, ablation = read_ablation(config.model)
-        spec, ablations = EncoderSpec.parse(name), [ablation]
-        base = (spec.place if spec.weights else name, spec.weights)
+        found, ablations = resolve(name), [ablation]
+        base = (found.location if found.weights else name, found.weights)
         command = read_json_object(file).get("command")
     elif backbone:
         from debias_diffusion.ablation.heads import TOWERS, suppressed_heads  # with open_clip, which is optional

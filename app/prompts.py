@@ -12,10 +12,9 @@ from typing import Any
 
 import yaml
 
-from debias_diffusion.clip.model_files import quiet_logging
 from debias_diffusion.data.bad_records import printable
 from debias_diffusion.data.captions import parse_object
-from debias_diffusion.errors import UserError, explain_failure, reason
+from debias_diffusion.errors import UserError, explain_failure, quiet_logging, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 from debias_diffusion.text.tokens import clean

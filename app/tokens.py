@@ -56,8 +56,6 @@ def load_tokenizers(checkpoint: Checkpoint, first: EncoderSpec) -> list[tuple[CL
     Raises:
         UserError: the checkpoint is of another kind or incomplete.
     """
-    if first.kind is Kind.CHINESE_CLIP:
-        raise first.refusal()
     given = {"text_encoder": None if first.kind is Kind.ORIGINAL else first}
     if checkpoint.check_kind(KINDS) == SDXL:
         given["text_encoder_2"] = EncoderSpec.parse(first.fitted_second) if first.fitted_second else None

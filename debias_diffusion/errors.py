@@ -1,10 +1,10 @@
 """Errors caused by user input, and how they are worded."""
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from traceback import walk_tb
 
 # Optional libraries, by the name of their import: the extra of this package that installs them.
 EXTRAS = {
@@ -76,34 +76,25 @@ def missing_library(error: ModuleNotFoundError, extra: str = "") -> str:
 def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
     """Turns every error that a wrong or hostile file causes into a UserError, and no bug of this package.
 
+    Libraries raise errors of any type for such files, even types of their own. But a name or an attribute that is not
+    there, and an assertion, are bugs: they pass through, unless the attribute is one of a plain value, which a file can
+    hold in the place of another.
+
     Args:
         failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
         advice: a sentence on what to do.
     """
     try:
         yield
-    except UserError:
+    except (UserError, NameError, AssertionError):
         raise
     except BaseException as error:
+        if isinstance(error, AttributeError) and not isinstance(error.obj, dict | list | str | float | int | None):
+            raise
         # Libraries in Rust panic on some files, and a PanicException is not an Exception.
-        if _is_bug(error) or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{failure}: {_loading_reason(error)}.{advice and f' {advice}'}") from error
-
-
-def _is_bug(error: BaseException) -> bool:
-    """Whether this package's code is wrong: a name, an attribute or an argument that is not there, or an assertion.
-
-    Values of files cause the same types of errors, but not of these kinds, and also missing keys.
-    """
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    if frame.f_globals["__name__"].partition(".")[0] != "debias_diffusion":
-        return False
-    if isinstance(error, AttributeError):
-        return not isinstance(error.obj, dict | list | str | float | int | None)
-    if isinstance(error, TypeError):
-        return re.search(r"\(\) (got|missing|takes) ", str(error)) is not None
-    return isinstance(error, NameError | AssertionError)
 
 
 def _loading_reason(error: BaseException) -> str:
@@ -117,3 +108,14 @@ def _loading_reason(error: BaseException) -> str:
         f"it is damaged, not a file of weights, or a pickle with more in it than tensors{name}, which can be code. It "
         "is refused. Get the weights as .safetensors"
     )
+
+
+@contextmanager
+def quiet_logging() -> Iterator[None]:
+    """Silences libraries' warnings of missing, unused and random weights, which are checked here or asked for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

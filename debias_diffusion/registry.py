@@ -21,6 +21,7 @@ MOVED = {
     "judge": "python -m research evaluate judge",
     "referring-": "python -m research evaluate generation --data toy/referring-test",
     "short-referring-": "python -m research evaluate generation --data toy/short-referring-test",
+    "chinese_clip": "python -m research evaluate retrieval",
     "smart-clip": "python -m research train --recipe smart-clip",
     **{
         name: f"python -m research evaluate retrieval --dataset {name}"

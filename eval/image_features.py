@@ -132,7 +132,7 @@ class PairSession(ImageSession):
         pairs = read_source(config, config.labelled, config.held_out)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
         super().__init__(name, config, pairs, pairs.bad if config.dataset else ())
-        if config.masks and not any(Path(spec.place, MASK_FILE).is_file() for spec in config.specs):
+        if config.masks and not any(Path(spec.model.location, MASK_FILE).is_file() for spec in config.specs):
             raise UserError(
                 f"None of the encoders {', '.join(self.encoders)} has a {MASK_FILE}. Leave out --masks, or give a run "
                 "of `train --recipe smart-clip`."
@@ -151,7 +151,7 @@ class PairSession(ImageSession):
         captions, image_of = map(list, zip(*kept, strict=True))
         families = [family(self.records[position].image) for position in good]
         groups = {"text_to_image": [families[row] for row in image_of], "image_to_text": families}
-        masks = read_mask_network(self.encoders[label].place, backbone) if self.config.masks else None
+        masks = read_mask_network(self.encoders[label].model.location, backbone) if self.config.masks else None
         return Readable(label, backbone, features, good, captions, image_of, groups, masks)
 
     def encode_texts(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> Tensor:

@@ -6,6 +6,7 @@ from debias_diffusion.registry import Command, Registry
 
 from . import options
 from .ablate.options import AblateConfig
+from .as_released import AsReleasedConfig
 from .showcase.options import ShowcaseConfig
 from .synthesize.options import SynthesizeConfig
 
@@ -15,6 +16,12 @@ OWN = {
     ),
     "ablate": Command(
         AblateConfig, "ablate.command:ablate", "--model toy/clip --data toy/validation --output runs/ablation", "eval"
+    ),
+    "as-released": Command(
+        AsReleasedConfig,
+        "as_released:rewrite",
+        "--file data/debias_vitb_3e.pt --output data/debias_vitb_3e-as-released.safetensors",
+        "eval",
     ),
     "synthesize": Command(
         SynthesizeConfig,

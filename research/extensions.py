@@ -6,6 +6,7 @@ from debias_diffusion.data import toy_scenes
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval_sets import BENCHMARKS
 
+from . import chinese_clip
 from .evaluations import benchmarks
 from .evaluations import registry as evaluations
 from .referring import grammar as referring
@@ -20,3 +21,4 @@ def register() -> None:
         EVALUATIONS.register(name, evaluation)
     for name, benchmark in benchmarks.BENCHMARKS.items():
         BENCHMARKS.register(name, benchmark)
+    chinese_clip.register()

@@ -198,13 +198,17 @@ def extended(tmp_path_factory):
 @pytest.fixture
 def with_research():
     """What research adds to the package's registries is there in this test alone."""
+    from debias_diffusion.clip.families import FAMILIES
     from debias_diffusion.data.toy_scenes import KINDS
+    from debias_diffusion.encoders.clip_model import MODEL_TYPES
     from debias_diffusion.eval.registry import EVALUATIONS
     from debias_diffusion.eval.retrieval_sets import BENCHMARKS
     from debias_diffusion.methods import METHODS
     from research import extensions
 
-    before = [(registry, dict(registry)) for registry in (EVALUATIONS, BENCHMARKS, KINDS, METHODS)]
+    before = [
+        (registry, dict(registry)) for registry in (EVALUATIONS, BENCHMARKS, KINDS, METHODS, FAMILIES, MODEL_TYPES)
+    ]
     extensions.register()
     yield
     for registry, entries in before:

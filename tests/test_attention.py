@@ -11,8 +11,7 @@ from helpers.text_encoders import open_clip_states
 from helpers.tiny_clip import tiny_clip, tiny_siglip
 
 from debias_diffusion.encoders.spec import EncoderSpec
-from debias_diffusion.encoders.text_encoders import to_transformers
-from debias_diffusion.encoders.transformers_folder import write_text_encoder
+from debias_diffusion.encoders.text_encoders import to_transformers, write_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import (
     AttentionConfig,

@@ -57,7 +57,7 @@ def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit():
     ("name", "message"),
     [
         ("coca_ViT-B-32:none", "cannot be used.*multimodal_cfg"),
-        ("ViT-B-16:openai", "Use --model ViT-B-16-quickgelu"),
+        ("ViT-B-16:openai", "Use the model ViT-B-16-quickgelu"),
         ("ViT-B-16:opneai", "Did you mean openai"),
     ],
 )
@@ -77,7 +77,7 @@ def test_positions_of_another_length_are_never_interpolated(tmp_path):
         for model, weights, message in (
             ("tiny", "trained/open_clip_model.safetensors", "holds 248 text positions, 'tiny' has 77"),
             ("tiny-quickgelu", "longclip.pt", "holds 308 text positions, 'tiny-quickgelu' has 248"),
-            ("tiny", "longclip.pt", "Use --model tiny-quickgelu"),
+            ("tiny", "longclip.pt", "Use the model tiny-quickgelu"),
         ):
             with pytest.raises(UserError, match=message):
                 load_backbone(model, str(tmp_path / weights))

@@ -21,6 +21,7 @@ from debias_diffusion.app.cli import COMMANDS, evaluations
 from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders import spec as encoders
+from debias_diffusion.encoders.resolve import Kind, Model, resolve
 from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
@@ -43,7 +44,7 @@ def check_ours(arguments: list[str], program: str = "debias-diffusion", commands
     if command is evaluations:
         command, program = evaluations()[rest[0]], f"{program} {rest.pop(0)}"
     words = [word.replace(SDXL, "toy/sdxl") for word in rest]  # checks of some options read the SDXL checkpoint
-    with patch.object(encoders, "_find", find_or_assume):
+    with patch.object(encoders, "resolve", find_or_assume):
         values = vars(parse(program, command.options, command.example, words))
     for name in ("base", "encoder", "encoder_2", "model", "encoders"):
         given = values.get(name) or []
@@ -54,14 +55,14 @@ def check_ours(arguments: list[str], program: str = "debias-diffusion", commands
         assert set(values["target"]) <= {"all", "claims", *tables}
 
 
-def find_or_assume(name: str, find=encoders._find):
+def find_or_assume(name: str) -> Model:
     """What lies under an encoder's name; runs, folders and files of the examples count as there."""
     try:
-        return find(name)
+        return resolve(name)
     except UserError:
         if ":" in name or name.startswith("toy/"):
             raise
-        return encoders.Kind.TRANSFORMERS, name, None
+        return Model(Kind.TRANSFORMERS, name)
 
 
 def check_make(words: list[str]) -> None:

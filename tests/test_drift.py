@@ -9,7 +9,7 @@ from helpers import tiny_sdxl
 from helpers.tiny_data import caption, make_tiny_data
 from helpers.vocabulary import tiny_tokenizer
 
-from debias_diffusion.encoders.transformers_folder import write_text_encoder
+from debias_diffusion.encoders.text_encoders import write_text_encoder
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.drift import DriftConfig, Moments, StatesReader, evaluate_drift, measure_drift
 

@@ -10,11 +10,11 @@ from helpers.text_encoders import hub_repository, long_clip
 from helpers.tiny_clip import tiny_clip
 from huggingface_hub import ModelInfo, constants
 
-from debias_diffusion.clip.model_files import hub_place, source_of
 from debias_diffusion.encoders import hub
-from debias_diffusion.encoders.hub import find_hub_file
-from debias_diffusion.encoders.spec import EncoderSpec, Kind, labels, load_text_encoder, load_two_tower
-from debias_diffusion.encoders.transformers_folder import export_text_encoder
+from debias_diffusion.encoders.hub import find_hub_file, locate
+from debias_diffusion.encoders.resolve import Kind, Model
+from debias_diffusion.encoders.spec import EncoderSpec, labels, load_text_encoder, load_two_tower
+from debias_diffusion.encoders.text_encoders import export_text_encoder, prefixed_state
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import path_digest
 from debias_diffusion.jobs import Job
@@ -38,8 +38,6 @@ def here(tmp_path, monkeypatch):
     for run, command in (("empty", "train"), ("second", "train"), ("searching", "ablate")):
         with Job.open(tmp_path / run, command):
             pass
-    (tmp_path / "chinese").mkdir()
-    (tmp_path / "chinese" / "config.json").write_text('{"model_type": "chinese_clip"}')
     return tmp_path
 
 
@@ -51,7 +49,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "place"),
+    ("name", "kind", "location"),
     [
         ("original", Kind.ORIGINAL, "original"),
         ("toy/clip", Kind.OPEN_CLIP, str(WEIGHTS / "clip")),
@@ -61,24 +59,25 @@ def cache(tmp_path, monkeypatch):
         ("aligned", Kind.OPEN_CLIP, "aligned/last"),
         ("fitted", Kind.TRANSFORMERS, "fitted/encoder"),
         ("second", Kind.TRANSFORMERS, "second"),
-        ("chinese", Kind.CHINESE_CLIP, "chinese"),
         ("weights.pt", Kind.FILE, "weights.pt"),
         ("owner/name_v1.1", Kind.HUB, "owner/name_v1.1"),
-        ("OFA-Sys/chinese-clip-vit-base-patch16", Kind.CHINESE_CLIP, "OFA-Sys/chinese-clip-vit-base-patch16"),
+        ("owner/name@v1", Kind.HUB, "owner/name@v1"),
         ("hf-hub:owner/name@v1", Kind.OPEN_CLIP, "hf-hub:owner/name@v1"),
     ],
 )
-def test_a_name_means_what_lies_there(here, name, kind, place):
-    assert parse(name) == EncoderSpec(name, "overlap", kind, place)
+def test_a_name_means_what_lies_there(here, name, kind, location):
+    model = Model(kind, location)
+    assert parse(name) == EncoderSpec(name, "overlap", model)
     for reading in ("overlap", "separate", "cut"):
-        assert parse(f"{reading}:{name}") == EncoderSpec(name, reading, kind, place) == parse(name, reading)
+        assert parse(f"{reading}:{name}") == EncoderSpec(name, reading, model) == parse(name, reading)
 
 
 def test_a_model_is_named_with_its_weights(here):
     assert parse("aligned").fitted_second == parse("local-dir:aligned").fitted_second == "aligned/encoder_2"
     assert parse("run").fitted_second is parse("ViT-B-16:openai").fitted_second is None
     for typed, weights in (("openai", "openai"), ("weights.pt", "weights.pt"), ("none", None)):
-        expected = EncoderSpec(f"ViT-B-16-quickgelu:{typed}", "cut", Kind.OPEN_CLIP, "ViT-B-16-quickgelu", weights)
+        model = Model(Kind.OPEN_CLIP, "ViT-B-16-quickgelu", weights)
+        expected = EncoderSpec(f"ViT-B-16-quickgelu:{typed}", "cut", model)
         assert parse(f"cut:ViT-B-16-quickgelu:{typed}") == expected
 
 
@@ -131,17 +130,39 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
 
 def test_libraries_read_the_cache_alone_if_the_hub_is_out_of_reach(cache, monkeypatch):
     folder = hub_repository(cache, "some/encoder")
-    assert source_of("some/encoder") == folder and source_of(folder) == folder
-    hub_place.cache_clear()
+    assert locate("some/encoder") == locate(str(folder)) == (str(folder), None)
+    hub.locate.cache_clear()
     monkeypatch.setattr(hub.HfApi, "model_info", Mock())
-    assert source_of("some/encoder") == "some/encoder"
+    assert locate("some/encoder") == ("some/encoder", None)
+    assert locate("some/encoder@v1") == ("some/encoder", "v1")
 
 
-def test_a_huge_configuration_of_the_hub_is_refused_before_its_weights_are_fetched(cache):
-    huge = {"model_type": "clip_text_model", "hidden_size": 768, "num_hidden_layers": 10**7}
-    (hub_repository(cache, "some/huge") / "config.json").write_text(json.dumps(huge))
-    with pytest.raises(UserError, match="memory holds"):
-        load_text_encoder("some/huge")
+def test_a_text_encoder_is_loaded_of_a_revision_in_a_dtype_on_a_device(cache):
+    folders = [hub_repository(cache, "some/encoder", digit * 40, name) for digit, name in (("0", "main"), ("1", "v1"))]
+    backbones = [long_clip(), long_clip()]
+    with torch.no_grad():
+        backbones[1].text.tower.positional_embedding.add_(1)
+    for backbone, folder in zip(backbones, folders, strict=True):
+        export_text_encoder(backbone, folder)
+
+    def positions(name, **options):
+        encoder, _ = load_text_encoder(name, **options)
+        return prefixed_state(encoder)["text_model.embeddings.position_embedding.weight"]
+
+    tables = [backbone.text.tower.positional_embedding for backbone in backbones]
+    assert torch.equal(positions("some/encoder"), tables[0])
+    for named in ({"revision": "v1"}, {"revision": "1" * 40}):
+        assert torch.equal(positions("some/encoder", **named), tables[1])
+    assert torch.equal(positions("some/encoder@v1"), tables[1])
+    assert parse("some/encoder@v1").digest == "some/encoder@v1@" + "1" * 40
+    halved = positions("some/encoder", dtype=torch.float16, device="meta")
+    assert (halved.dtype, halved.device.type) == (torch.float16, "meta")
+    for name in (folders[0], "toy/clip"):
+        with pytest.raises(UserError, match="revision='v1' is of a hub id"):
+            load_text_encoder(name, revision="v1")
+    backbones[1].save(hub_repository(cache, "some/clip", "1" * 40, "v1"))
+    table = load_two_tower("hf-hub:some/clip@v1").text.tower.positional_embedding
+    assert torch.equal(table, tables[1])
 
 
 def test_the_context_length_is_read_without_loading_the_encoder(cache, tmp_path, long_clip_folder, monkeypatch):
@@ -196,7 +217,7 @@ def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
     answer = Mock(side_effect=lambda *_, **__: ModelInfo(id="L", siblings=[{"rfilename": file} for file in listed]))
     monkeypatch.setattr(hub.HfApi, "model_info", answer)
     assert find_hub_file("BeichenZhang/LongCLIP-L") == tmp_path / "longclip-L.pt"
-    download.assert_called_once_with("BeichenZhang/LongCLIP-L", "longclip-L.pt")
+    download.assert_called_once_with("BeichenZhang/LongCLIP-L", "longclip-L.pt", revision=None)
     with pytest.raises(UserError, match="connection broke"):
         load_two_tower("some/files")
     listed.append("a-smaller-one.safetensors")

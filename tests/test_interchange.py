@@ -29,8 +29,7 @@ from debias_diffusion import load_text_encoder
 from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.single_file import write_file
-from debias_diffusion.encoders.text_encoders import import_text_encoder, to_transformers
-from debias_diffusion.encoders.transformers_folder import export_text_encoder
+from debias_diffusion.encoders.text_encoders import export_text_encoder, import_text_encoder, to_transformers
 from debias_diffusion.errors import UserError
 from debias_diffusion.text.tokens import clip_tokenizer
 
@@ -109,7 +108,7 @@ def test_the_gelu_of_a_smaller_model_is_carried_by_every_format_that_can(tmp_pat
     (tmp_path / weights).rename(tmp_path / "alone" / "x.safetensors")
     other = {"hidden_size": 512, "num_hidden_layers": 12, "hidden_act": "gelu"}
     (tmp_path / "alone" / "config.json").write_text(json.dumps(other))
-    with pytest.warns(UserWarning, match="12 blocks quick_gelu is assumed.*--model ViT-L-14 "):
+    with pytest.warns(UserWarning, match="12 blocks quick_gelu is assumed.*name the model, too: ViT-L-14:FILE"):
         assert load_text_encoder(tmp_path / "alone" / "x.safetensors")[0].config.hidden_act == "quick_gelu"
 
 

@@ -2,22 +2,18 @@
 
 import contextlib
 import json
-import types
 from functools import cache, reduce
 from itertools import cycle
 from pathlib import Path
 
-import open_clip
 import pytest
 import torch
 from helpers.model_folders import CPU, KINDS, load_sdxl, small_clip
 from safetensors.torch import load_file, save
 
-from debias_diffusion.clip.model_files import check_sizes
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.single_file import write_file
-from debias_diffusion.encoders.text_encoders import to_transformers
-from debias_diffusion.encoders.transformers_folder import export_text_encoder
+from debias_diffusion.encoders.text_encoders import export_text_encoder, to_transformers
 from debias_diffusion.errors import UserError, explain_failure
 
 
@@ -110,16 +106,6 @@ WRONG = [
     ("clip", ["vision_config", "num_hidden_layers"], 3, "lack 16 tensors of the model, such as .*layers.2"),
     ("sdxl vae", ["mid_block_add_attention"], False, "mid_block.* has no place in it"),
 ]
-# What cannot be in the files is refused before it is built.
-HUGE = [
-    ("open_clip", [*TEXT_CFG, "layers"], 10**7),
-    ("open_clip", ["model_cfg", "vision_cfg", "image_size"], 10**9),
-    ("text encoder", ["intermediate_size"], 10**12),
-    ("vit", ["num_hidden_layers"], 10**7),
-    ("sdxl", ["block_out_channels"], [32, 10**9]),
-    ("sdxl text", ["vocab_size"], 10**12),
-]
-WRONG += [(*huge, "has a configuration of at least .* bytes") for huge in HUGE]
 
 
 @pytest.mark.parametrize(("kind", "keys", "value", "message"), WRONG, ids=lambda value: str(value)[:40])
@@ -128,17 +114,6 @@ def test_a_configuration_that_cannot_be_of_its_files_is_refused(saved, kind, key
     content = with_value(folder / config, keys, value)
     with replaced(folder / config, content), pytest.raises(UserError, match=message):
         load(folder)
-
-
-@pytest.mark.parametrize("model", ["ViT-bigG-14", "RN50x64", "ViT-SO400M-14-SigLIP2", "convnext_xxlarge"])
-def test_published_models_can_be_in_their_files(model):
-    with torch.device("meta"):
-        clip = open_clip.model.CLIP if "SigLIP" not in model else open_clip.CustomTextCLIP
-        sizes = {name: value for name, value in open_clip.get_model_config(model).items() if name != "custom_text"}
-        weights = sum(weight.numel() for weight in clip(**sizes).parameters())
-    check_sizes(open_clip.get_model_config(model), weights // 2, model)  # of four bits each
-    with pytest.raises(UserError):
-        check_sizes(open_clip.get_model_config(model), weights // 5000, model)
 
 
 @pytest.mark.parametrize(("kind", "place"), [("open_clip", "tokenizer"), ("sdxl", "tokenizer_2")])
@@ -162,20 +137,14 @@ def assertion():
     assert CPU.index
 
 
-@pytest.mark.parametrize(
-    "bug", [absent_name, absent_attribute, assertion, lambda: assertion(1), lambda: assertion(a=1)]
-)
-def test_a_bug_of_this_package_is_no_fault_of_a_file(bug):
-    in_package = types.FunctionType(bug.__code__, {**globals(), "__name__": "debias_diffusion.encoders.spec"})
-    with pytest.raises((AttributeError, AssertionError, NameError, TypeError)), explain_failure("The model"):
-        in_package()
-    with pytest.raises(UserError, match="^The model: "), explain_failure("The model"):
-        bug()  # of a library
+@pytest.mark.parametrize("bug", [absent_name, absent_attribute, assertion])
+def test_a_bug_is_no_fault_of_a_file(bug):
+    with pytest.raises((AttributeError, AssertionError, NameError)), explain_failure("The model"):
+        bug()
 
 
 @pytest.mark.parametrize("use", [lambda value: value["a"], lambda value: value.a, lambda value: value + 1])
-def test_values_that_this_package_cannot_use_are_a_fault_of_the_file(use):
-    in_package = types.FunctionType(use.__code__, {"__name__": "debias_diffusion.encoders.spec"})
+def test_values_that_cannot_be_used_are_a_fault_of_the_file(use):
     for value in ({}, [], "", None):
         with pytest.raises(UserError, match="^The model: "), explain_failure("The model"):
-            in_package(value)
+            use(value)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from helpers.released import CAPTIONS, INVENTORY, released
 
-from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
 from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone
 from debias_diffusion.training.optimizer import learning_rate
+from research.as_released import AsReleasedConfig, rewrite
 from research.reproduce.availability import PAIRS_OF_SHAREGPT4V
 
 GUESSED = "does not name its activation"
@@ -45,27 +46,17 @@ def test_under_text_any_base_model_fits_and_a_bare_file_warns_of_its_activation(
         load_two_tower(f"deep:{long_clip}")
 
 
-@pytest.mark.filterwarnings(f"ignore:.*{GUESSED}")
-def test_as_released_all_positions_are_of_the_first_table(known, tmp_path):
-    """As the authors' loader reads their file. The default has the trained rows of the second table."""
+def test_rewritten_as_its_authors_read_it_all_positions_are_of_the_first_table(known, tmp_path):
     file, trained = released(tmp_path, "text.")
     _, expected = released(tmp_path, "text.", first_table=True)
-    named = f"as-released:deep-quickgelu:{file}"
-    config = TrainConfig(data="x.json", output="run", model="as-released:deep-quickgelu", pretrained=str(file))
-    assert load_base_tokenizer(config).context_length == 248
-    for backbone in (load_two_tower(named), load_base_model(config)):
-        close(backbone.eval().encode_text(backbone.tokenize(CAPTIONS)), expected)
-        assert (backbone.context_length, backbone.kept_positions) == (248, 20)
+    rewritten = rewrite(AsReleasedConfig(str(file), str(tmp_path / "new" / "as-released.safetensors")))
+    backbone = load_two_tower(f"deep-quickgelu:{rewritten}")
+    close(backbone.encode_text(backbone.tokenize(CAPTIONS)), expected)
+    assert (backbone.context_length, backbone.kept_positions) == (248, 20)
     assert (trained - expected).abs().max() > 1e-3
-    read = EncoderSpec.parse(f"cut:{named}")
-    assert (read.reading, read.as_released) == ("cut", True)
-    plain = [EncoderSpec.parse(name) for name in (str(file), f"deep-quickgelu:{file}")]
-    assert len({spec.digest for spec in (*plain, read, EncoderSpec.parse(f"as-released:{file}"))}) == 4
     long_clip, _ = released(tmp_path, "")
-    with pytest.raises(UserError, match="does not hold two tables"):
-        load_text_encoder(f"as-released:{long_clip}")
-    with pytest.raises(UserError, match="stands before a file"):
-        EncoderSpec.parse("as-released:toy/clip")
+    with pytest.raises(UserError, match="holds no text.positional_embedding_res"):
+        rewrite(AsReleasedConfig(str(long_clip), str(tmp_path / "none.safetensors")))
 
 
 def test_the_recipe_as_released_ends_with_the_rate_that_the_file_holds():

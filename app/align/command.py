@@ -14,9 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from debias_diffusion.data.seen import read_seen, write_seen
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders.spec import FIRST, ORIGINAL, READINGS, SECOND, EncoderSpec
-from debias_diffusion.encoders.text_encoders import import_text_encoder, make_encoder, prefixed_state
-from debias_diffusion.encoders.transformers_folder import write_text_encoder
+from debias_diffusion.encoders.resolve import FIRST, SECOND
+from debias_diffusion.encoders.spec import ORIGINAL, READINGS, EncoderSpec
+from debias_diffusion.encoders.text_encoders import (
+    import_text_encoder,
+    make_encoder,
+    prefixed_state,
+    write_text_encoder,
+)
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model

@@ -117,12 +117,10 @@ def tower_shape(backbone: Backbone, tower: Tower) -> tuple[int, int]:
     Raises:
         UserError: the image tower has no class token, or the text tower no causal mask.
     """
-    if tower == "text" and backbone.family.sot and not backbone.family.causal:
-        raise UserError(f"The text tower of a {backbone.family.name} has no causal mask. Ablate its image tower.")
-    if not backbone.family.sot:
+    if tower == "text" and not backbone.family.causal:
         raise UserError(
-            f"A {backbone.family.name} has no class token and no SOT that attention could be moved to. Give a CLIP, "
-            "such as ViT-B-16."
+            f"The text tower of a {backbone.family.name} has no causal mask, so attention cannot be moved to its SOT. "
+            "Ablate its image tower, or give a CLIP, such as ViT-B-16."
         )
     if tower == "image" and (pooling := backbone.image.visual.pool_type) != "tok":
         raise UserError(f"The image tower pools by {pooling!r}, not at a class token. Give another CLIP.")

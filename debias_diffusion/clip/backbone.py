@@ -22,14 +22,12 @@ from ..errors import UserError
 from ..limits import Tower
 from ..text.tokens import CaptionTokenizer, TokenBatch
 from .blocks import Attention, block_numbers
-from .chinese_clip import NOT_TRAINED, BertTower
-from .families import CHINESE_CLIP, find_family
+from .families import find_family
 from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts, has_plain_blocks
-from .model_files import CONFIG_FILE, WEIGHTS_FILE
 from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings
-from .text_tower import POOLINGS, PaddedTextTower, TextTower, set_positions, set_short_positions
-from .weight_files import model_digest, save_tensors
+from .text_tower import POOLINGS, TextTower, set_positions, set_short_positions
+from .weight_files import CONFIG_FILE, WEIGHTS_FILE, model_digest, save_tensors
 
 # Beside the weights, where short captions had a table of their own.
 SHORT_POSITIONS_FILE = "short_positions.safetensors"
@@ -39,7 +37,7 @@ _IMAGE_SETTINGS = ("embed_dim", "quick_gelu", "vision_cfg")  # of `model_cfg`, w
 
 
 class Backbone(nn.Module):
-    """A two-tower CLIP, SigLIP or Chinese-CLIP: images and captions to features in one space.
+    """A two-tower CLIP or SigLIP, or one of another family: images and captions to features in one space.
 
     `load_two_tower` makes one. Features are not normalised; `logit_scale` is the log of the scale, as in CLIP.
 
@@ -51,7 +49,7 @@ class Backbone(nn.Module):
         read_pixels: the same resizing and cropping to uint8 [3, height, width], a quarter of the bytes. It is separate
             from the model, so that worker processes can have it alone.
         config: the content of `open_clip_config.json`.
-        family: CLIP, SigLIP or Chinese-CLIP (see `Family`).
+        family: see `Family`.
         random_weights: whether the model has no loaded weights.
     """
 
@@ -62,8 +60,7 @@ class Backbone(nn.Module):
         self.tokenizer = tokenizer
         self.config = config
         self.family = find_family("this model", config["model_cfg"])
-        padded = BertTower if self.family.name == CHINESE_CLIP else PaddedTextTower
-        self.text = (TextTower if self.family.causal else padded)(getattr(model, "text", model))
+        self.text = self.family.text_tower(getattr(model, "text", model))
         self.pooling = self._extra_config.get("pooling", "eot")
         preprocess_cfg = open_clip.get_model_preprocess_cfg(model)
         self.preprocess = image_transform_v2(PreprocessCfg(**preprocess_cfg), is_train=False)
@@ -226,7 +223,7 @@ class Backbone(nn.Module):
         if table is None:
             raise UserError(
                 f"This model has no {SHORT_POSITIONS_FILE}, the positions that short captions were trained with. Give "
-                "a run of `train --recipe fix-clip` with --short-positions own, or leave out short."
+                "a run of the recipe fix-clip whose short positions are its own, or leave out short."
             )
         set_short_positions(self.text.tower, None)
         self._set_positions(table.clone())
@@ -290,17 +287,10 @@ class Backbone(nn.Module):
         self.text.compile(**options)
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer.
-
-        Raises:
-            UserError: it is a Chinese-CLIP, which open_clip does not know.
-        """
-        if self.family.name == CHINESE_CLIP:
-            raise UserError(f"open_clip has no {CHINESE_CLIP}. {NOT_TRAINED}")
+        """Writes an open_clip folder that `open_clip.create_model("local-dir:" + folder)` loads, and the tokenizer."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        self.family.save_tokenizer(self.tokenizer, folder)
         save_tensors(self.model.state_dict(), folder / WEIGHTS_FILE)
         if self.short_positions is not None:
             save_tensors({_SHORT_POSITIONS: self.short_positions}, folder / SHORT_POSITIONS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")
-        self.family.save_tokenizer(self.tokenizer, folder)

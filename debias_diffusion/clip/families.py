@@ -4,7 +4,6 @@ open_clip's model configuration has sizes, parts and activations. A family adds 
 which slots of the row a state depends on, and which loss the features were trained for.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,11 @@ from open_clip.tokenizer import get_clean_fn
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerBase
 
 from ..errors import UserError, explain_failure
+from ..registry import Registry
 from ..text.tokens import CaptionTokenizer, Markers, clean, clip_tokenizer, count_ids, save_tokenizer
+from .text_tower import PaddedTextTower, TextTower
 
 TOKENIZER_FOLDER = "tokenizer"
-CHINESE_CLIP = "Chinese-CLIP"
 
 # mT5's vocabulary ends with ids that no text produces; SigLIP's multilingual towers have no rows for them.
 _SENTINELS = 100
@@ -27,21 +27,21 @@ class Family:
     """How a family of two-towers reads captions, and the loss it was trained with.
 
     Attributes:
-        name: "CLIP", "SigLIP" or "Chinese-CLIP".
-        causal: whether a token sees only the tokens before it. A caption is then pooled at its EOT, and otherwise at
-            the last slot of its row, pad or not; a Chinese-CLIP's at its SOT, which is BERT's [CLS].
-        sot: whether rows begin with SOT: `[SOT, PAD .., text, EOT, PAD ..]`, else `[PAD .., text, EOT, PAD ..]`.
+        name: as messages call it, "CLIP" or "SigLIP".
+        causal: whether a token sees only the tokens before it. Rows are then `[SOT, PAD .., text, EOT, PAD ..]`, pooled
+            at EOT, and otherwise `[PAD .., text, EOT, PAD ..]`, pooled at the last slot, pad or not.
         loss: "softmax" (InfoNCE), or "sigmoid" (each pair by itself, with a bias).
-        hub_tokenizer: the hub repository of the tokenizer; None for CLIP's, which comes with open_clip.
         cleaning: the function that cleans a caption before the tokenizer.
+        text_tower: the class that encodes captions with the model's weights.
+        hub_tokenizer: the hub repository of the tokenizer; None for CLIP's, which comes with open_clip.
     """
 
     name: str
     causal: bool
-    sot: bool
     loss: str
-    hub_tokenizer: str | None
     cleaning: Callable[[str], str]
+    text_tower: type[TextTower]
+    hub_tokenizer: str | None = None
 
     def caption_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text_cfg: dict) -> CaptionTokenizer:
         """The tokenizer for the context length and the vocabulary of `text_cfg`.
@@ -54,13 +54,10 @@ class Family:
             raise ValueError(f"the tokenizer has {ids} ids, the text tower {vocabulary}")
         if self.causal:
             return CaptionTokenizer(tokenizer, context_length, cleaning=self.cleaning)
-        names = ("cls_token_id", "sep_token_id", "pad_token_id") if self.sot else ("eos_token_id", "pad_token_id")
-        ids = [getattr(tokenizer, name) for name in names]
+        ids = [tokenizer.eos_token_id, tokenizer.pad_token_id]
         if None in ids:
-            raise ValueError(f"a {self.name} tokenizer must have {', '.join(names)}, this one has {ids}")
-        return CaptionTokenizer(
-            tokenizer, context_length, Markers(ids[0] if self.sot else None, *ids[-2:]), self.cleaning
-        )
+            raise ValueError(f"a {self.name} tokenizer must have eos_token_id and pad_token_id, this one has {ids}")
+        return CaptionTokenizer(tokenizer, context_length, Markers(None, *ids), self.cleaning)
 
     def load_tokenizer(self, model: str, folder: Path | None, text_cfg: dict) -> CaptionTokenizer:
         """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run.
@@ -68,7 +65,11 @@ class Family:
         Raises:
             UserError: there is none, or it does not fit the text tower.
         """
-        place = folder and self._find_tokenizer(folder)
+        place = None
+        if folder and (folder / TOKENIZER_FOLDER).is_dir():
+            place = folder / TOKENIZER_FOLDER
+        elif folder and self.hub_tokenizer and (folder / "tokenizer.json").is_file():
+            place = folder
         where, advice = place or self.hub_tokenizer or "CLIP's", ""
         if self.hub_tokenizer and not place:
             advice = (
@@ -83,56 +84,60 @@ class Family:
                 tokenizer = CLIPTokenizer.from_pretrained(place) if place else clip_tokenizer(length)
             return self.caption_tokenizer(tokenizer, text_cfg)
 
-    def _find_tokenizer(self, folder: Path) -> Path | None:
-        """The folder of the tokenizer in a model's folder, if there is one."""
-        if (folder / TOKENIZER_FOLDER).is_dir():
-            return folder / TOKENIZER_FOLDER
-        return folder if self.hub_tokenizer and (folder / "tokenizer.json").is_file() else None
-
     def save_tokenizer(self, tokenizer: CaptionTokenizer, folder: Path) -> None:
         """Saves where `load_tokenizer` and open_clip's `get_tokenizer("local-dir:...")` look."""
         save_tokenizer(tokenizer.tokenizer, folder / TOKENIZER_FOLDER if self.hub_tokenizer is None else folder)
 
 
+def _clip(model_cfg: dict) -> Family | None:
+    text_cfg = model_cfg["text_cfg"]
+    if text_cfg.get("no_causal_mask") or _pool(text_cfg) != "argmax" or text_cfg.get("hf_tokenizer_name"):
+        return None
+    return Family("CLIP", causal=True, loss=_loss(model_cfg), cleaning=clean, text_tower=TextTower)
+
+
+def _siglip(model_cfg: dict) -> Family | None:
+    text_cfg, loss = model_cfg["text_cfg"], _loss(model_cfg)
+    hub_tokenizer = text_cfg.get("hf_tokenizer_name")
+    if not (text_cfg.get("no_causal_mask") and _pool(text_cfg) == "last" and hub_tokenizer and loss == "sigmoid"):
+        return None
+    cleaning = get_clean_fn((text_cfg.get("tokenizer_kwargs") or {}).get("clean", "whitespace"))
+    return Family("SigLIP", False, loss, cleaning, PaddedTextTower, hub_tokenizer)
+
+
+# Each makes its family of an open_clip configuration, or gives None for one of another family.
+FAMILIES: Registry[Callable[[dict], Family | None]] = Registry("family", {"CLIP": _clip, "SigLIP": _siglip})
+
+
 def find_family(model: str, model_cfg: dict) -> Family:
-    """The family of a model, by its open_clip configuration.
+    """The first of `FAMILIES` that a model is of, by its open_clip configuration.
 
     Raises:
-        UserError: its text tower is none of CLIP's, SigLIP's and Chinese-CLIP's.
+        UserError: there is none.
     """
-    text_cfg = model_cfg["text_cfg"]
-    if text_cfg.get("model_type") == "chinese_clip_text_model":
-        return Family(CHINESE_CLIP, causal=False, sot=True, loss="softmax", hub_tokenizer=None, cleaning=clean_chinese)
-    causal, pool = not text_cfg.get("no_causal_mask"), text_cfg.get("pool_type", "argmax")
-    loss = "softmax" if model_cfg.get("init_logit_bias") is None else "sigmoid"
-    hub_tokenizer = text_cfg.get("hf_tokenizer_name")
-    unfit = _foreign_parts(model_cfg)
-    if not unfit and causal and pool == "argmax" and not hub_tokenizer:
-        return Family("CLIP", causal=True, sot=True, loss=loss, hub_tokenizer=None, cleaning=clean)
-    if not unfit and not causal and pool == "last" and hub_tokenizer and loss == "sigmoid":
-        cleaning = get_clean_fn((text_cfg.get("tokenizer_kwargs") or {}).get("clean", "whitespace"))
-        return Family("SigLIP", causal=False, sot=False, loss=loss, hub_tokenizer=hub_tokenizer, cleaning=cleaning)
-    unfit += [] if causal else ["no_causal_mask"]
-    unfit += [f"pool_type: {pool}", f"hf_tokenizer_name: {hub_tokenizer}", f"{loss} loss"]
+    text_cfg, unfit = model_cfg["text_cfg"], _foreign_parts(model_cfg)
+    if not unfit and (family := next(filter(None, (find(model_cfg) for find in FAMILIES.values())), None)):
+        return family
+    unfit += ["no_causal_mask"] if text_cfg.get("no_causal_mask") else []
+    unfit += [f"pool_type: {_pool(text_cfg)}", f"hf_tokenizer_name: {text_cfg.get('hf_tokenizer_name')}"]
     raise UserError(
-        f"The text tower of {model!r} cannot be used ({'; '.join(unfit)}). Give one of open_clip's with a causal mask, "
-        "EOT pooling and CLIP's tokenizer (ViT-B-16, ViT-L-14, ...), or one without a mask that is pooled at the last "
-        "slot and trained with the sigmoid loss (ViT-B-16-SigLIP, ViT-B-16-SigLIP2, ...)."
+        f"The text tower of {model!r} cannot be used ({'; '.join(unfit)}; {_loss(model_cfg)} loss). Give one of "
+        "open_clip's with a causal mask, EOT pooling and CLIP's tokenizer (ViT-B-16, ViT-L-14, ...), or one without a "
+        "mask that is pooled at the last slot and trained with the sigmoid loss (ViT-B-16-SigLIP, ViT-B-16-SigLIP2, "
+        "...)."
     )
 
 
-def clean_chinese(caption: str) -> str:
-    """Lower case, with straight quotes, as `_preprocess_text` in the authors' cn_clip/eval/data.py.
+def _pool(text_cfg: dict) -> str:
+    return text_cfg.get("pool_type", "argmax")
 
-    A literal special token ("[SEP]") is then in lower case and read as text.
-    """
-    return " ".join(
-        re.sub("[\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}]", '"', caption.lower()).split()
-    )
+
+def _loss(model_cfg: dict) -> str:
+    return "softmax" if model_cfg.get("init_logit_bias") is None else "sigmoid"
 
 
 def _foreign_parts(model_cfg: dict) -> list[str]:
-    """Settings that neither family has."""
+    """Settings that no family has."""
     text_cfg = model_cfg["text_cfg"]
     parts = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
     parts += ["multimodal_cfg"] if "multimodal_cfg" in model_cfg else []

@@ -21,7 +21,7 @@ from .regional_prompts import PromptSettings, RegionalPrompts
 
 PROMPTS_AND_ATTENTION = (
     "This image tower has regional prompts, whose attention cannot be replaced. Give a model without them, for example "
-    "one trained with --prompts 0."
+    "one trained without prompts."
 )
 
 

@@ -1,7 +1,13 @@
-"""Files of weights as state dicts: read without executing what is in them, written; digests; Long-CLIP's names."""
+"""Weights as state dicts: read from files without executing what is in them, checked, written, digests; their names.
 
-from collections.abc import Mapping
+CLIP's weights have OpenAI's names, which open_clip and Long-CLIP use, or transformers'. Only names and layouts differ:
+OpenAI packs query, key and value into one matrix and stores projections transposed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +19,8 @@ from ..files import bytes_digest, json_digest, open_regular
 from ..limits import KEEP
 from ..text.tokens import tokenizer_rules
 
+CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
+LARGEST_WEIGHT = 1e6  # larger ones overflow after a few layers; published ones stay below some thousands
 POSITIONS = "positional_embedding"
 _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
 # In OpenAI's files and in modules with saved masks, beside the weights.
@@ -20,19 +28,48 @@ _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask", 
 _SMART_CLIPS = "mask_net."  # SmartCLIP's mask network, beside Long-CLIP's weights in its authors' checkpoints
 TEXT = "text."  # the text tower's prefix in open_clip's CustomTextCLIP; OpenAI's and Long-CLIP's names have none
 
+State = dict[str, torch.Tensor]
+# How OpenAI's names of a text tower's weights begin; those of an image tower beside it begin with `visual.`
+OPENAIS_TEXT = ("token_embedding.", "positional_embedding", "ln_final.", "transformer.", "text_projection")
 
-def read_state(file: Path, as_released: bool = False) -> dict[str, torch.Tensor]:
+# Outside the blocks: OpenAI's name -> transformers', below `text_model.` and `vision_model.`
+_OUTSIDE = {
+    "text": {
+        "token_embedding.weight": "embeddings.token_embedding.weight",
+        "positional_embedding": "embeddings.position_embedding.weight",
+        "ln_final.weight": "final_layer_norm.weight",
+        "ln_final.bias": "final_layer_norm.bias",
+    },
+    "vision": {
+        "class_embedding": "embeddings.class_embedding",
+        "conv1.weight": "embeddings.patch_embedding.weight",
+        "positional_embedding": "embeddings.position_embedding.weight",
+        "ln_pre.weight": "pre_layrnorm.weight",  # transformers' spelling
+        "ln_pre.bias": "pre_layrnorm.bias",
+        "ln_post.weight": "post_layernorm.weight",
+        "ln_post.bias": "post_layernorm.bias",
+    },
+}
+_PROJECTIONS = {"text": ("text_projection", "text_projection.weight"), "vision": ("proj", "visual_projection.weight")}
+# In a block.
+_PARTS = {
+    "ln_1": "layer_norm1",
+    "attn.out_proj": "self_attn.out_proj",
+    "ln_2": "layer_norm2",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_QKV = ("q_proj", "k_proj", "v_proj")
+_BLOCK = re.compile(r"transformer\.resblocks\.(\d{1,4})\.(.+?)[._](weight|bias)")
+
+
+def read_state(file: Path) -> State:
     """The state dict in a file, without the prefix `module.`.
 
     Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
 
-    Args:
-        as_released: put the first of two tables of positions under `text.` in the place of the second, as the loader of
-            DeBias-CLIP's authors does (commit 18a06c9; the audit in reyuyu/SAID). Their published scores are of these
-            rows, which training did not move; the trained ones lie in the second table.
-
     Raises:
-        UserError: the file is not there, holds no state dict, or no two tables for `as_released`.
+        UserError: the file is not there, or holds no state dict.
     """
     if not file.is_file():
         raise UserError(f"{str(file)!r} is not there.")
@@ -44,15 +81,45 @@ def read_state(file: Path, as_released: bool = False) -> dict[str, torch.Tensor]
         state = state["state_dict"]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{str(file)!r} holds no state dict of weights.")
-    state = {name.removeprefix("module."): value for name, value in state.items()}
-    if as_released:
-        if TEXT + _LONG_CLIPS not in state:
-            raise UserError(
-                f"{str(file)!r} does not hold two tables of positions under {TEXT!r}, and as-released: is for the file "
-                "of DeBias-CLIP's authors, debias_vitb_3e.pt. Leave out as-released:."
-            )
-        state[TEXT + _LONG_CLIPS] = state[TEXT + POSITIONS]
-    return state
+    return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
+    """Raises UserError, which names the first of them, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
+
+    Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision.
+
+    Args:
+        tensors: (name, tensor); integers are skipped.
+        label: the model they belong to, in words, at the beginning of the message.
+    """
+    damaged = []
+    for name, tensor in tensors:
+        if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
+            continue
+        values = tensor.detach()
+        values = values.float() if values.element_size() < 2 else values  # 8-bit floats have no minimum
+        low, high = (bound.item() for bound in values.aminmax())
+        if not (low >= -LARGEST_WEIGHT and high <= LARGEST_WEIGHT):  # NaN compares as neither
+            damaged.append(f"{name!r} with values from {low:,.0f} to {high:,.0f}")
+    if damaged:
+        more = f" and {len(damaged) - 1} more tensors" if len(damaged) > 1 else ""
+        raise UserError(
+            f"{label} has weights that give no results, NaN or beyond {LARGEST_WEIGHT:,.0f}: {damaged[0]}{more}. The "
+            "file is damaged, or its training diverged. Get it again, or use an earlier checkpoint."
+        )
+
+
+def check_fit(missing: Sequence[str], wrong: Sequence[str], label: str) -> None:
+    """Raises UserError for weights that lack tensors of the model, or have others.
+
+    Libraries fill missing tensors with random numbers and drop unknown ones, with no more than a log message.
+    """
+    if missing:
+        raise UserError(f"The weights of {label} lack {len(missing)} tensors of the model, such as {missing[0]}.")
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise UserError(f"The weights of {label} do not fit the model: {wrong[0]}{more}.")
 
 
 def model_digest(
@@ -88,7 +155,7 @@ def weights_digest(module: nn.Module, **buffers: torch.Tensor) -> str:
     return bytes_digest(parts())
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+def save_tensors(tensors: State, file: Path, metadata: dict[str, str] | None = None) -> None:
     """Writes safetensors with the permissions of any new file: safetensors 0.8 lets only the owner read it."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     file.unlink(missing_ok=True)  # a link is not written through
@@ -105,18 +172,18 @@ def _is_safetensors(file: Path) -> bool:
     return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= 100_000_000
 
 
-def is_long_clip(state: dict[str, torch.Tensor]) -> bool:
+def is_long_clip(state: State) -> bool:
     """Whether a state dict has Long-CLIP's two tables of positions, with or without the prefix `text.`."""
     return _LONG_CLIPS in state or TEXT + _LONG_CLIPS in state
 
 
-def without_text_prefix(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_text_prefix(state: State) -> State:
     """A two-tower's weights with the text tower's names as OpenAI's."""
     renamed = {name.removeprefix(TEXT): tensor for name, tensor in state.items()}
     return {name: tensor for name, tensor in renamed.items() if name not in _NO_WEIGHTS}
 
 
-def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def fold_long_clip(state: State) -> State:
     """Long-CLIP's weights with one table of positions: rows 0 to 19 of the first, the rest of the second.
 
     Names keep their prefix `text.`, or its absence.
@@ -127,3 +194,52 @@ def fold_long_clip(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     left_out = {second, *_NO_WEIGHTS, *(TEXT + name for name in _NO_WEIGHTS)}
     weights = {name: part for name, part in state.items() if not name.startswith(_SMART_CLIPS)}
     return {name: part for name, part in weights.items() if name not in left_out} | {first: table}
+
+
+def to_transformers_names(state: Mapping[str, torch.Tensor], tower: Literal["text", "vision"] = "text") -> State:
+    """A tower's weights under transformers' names, with the prefix `text_model.` or `vision_model.`.
+
+    Every version of transformers, and ComfyUI, load that prefix. Tensors share the memory of `state`; a projection
+    [width, embed_dim] is a transposed view, `text_projection.weight` or `visual_projection.weight` [embed_dim, width].
+
+    Args:
+        state: the tower's weights alone, under OpenAI's names.
+
+    Raises:
+        UserError: a weight has no place in transformers' CLIP.
+    """
+    (matrix, linear), prefix, renamed = _PROJECTIONS[tower], f"{tower}_model.", {}
+    for name, tensor in state.items():
+        match = _BLOCK.fullmatch(name)
+        if name in _OUTSIDE[tower]:
+            renamed[prefix + _OUTSIDE[tower][name]] = tensor
+        elif name in (matrix, f"{matrix}.weight"):  # the second of a Linear
+            renamed[linear] = tensor.T if name == matrix else tensor
+        elif match and match[2] in _PARTS:
+            renamed[f"{prefix}encoder.layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}"] = tensor
+        elif match and match[2] == "attn.in_proj" and len(tensor) % 3 == 0:
+            for part, chunk in zip(_QKV, tensor.chunk(3), strict=True):
+                renamed[f"{prefix}encoder.layers.{match[1]}.self_attn.{part}.{match[3]}"] = chunk
+        else:
+            raise UserError(f"The weight {name!r} {tuple(tensor.shape)} has no place in transformers' CLIP.")
+    return renamed
+
+
+def to_openai_names(state: Mapping[str, torch.Tensor], tower: Literal["text", "vision"] = "text") -> State:
+    """The inverse of `to_transformers_names`; of an image tower without the prefix `visual.`.
+
+    The projection is a matrix [width, embed_dim]. Weights of the other tower are ignored.
+    """
+    matrix, linear = _PROJECTIONS[tower]
+    plain = {name.removeprefix(f"{tower}_model."): tensor for name, tensor in state.items()}
+    names = {name: openai for openai, name in _OUTSIDE[tower].items()}
+    parts = {part: openai for openai, part in _PARTS.items()}
+    renamed = {names[name]: tensor for name, tensor in plain.items() if name in names}
+    for name, tensor in plain.items():
+        match = re.fullmatch(r"encoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        if match and match[2] in parts:
+            renamed[f"transformer.resblocks.{match[1]}.{parts[match[2]]}.{match[3]}"] = tensor
+        elif match and match[2] == "self_attn.q_proj":
+            packed = torch.cat([plain[name.replace("q_proj", part)] for part in _QKV])
+            renamed[f"transformer.resblocks.{match[1]}.attn.in_proj_{match[3]}"] = packed
+    return renamed | ({matrix: plain[linear].T} if linear in plain else {})

@@ -26,7 +26,7 @@ def read_seen(encoder: EncoderSpec) -> Seen:
     Raises:
         UserError: the record is damaged.
     """
-    place = Path(encoder.weights or encoder.place)
+    place = Path(encoder.model.weights or encoder.model.location)
     # Text encoders and their weights lie in folders of a folder that was written as a whole.
     levels = 3 if place.is_file() else 2 if place.is_dir() else 0
     files = (folder / SEEN for folder in [place, *place.parents][:levels])

@@ -1,7 +1,8 @@
-"""A two-tower as the folder of a transformers CLIPModel with its CLIPProcessor, and from one, or a ChineseCLIPModel."""
+"""A two-tower as the folder of a transformers CLIPModel with its CLIPProcessor, and from one."""
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,29 +11,35 @@ from open_clip.transform import PreprocessCfg
 from open_clip.transformer import VisionTransformer
 from torch import nn
 from transformers import (
-    AutoTokenizer,
-    ChineseCLIPConfig,
-    ChineseCLIPModel,
     CLIPConfig,
     CLIPImageProcessor,
     CLIPModel,
     CLIPProcessor,
     CLIPVisionConfig,
     PretrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from ..ablation.heads import Ablation, suppressed_heads
 from ..clip.backbone import Backbone
-from ..clip.chinese_clip import CONTEXT_LENGTH, ChineseCLIP
 from ..clip.families import find_family
-from ..clip.model_files import find_file, find_tokenizer, load_pretrained, source_of
+from ..clip.weight_files import State, to_openai_names, to_transformers_names
 from ..errors import UserError
+from ..registry import MOVED, Registry
 from . import modeling_ablated_clip
+from .hub import find_file, find_tokenizer, from_pretrained, load_pretrained
 from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
-from .names import State, to_openai_names, to_transformers_names
-from .text_encoders import activation, check_plain_text, text_config, text_state
-from .transformers_folder import read_model_config, read_tokenizer, write_tokenizer, write_weights
+from .text_encoders import (
+    activation,
+    check_plain_text,
+    read_model_config,
+    read_tokenizer,
+    text_config,
+    text_state,
+    write_tokenizer,
+    write_weights,
+)
 
 
 def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
@@ -129,62 +136,58 @@ _RESAMPLE = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
 _INTERPOLATIONS = {number: name for name, number in _RESAMPLE.items()}
 
 
-def read_clip_model(source: str | Path) -> Backbone:
-    """A transformers CLIPModel as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
+def read_two_tower(location: str) -> Backbone:
+    """A two-tower of transformers as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
 
-    Images are preprocessed by the settings of its image processor, else as open_clip does for a CLIP.
+    Images are preprocessed by the settings of its image processor, else as open_clip does for such a model.
 
     Raises:
-        UserError: there is no whole CLIPModel, or open_clip's module cannot hold it.
+        UserError: there is no whole model of one of `MODEL_TYPES`, or open_clip's module cannot hold it.
     """
-    label = repr(os.fspath(source))
-    config = _read_config(source)
-    model = load_pretrained(CLIPModel, source, label, config=config)
-    place = find_tokenizer(source, source, source / "tokenizer") if isinstance(source, Path) else source
+    content = read_model_config(location)
+    kind = content.get("model_type")
+    if kind not in MODEL_TYPES and kind not in MOVED:
+        raise UserError(
+            f"{location!r} holds a model of type {kind!r}; both towers are needed here, and a CLIPModel's type "
+            "is 'clip'. Give the training run, or its export by `debias-diffusion export --to clip`; name a SigLIP as "
+            "open_clip does, for example ViT-B-16-SigLIP2:webli."
+        )
+    return MODEL_TYPES.find(kind)(location, content)
+
+
+def _read_clip(location: str, content: dict) -> Backbone:
+    config = CLIPConfig.from_dict(content)
+    model = load_pretrained(CLIPModel, location, repr(location), config=config)
+    folder = Path(location)
+    place = str(find_tokenizer(folder, folder, folder / "tokenizer")) if folder.is_dir() else location
     tokenizer = read_tokenizer(place, config.text_config)
     text, vision = config.text_config, config.vision_config
     acts = {text.hidden_act, vision.hidden_act}
     if len(acts) > 1:
         raise UserError(
-            f"The towers of {label} have the activations {text.hidden_act} and {vision.hidden_act}; open_clip's "
+            f"The towers of {location!r} have the activations {text.hidden_act} and {vision.hidden_act}; open_clip's "
             "have both quick_gelu or both gelu."
         )
     cfg, state = {"context_length": text.max_position_embeddings}, to_openai_names(model.state_dict())
-    backbone = _backbone(source, open_clip.CLIP, model, cfg, state, tokenizer, "shortest")
-    if isinstance(config, AblatedCLIPConfig):
-        Ablation.of_rows("image", config.beta).apply(backbone)
+    return as_backbone(location, open_clip.CLIP, model, cfg, state, tokenizer, "shortest")
+
+
+def _read_ablated_clip(location: str, content: dict) -> Backbone:
+    backbone = _read_clip(location, content)
+    Ablation.of_rows("image", content["beta"]).apply(backbone)
     return backbone
 
 
-def read_chinese_clip(source: str | Path) -> Backbone:
-    """A transformers ChineseCLIPModel and its tokenizer, of a folder or a hub repository.
-
-    Images are preprocessed by the settings of its image processor, else as the authors' `image_transform` does: resized
-    to a square, without a crop. Captions are cut to `CONTEXT_LENGTH` tokens.
-
-    Raises:
-        UserError: there is no whole ChineseCLIPModel.
-    """
-    label = repr(os.fspath(source))
-    config = ChineseCLIPConfig.from_dict(read_model_config(source))
-    text, prefix = config.text_config, "text_model."
-    cfg = {
-        "model_type": text.model_type,
-        "context_length": min(CONTEXT_LENGTH, text.max_position_embeddings),
-        "bert": text.to_dict(),
-    }
-    model = load_pretrained(ChineseCLIPModel, source, label, config=config)
-    tokenizer = AutoTokenizer.from_pretrained(source_of(source), trust_remote_code=False)
-    weights = model.state_dict().items()
-    state = {f"text.bert.{name.removeprefix(prefix)}": t for name, t in weights if name.startswith(prefix)}
-    state["text.text_projection.weight"] = model.text_projection.weight
-    return _backbone(source, ChineseCLIP, model, cfg, state, tokenizer, "squash")
+# By the model_type in a config.json, what reads both towers of a location with this config.json.
+MODEL_TYPES: Registry[Callable[[str, dict], Backbone]] = Registry(
+    "type of model", {CLIPConfig.model_type: _read_clip, AblatedCLIPConfig.model_type: _read_ablated_clip}
+)
 
 
-def _backbone(
-    source: str | Path,
+def as_backbone(
+    location: str,
     cls: type[nn.Module],
-    model: CLIPModel | ChineseCLIPModel,
+    model: PreTrainedModel,
     text_cfg: dict,
     text_state: State,
     tokenizer: PreTrainedTokenizerBase,
@@ -195,11 +198,13 @@ def _backbone(
     Args:
         text_cfg: the class's configuration of the text tower, without sizes.
         text_state: the text tower's weights under the class's names.
-        resize_mode: of images, where the source does not say it.
+        resize_mode: of images, where no image processor says it.
     """
-    label, text, vision = os.fspath(source), model.config.text_config, model.config.vision_config
+    text, vision = model.config.text_config, model.config.vision_config
     if vision.hidden_act not in ("quick_gelu", "gelu"):
-        raise UserError(f"The image tower of {label!r} has the activation {vision.hidden_act}, not quick_gelu or gelu.")
+        raise UserError(
+            f"The image tower of {location!r} has the activation {vision.hidden_act}, not quick_gelu or gelu."
+        )
     vision_cfg = {
         "image_size": vision.image_size,
         "patch_size": vision.patch_size,
@@ -215,9 +220,9 @@ def _backbone(
     clip = cls(**model_cfg)
     visual = {f"visual.{name}": tensor for name, tensor in to_openai_names(model.state_dict(), "vision").items()}
     clip.load_state_dict(text_state | visual | {"logit_scale": model.logit_scale})
-    captions = find_family(label, model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
+    captions = find_family(location, model_cfg).caption_tokenizer(tokenizer, model_cfg["text_cfg"])
     default = PreprocessCfg(size=vision.image_size, resize_mode=resize_mode)
-    preprocess = asdict(_read_preprocessing(source, default))
+    preprocess = asdict(_read_preprocessing(location, default))
     open_clip.set_model_preprocess_cfg(clip, preprocess)
     return Backbone(clip, captions, {"model_cfg": model_cfg, "preprocess_cfg": preprocess})
 
@@ -231,25 +236,12 @@ def _tower_cfg(config: PretrainedConfig) -> dict:
     }
 
 
-def _read_config(source: str | Path) -> CLIPConfig:
-    label = repr(os.fspath(source))
-    content = read_model_config(source)
-    kind = content.get("model_type")
-    if kind not in (CLIPConfig.model_type, AblatedCLIPConfig.model_type):
-        raise UserError(
-            f"{label} holds a model of type {kind!r}; both towers are needed here, and a CLIPModel's type is 'clip'. "
-            "Give the training run, or its export by `debias-diffusion export --to clip`; name a SigLIP as open_clip "
-            "does, for example ViT-B-16-SigLIP2:webli."
-        )
-    return (CLIPConfig if kind == CLIPConfig.model_type else AblatedCLIPConfig).from_dict(content)
-
-
-def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> PreprocessCfg:
+def _read_preprocessing(location: str, default: PreprocessCfg) -> PreprocessCfg:
     """A CLIPImageProcessor's settings as open_clip's for images of the default's size; the default if there is none."""
     # transformers 5 writes the second.
-    if not any(find_file(source, name) for name in ("preprocessor_config.json", "processor_config.json")):
+    if not any(find_file(location, name) for name in ("preprocessor_config.json", "processor_config.json")):
         return default
-    processor = CLIPImageProcessor.from_pretrained(source_of(source))
+    processor = from_pretrained(CLIPImageProcessor, location)
     image_size = default.size
     square = {"height": image_size, "width": image_size}
     size, crop = dict(processor.size or {}), dict(processor.crop_size or {}) if processor.do_center_crop else None
@@ -258,7 +250,7 @@ def _read_preprocessing(source: str | Path, default: PreprocessCfg) -> Preproces
     does_all = processor.do_resize and processor.do_rescale and processor.do_normalize
     if mode is None or processor.resample not in _INTERPOLATIONS or not does_all:
         raise UserError(
-            f"The image processor of {os.fspath(source)!r} (size {size}, crop {crop}, resample "
+            f"The image processor of {location!r} (size {size}, crop {crop}, resample "
             f"{processor.resample}) does what open_clip does not: it resizes images to {image_size} pixels, by the "
             "shorter side with a crop or as a square, bilinear or bicubic, and normalises them."
         )

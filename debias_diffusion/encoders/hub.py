@@ -1,24 +1,140 @@
-"""Repositories of the hub: the commit in use, and the one file of weights of those like Long-CLIP's."""
+"""Models in folders and in repositories of the hub: their files, their commits, and what transformers loads of them.
+
+A location is a folder or file here, or a hub id: owner/name, or owner/name@revision.
+"""
 
 import os
+import re
+from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from huggingface_hub import HfApi, ModelInfo, hf_hub_download
+from huggingface_hub import HfApi, ModelInfo, hf_hub_download, snapshot_download
+from transformers.utils import cached_file
 
-from ..clip.model_files import CONFIG_FILE, HUB_SECONDS, WEIGHT_SUFFIXES, find_cached
-from ..errors import UserError, explain_failure
+from ..clip.weight_files import CONFIG_FILE, check_finite, check_fit
+from ..errors import UserError, explain_failure, quiet_logging
 from ..files import path_digest
+from .resolve import may_be_hub_id
 
+if TYPE_CHECKING:  # its import takes seconds
+    from transformers import PreTrainedModel
+
+_Model = TypeVar("_Model", bound="PreTrainedModel")
+
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
 _WEIGHTS = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
 _FOLDERS = {*_WEIGHTS, *(f"text_encoder/{name}" for name in _WEIGHTS), CONFIG_FILE}
 
 
-def find_hub_file(name: str) -> Path | None:
+def from_pretrained(cls: Any, location: str, **options) -> Any:
+    """`cls.from_pretrained` of a folder or of a hub id, with its revision if it names one.
+
+    Raises ValueError if nothing of a repository is cached or may be downloaded.
+    """
+    place, revision = locate(location)
+    return cls.from_pretrained(place, **({"revision": revision} if revision else {}), **options)
+
+
+def find_file(location: str, name: str, subfolder: str = "") -> Path | None:
+    """A file of a folder or of a repository of the hub, downloaded; None if it is missing.
+
+    Raises ValueError if nothing of the repository can be had.
+    """
+    place, revision = locate(location)
+    if os.path.exists(place):
+        file = Path(place, subfolder, name)
+        return file if file.is_file() else None
+    file = cached_file(
+        place,
+        name,
+        subfolder=subfolder,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(file) if file else None
+
+
+def find_tokenizer(folder: Path, *places: Path) -> Path:
+    """The first of the places with a tokenizer. Raises UserError, which names the folder, if there is none."""
+    for place in places:
+        if (place / "tokenizer_config.json").is_file():
+            return place
+    raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
+
+
+def check_location(location: str) -> None:
+    """Raises ValueError unless it is a folder, or a hub id of which something is cached or may be downloaded."""
+    if not os.path.isdir(location):
+        if not may_be_hub_id(location):
+            raise ValueError("it is not there")
+        locate(location)
+
+
+@cache  # of locations without a problem: an error is not kept
+def locate(location: str) -> tuple[str, str | None]:
+    """What libraries are given: (folder, None), or (a repository's name, its revision).
+
+    If the hub is out of reach, the folder in its cache: by a repository's name libraries ask for each file that is
+    missing, or may be newer, and without a network for 24 seconds.
+    """
+    if os.path.exists(location):
+        return location, None
+    if _ask(location):
+        name, _, revision = location.partition("@")
+        return name, revision or None
+    if cached := _find_cached(location):
+        return str(cached), None
+    raise ValueError(
+        "nothing of it is in the hub's cache, and the hub cannot be reached, or has no such model that you may read "
+        "(`hf auth login`)"
+    )
+
+
+def _find_cached(location: str) -> Path | None:
+    """The folder of a repository in the hub's cache, whose name is the commit; None if nothing of it is cached."""
+    name, _, revision = location.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+    except Exception:  # nothing is cached, or it is no name of a repository
+        return None
+
+
+def _ask(location: str) -> ModelInfo | None:
+    """What the hub says of a repository; None without a network, such a repository or the right to read it."""
+    name, _, revision = location.partition("@")
+    try:  # list_repo_files tries for 24 seconds without a network
+        return HfApi().model_info(name, revision=revision or None, timeout=_SECONDS)
+    except Exception:
+        return None
+
+
+def find_commit(location: str) -> str:
+    """The commit of a repository that is cached, else its newest; "" if unknown.
+
+    Before a download and after it the answer is the same.
+    """
+    if cached := _find_cached(location):
+        return cached.name
+    info = _ask(location)
+    return info.sha or "" if info else ""
+
+
+def location_digest(location: str) -> str:
+    """sha256 of a file's or folder's contents; of a hub id the commit after it."""
+    if os.path.exists(location):
+        return path_digest(location)
+    return f"{location}@{find_commit(location.removeprefix('hf-hub:'))}"
+
+
+def find_hub_file(location: str) -> Path | None:
     """The file of weights of a hub repository that holds nothing else to load, downloaded unless it is cached.
 
     Args:
-        name: owner/name, as "BeichenZhang/LongCLIP-L", whose file is longclip-L.pt.
+        location: a hub id, as "BeichenZhang/LongCLIP-L", whose file is longclip-L.pt.
 
     Returns:
         The file in the hub's cache; None if the repository has a transformers or open_clip folder, has no weights at
@@ -28,15 +144,16 @@ def find_hub_file(name: str) -> Path | None:
         UserError: it has several files of weights, or its file cannot be downloaded.
     """
     cached = None
-    if info := _ask(name):
+    if info := _ask(location):
         names = [file.rfilename for file in info.siblings or []]
-    elif cached := find_cached(name):
+    elif cached := _find_cached(location):
         names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()]
     else:
         return None
-    files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in WEIGHT_SUFFIXES)
+    files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)
     if not files or _FOLDERS & set(names):
         return None
+    name, _, revision = location.partition("@")
     if len(files) > 1:
         raise UserError(
             f"The repository {name!r} holds {len(files)} files of weights and no transformers folder: "
@@ -46,29 +163,28 @@ def find_hub_file(name: str) -> Path | None:
     if cached:
         return cached / files[0]
     with explain_failure(f"{files[0]!r} of the repository {name!r} cannot be downloaded"):
-        return Path(hf_hub_download(name, files[0]))
+        return Path(hf_hub_download(name, files[0], revision=revision or None))
 
 
-def place_digest(place: str) -> str:
-    """sha256 of a file's or folder's contents; of a hub id, owner/name, the commit after it."""
-    return path_digest(place) if os.path.exists(place) else f"{place}@{find_commit(place.removeprefix('hf-hub:'))}"
+def load_pretrained(cls: type[_Model], location: str, label: str, **options) -> _Model:
+    """`from_pretrained`, in eval mode, with every weight from the files, but for a pooler's.
 
-
-def find_commit(name: str) -> str:
-    """The commit of a repository (owner/name, or owner/name@revision) that is cached, else its newest; "" if unknown.
-
-    Before a download and after it the answer is the same.
+    Raises:
+        UserError: weights are missing, of other sizes, or not finite; `label` is the model in words. Errors of
+            transformers for broken files pass through.
     """
-    name, _, revision = name.partition("@")
-    if cached := find_cached(name, revision or None):
-        return cached.name
-    info = _ask(name, revision or None)
-    return info.sha or "" if info else ""
+    with quiet_logging():
+        model, info = from_pretrained(cls, location, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    wrong = [f"{part[0]} is {tuple(part[1])}, not {tuple(part[2])}" for part in info["mismatched_keys"]]
+    blocks = {_any_block(name) for name in model.state_dict()}  # more of them than the configuration says
+    wrong += [f"{name} has no place in it" for name in sorted(info["unexpected_keys"]) if _any_block(name) in blocks]
+    missing = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))
+    check_fit(missing, wrong, label)
+    check_finite(model.state_dict().items(), label)
+    for weight in model.parameters():  # where they lie in a file's memory map decides the last bits of sums
+        weight.data = weight.data.clone()
+    return model.eval()
 
 
-def _ask(name: str, revision: str | None = None) -> ModelInfo | None:
-    """What the hub says of a repository; None without a network, such a repository or the right to read it."""
-    try:  # list_repo_files tries for 24 seconds without a network
-        return HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
-    except Exception:
-        return None
+def _any_block(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".N.", name.removeprefix("text_model."))

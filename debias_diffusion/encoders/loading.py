@@ -6,7 +6,9 @@ from pathlib import Path
 import open_clip
 import torch
 from open_clip import CLIPTextCfg
+from open_clip.convert import convert_state_dict
 from open_clip.factory import _find_checkpoint_in_dir
+from open_clip.model import convert_to_custom_text_state_dict, resize_pos_embed
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
@@ -15,28 +17,37 @@ from ..ablation.heads import TOWERS, suppressed_heads
 from ..clip.backbone import SHORT_POSITIONS_FILE, Backbone
 from ..clip.families import Family, find_family
 from ..clip.image_tower import add_prompts
-from ..clip.model_files import CONFIG_FILE, WEIGHTS_FILE, check_finite, check_sizes, find_file
 from ..clip.positions import FACTOR, KEEP, stretched_length
 from ..clip.regional_prompts import PromptSettings
 from ..clip.text_tower import set_positions, set_short_positions
-from ..clip.weight_files import POSITIONS, TEXT, fold_long_clip, is_long_clip, read_state, without_text_prefix
+from ..clip.weight_files import (
+    CONFIG_FILE,
+    POSITIONS,
+    TEXT,
+    WEIGHTS_FILE,
+    check_finite,
+    fold_long_clip,
+    is_long_clip,
+    read_state,
+    without_text_prefix,
+)
 from ..errors import UserError, explain_failure, near_matches
 from ..files import read_json
 from ..text.tokens import CaptionTokenizer
 from ..toyworld.shipped import shipped
+from .hub import find_file
 
 _HUB = "hf-hub:"
-_WITH_WEIGHTS = ("local-dir:", _HUB)
 DIFFERENCE, STEPS = "difference.safetensors", "steps"  # of a fine-tuned toy CLIP: its file, and a tensor in it
 _BIG_VISION = (".npz", ".npy")  # which only open_clip reads, and refuses where a shape differs
 
 
-def load_backbone(place: str, weights: str | None = None, as_released: bool = False) -> Backbone:
+def load_backbone(location: str, weights: str | None = None) -> Backbone:
     """Loads a CLIP or SigLIP two-tower of open_clip's.
 
     Args:
-        place, weights, as_released: of an `EncoderSpec` of the kind OPEN_CLIP: a folder or "hf-hub:owner/name", or the
-            name of a model and a tag, a file (Long-CLIP's, too), or None for random weights from torch's current seed.
+        location, weights: of a `Model` of the kind OPEN_CLIP: a folder or "hf-hub:owner/name", or the name of a model
+            and a tag, a file (Long-CLIP's, too), or None for random weights from torch's current seed.
 
     Returns:
         The model, with the heads suppressed that its configuration notes.
@@ -45,20 +56,20 @@ def load_backbone(place: str, weights: str | None = None, as_released: bool = Fa
         UserError: the model, the weights or the tokenizer are unknown or broken, or do not fit each other; or the text
             tower is neither CLIP's nor SigLIP's.
     """
-    config, family = _read_config(place, weights)
-    file, source = _find_weights(place, weights), f"local-dir:{place}" if os.path.isdir(place) else place
-    if source.startswith(_WITH_WEIGHTS):
-        check_sizes(config, file.stat().st_size, repr(place))
-    tokenizer = family.load_tokenizer(place, file and file.parent, config["model_cfg"]["text_cfg"])
-    clip = open_clip.create_model(source, pretrained=weights, load_weights=False)
+    location = _fetch(location)
+    config, family = _read_config(location, weights)
+    file = _find_weights(location, weights)
+    tokenizer = family.load_tokenizer(location, file and file.parent, config["model_cfg"]["text_cfg"])
+    name = f"local-dir:{location}" if os.path.isdir(location) else location
+    clip = open_clip.create_model(name, pretrained=weights, load_weights=False)
     blocks = getattr(clip, "text", clip).transformer.resblocks if family.causal else ()
     if not all(type(block) is ResidualAttentionBlock for block in blocks):
-        raise UserError(f"The text tower of {place!r} has unusual blocks; only plain CLIP blocks can be used.")
+        raise UserError(f"The text tower of {location!r} has unusual blocks; only plain CLIP blocks can be used.")
     if (prompts := config.get("debias_diffusion", {}).get("regional_prompts")) is not None:
-        with explain_failure(f"The regional prompts of {place!r} cannot be used"):
+        with explain_failure(f"The regional prompts of {location!r} cannot be used"):
             add_prompts(clip.visual, PromptSettings.from_config(prompts))
     quick_gelu = bool(config["model_cfg"].get("quick_gelu"))
-    stretched = file and load_weights(clip, file, place, quick_gelu, as_released)
+    stretched = file and load_weights(clip, file, location, quick_gelu)
     if file:
         check_finite(clip.state_dict().items(), f"{str(file)!r}")
     if stretched:
@@ -68,19 +79,19 @@ def load_backbone(place: str, weights: str | None = None, as_released: bool = Fa
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
-    for tower in TOWERS:
-        if ablation := suppressed_heads(backbone, tower):
+    if backbone.image_attention or backbone.text_attention:
+        for ablation in filter(None, (suppressed_heads(backbone, tower) for tower in TOWERS)):
             ablation.apply(backbone)
     return backbone
 
 
-def load_fine_tuned(folder: Path) -> Backbone:
+def load_fine_tuned(location: str) -> Backbone:
     """A fine-tuned toy CLIP: toy/clip, stretched, with the difference that `python -m research toymodels` wrote.
 
     Raises:
         UserError: the file is damaged, or of another model.
     """
-    file, backbone = folder / DIFFERENCE, load_backbone(shipped("toy/clip"))
+    file, backbone = Path(location, DIFFERENCE), load_backbone(shipped("toy/clip"))
     backbone.stretch()
     state, counts = backbone.model.state_dict(), read_state(file)  # the first shares the model's memory
     steps = counts.pop(STEPS)
@@ -90,18 +101,19 @@ def load_fine_tuned(folder: Path) -> Backbone:
     return backbone
 
 
-def load_tokenizer(place: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
+def load_tokenizer(location: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
     """The tokenizer of a two-tower for its stretched context length, without the model.
 
     Args:
-        place, weights: as for `load_backbone`.
+        location, weights: as for `load_backbone`.
         keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
     """
-    with explain_failure(f"The tokenizer of {place!r} could not be loaded"):
-        config, family = _read_config(place, weights)
+    with explain_failure(f"The tokenizer of {location!r} could not be loaded"):
+        location = _fetch(location)
+        config, family = _read_config(location, weights)
         file = Path(weights) if weights and os.path.isfile(weights) else None
-        folder = Path(place) if os.path.isdir(place) else file and file.parent
-        tokenizer = family.load_tokenizer(place, folder, config["model_cfg"]["text_cfg"])
+        folder = Path(location) if os.path.isdir(location) else file and file.parent
+        tokenizer = family.load_tokenizer(location, folder, config["model_cfg"]["text_cfg"])
         if "keep" in config.get("debias_diffusion", {}):
             return tokenizer
         if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
@@ -124,24 +136,32 @@ def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:
     set_short_positions(backbone.text.tower, table)
 
 
-def _read_config(place: str, weights: str | None) -> tuple[dict, Family]:
+def _fetch(location: str) -> str:
+    """The folder of a hub id, downloaded unless it is cached; other locations as they are."""
+    if not location.startswith(_HUB):
+        return location
+    hub_id = location.removeprefix(_HUB)
+    if find_file(hub_id, CONFIG_FILE) is None:
+        raise UserError(f"{location!r} holds no {CONFIG_FILE}.")
+    repository, _, revision = hub_id.partition("@")
+    return os.path.dirname(download_pretrained_from_hf(repository, revision=revision or None))
+
+
+def _read_config(location: str, weights: str | None) -> tuple[dict, Family]:
     """(content of open_clip_config.json, as complete as this module needs it; the family).
 
     Raises:
         UserError: the weights are unknown, or of another activation, which a state dict does not hold.
     """
-    if os.path.isdir(place) or place.startswith(_HUB):
-        file = find_file(Path(place) if os.path.isdir(place) else place.removeprefix(_HUB), CONFIG_FILE)
-        if file is None:
-            raise UserError(f"{place!r} holds no {CONFIG_FILE}.")
-        config = read_json(file)
+    if os.path.isdir(location):
+        config = read_json(Path(location, CONFIG_FILE))
     else:
-        config = {"model_cfg": open_clip.get_model_config(place)}
-        _check_weights(place, weights)
+        config = {"model_cfg": open_clip.get_model_config(location)}
+        _check_weights(location, weights)
     text_cfg = config["model_cfg"]["text_cfg"]
     text_cfg.setdefault("context_length", CLIPTextCfg.context_length)
     text_cfg.setdefault("vocab_size", CLIPTextCfg.vocab_size)
-    return config, find_family(place, config["model_cfg"])
+    return config, find_family(location, config["model_cfg"])
 
 
 def _check_weights(model: str, weights: str | None) -> None:
@@ -159,26 +179,22 @@ def _check_weights(model: str, weights: str | None) -> None:
         other = f"{model}-quickgelu" if quick else model.removesuffix("-quickgelu")
         raise UserError(
             f"The weights {weights!r} were trained {'with' if quick else 'without'} QuickGELU, which {model!r} "
-            f"{'lacks' if quick else 'has'}. Use --model {other}."
+            f"{'lacks' if quick else 'has'}. Use the model {other}."
         )
 
 
-def _find_weights(place: str, weights: str | None) -> Path | None:
+def _find_weights(location: str, weights: str | None) -> Path | None:
     """The file of a model's weights, downloaded unless it is cached; None for random weights."""
-    if place.startswith(_HUB):
-        return Path(download_pretrained_from_hf(place.removeprefix(_HUB)))
-    if os.path.isdir(place):
-        if (file := _find_checkpoint_in_dir(Path(place))) is None:
-            raise UserError(f"The folder {place!r} holds no weights (open_clip_model.safetensors, for example).")
+    if os.path.isdir(location):
+        if (file := _find_checkpoint_in_dir(Path(location))) is None:
+            raise UserError(f"The folder {location!r} holds no weights (open_clip_model.safetensors, for example).")
         return Path(file)
     if weights is None or os.path.isfile(weights):
         return weights and Path(weights)
-    return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(place, weights)))
+    return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(location, weights)))
 
 
-def load_weights(
-    clip: nn.Module, file: Path, model: str, quick_gelu: bool, as_released: bool = False
-) -> dict[str, int] | None:
+def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:
     """Loads weights into open_clip's module, and never interpolates text positions, as open_clip does silently.
 
     A Long-CLIP checkpoint's two tables of positions become one, and the module gets their context length. Without the
@@ -190,7 +206,6 @@ def load_weights(
         file: weights that open_clip reads (safetensors, torch, big_vision's npz), or a Long-CLIP checkpoint.
         model: its name in errors.
         quick_gelu: whether `clip` has OpenAI's activation, which is not in the file.
-        as_released: see `read_state`.
 
     Returns:
         {"keep", "factor"} that a Long-CLIP checkpoint's positions were stretched with; else None.
@@ -199,14 +214,16 @@ def load_weights(
         UserError: the file has another context length, or is Long-CLIP's and of another model. Errors of the libraries
             for broken or hostile files and other sizes pass through.
     """
-    state = {} if file.suffix in _BIG_VISION else read_state(file, as_released)
+    if file.suffix in _BIG_VISION:
+        open_clip.load_checkpoint(clip, str(file))
+        return None
+    state, tower = read_state(file), getattr(clip, "text", clip)
     long_clip, is_prefixed = is_long_clip(state), f"{TEXT}token_embedding.weight" in state
-    tower = getattr(clip, "text", clip)
     if long_clip:
         if not quick_gelu and not is_prefixed:
             raise UserError(
                 f"{str(file)!r} is a Long-CLIP checkpoint, trained from OpenAI's weights with QuickGELU, which "
-                f"{model!r} lacks. Use --model {model}-quickgelu."
+                f"{model!r} lacks. Use the model {model}-quickgelu."
             )
         positions, width = tower.positional_embedding.shape
         set_positions(clip, torch.empty(stretched_length(positions), width))
@@ -219,9 +236,15 @@ def load_weights(
             "open_clip_config.json has the context length."
         )
     if is_prefixed and tower is clip:
-        clip.load_state_dict(without_text_prefix(state))
-    elif long_clip:
-        clip.load_state_dict(state)
-    else:
-        open_clip.load_checkpoint(clip, str(file), weights_only=True)
+        state = without_text_prefix(state)
+    # As `open_clip.load_checkpoint` does, which would read the file again.
+    state = convert_state_dict(clip, state)
+    if POSITIONS in state and tower is not clip:
+        state = convert_to_custom_text_state_dict(state)
+    if clip.logit_bias is not None:
+        state.setdefault("logit_bias", torch.zeros_like(state["logit_scale"]))
+    for name in {"logit_scale", "logit_bias"} & state.keys():
+        state[name] = state[name].reshape(getattr(clip, name).shape)
+    resize_pos_embed(state, clip)
+    clip.load_state_dict(state)
     return {"keep": KEEP, "factor": FACTOR} if long_clip else None

@@ -26,12 +26,18 @@ import torch
 from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
-from ..clip.model_files import check_finite
-from ..clip.weight_files import fold_long_clip, is_long_clip, read_state
+from ..clip.weight_files import (
+    OPENAIS_TEXT,
+    State,
+    check_finite,
+    fold_long_clip,
+    is_long_clip,
+    read_state,
+    to_transformers_names,
+)
 from ..errors import UserError
 from ..files import atomic_file, read_json_object
 from ..text.tokens import clip_tokenizer
-from .names import OPENAIS_TEXT, State, to_transformers_names
 from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state, save_weights
 
 # The name of the token table identifies a layout; all weights of the encoder have the same prefix.
@@ -41,7 +47,7 @@ VOCABULARY = 49408
 WRITTEN_BY = "debias-diffusion"
 
 
-def read_file(file: Path, as_released: bool = False) -> tuple[TextEncoder, CLIPTokenizer]:
+def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder in a file of weights (see `read_state`), in float32 and eval mode, and its tokenizer; see above.
 
     A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
@@ -49,8 +55,8 @@ def read_file(file: Path, as_released: bool = False) -> tuple[TextEncoder, CLIPT
     Raises:
         UserError: the file holds no whole CLIP text encoder.
     """
-    content = read_state(file, as_released)
-    tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+    file = Path(location)
+    tensors = {name: value for name, value in read_state(file).items() if isinstance(value, torch.Tensor)}
     state, follows_rule = _text_part(tensors, file)
     config, has_activation = _config(state, file)
     label = f"the text encoder in {os.fspath(file)!r}"
@@ -60,9 +66,9 @@ def read_file(file: Path, as_released: bool = False) -> tuple[TextEncoder, CLIPT
     if not (follows_rule or has_activation):
         warnings.warn(
             f"{os.fspath(file)!r} does not name its activation; with {config.num_hidden_layers} blocks "
-            f"{config.hidden_act} is assumed. If that is wrong, name the model instead: --model ViT-L-14 (LAION's) or "
-            "ViT-L-14-quickgelu (OpenAI's) with --pretrained FILE.",
-            stacklevel=4,
+            f"{config.hidden_act} is assumed. If that is wrong, name the model, too: ViT-L-14:FILE (LAION's) or "
+            "ViT-L-14-quickgelu:FILE (OpenAI's).",
+            stacklevel=5,
         )
     pad = {"pad_token": "!"} if is_bigg(config) else {}
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
@@ -157,7 +163,7 @@ def _settings(file: Path, width: int, blocks: int) -> Mapping:
 def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None = None) -> Path:
     """Writes the encoder atomically as one safetensors file with `text_model.…` keys. Returns the file.
 
-    The metadata hold `notes`, and heads and activation, so that `read_file` need not guess.
+    The metadata hold `notes`, and heads and activation, so that `read_encoder_file` need not guess.
     """
     metadata = {
         "written_by": WRITTEN_BY,

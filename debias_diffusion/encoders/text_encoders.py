@@ -1,21 +1,40 @@
-"""A text tower as a standard transformers text encoder, in memory, and back."""
+"""A text tower as a standard transformers text encoder, in memory and as a folder, and back.
 
+A folder holds `text_encoder/` and `tokenizer/`, as in diffusers' pipelines: plain transformers and diffusers load it.
+"""
+
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig
 
-from ..clip.model_files import check_finite, check_fit
-from ..clip.weight_files import save_tensors
-from ..errors import UserError
-from .names import OPENAIS_TEXT, State, to_openai_names, to_transformers_names
+from ..clip.weight_files import (
+    CONFIG_FILE,
+    OPENAIS_TEXT,
+    State,
+    check_finite,
+    check_fit,
+    save_tensors,
+    to_openai_names,
+    to_transformers_names,
+)
+from ..errors import UserError, explain_failure
+from ..files import read_json
+from ..text.tokens import count_ids, save_tokenizer
+from .hub import find_file, find_tokenizer, from_pretrained, load_pretrained
 
 if TYPE_CHECKING:
     from ..clip.backbone import Backbone
 
 TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
+
+# The model_type in the config.json of a CLIP text encoder.
+_CLIPS = ("clip", "ablated_clip", "clip_text_model")
 
 # SDXL's second encoder, the only text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
 # ComfyUI recognises it by them, too.
@@ -45,13 +64,14 @@ def text_config(backbone: "Backbone") -> CLIPTextConfig:
             f"The text tower of a {backbone.family.name} has no causal mask, and a transformers CLIPTextModel has one: "
             "it cannot replace SDXL's text encoders. Export a CLIP, for example ViT-L-14."
         )
-    block = tower.transformer.resblocks[0]
-    projection = text_state(tower).get("text_projection.weight")
+    block, projection = tower.transformer.resblocks[0], tower.text_projection
+    if projection is not None:  # of a Linear [embed_dim, width], else [width, embed_dim]
+        projection = projection.out_features if isinstance(projection, nn.Linear) else projection.shape[1]
     return CLIPTextConfig(
         vocab_size=tower.token_embedding.num_embeddings,
         hidden_size=tower.token_embedding.embedding_dim,
         intermediate_size=block.mlp.c_fc.out_features,
-        projection_dim=None if projection is None else len(projection),
+        projection_dim=projection,
         num_hidden_layers=len(tower.transformer.resblocks),
         num_attention_heads=block.attn.num_heads,
         max_position_embeddings=backbone.context_length,
@@ -175,3 +195,106 @@ def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None
                 parameters[name].copy_(tensor)
             elif f"{name}.weight" in parameters:  # a projection that is a Linear, whose weight is transposed
                 parameters[f"{name}.weight"].copy_(tensor.T)
+
+
+def export_text_encoder(backbone: "Backbone", folder: str | os.PathLike, projection: bool = False) -> Path:
+    """Writes `text_encoder/` and `tokenizer/` below `folder`; see `to_transformers`. Returns the folder."""
+    return write_text_encoder(*to_transformers(backbone, projection), folder)
+
+
+def write_text_encoder(encoder: TextEncoder, tokenizer: CLIPTokenizer, folder: str | os.PathLike) -> Path:
+    """Writes `text_encoder/` and `tokenizer/` below `folder`, in float32. Returns the folder."""
+    folder = Path(folder)
+    write_weights(prefixed_state(encoder), encoder.config, type(encoder).__name__, folder / "text_encoder")
+    write_tokenizer(tokenizer, folder / "tokenizer")
+    return folder
+
+
+def write_weights(state: dict, config: PretrainedConfig, architecture: str, folder: Path) -> None:
+    """Writes config.json and model.safetensors, with float32 weights and that dtype in the configuration.
+
+    Not by save_pretrained: that of transformers 5 leaves out the prefix `text_model.`, which other loaders need.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(state, folder / "model.safetensors")
+    content = json.loads(config.to_json_string(use_diff=False))
+    content |= {"architectures": [architecture], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def write_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
+    save_tokenizer(tokenizer, folder)
+    if tokenizer.is_fast:
+        tokenizer.backend_tokenizer.model.save(os.fspath(folder))  # vocab.json, merges.txt: for older loaders
+
+
+def read_text_encoder(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
+    """The text encoder and tokenizer of a folder or of a repository of the hub.
+
+    Of its `text_encoder/` and `tokenizer/`, as in a pipeline; else it is a CLIPTextModel or CLIPModel itself.
+
+    Raises:
+        UserError: it holds no text encoder or no tokenizer, or cannot be fetched.
+    """
+    subfolder = "text_encoder" if find_file(location, "config.json", "text_encoder") else ""
+    encoder = read_encoder(location, subfolder)
+    if not os.path.isdir(location):
+        return encoder, read_tokenizer(location, encoder.config, subfolder="tokenizer" if subfolder else "")
+    folder = Path(location)
+    inside = folder / subfolder
+    # In SDXL's folder text_encoder_2 belongs to tokenizer_2.
+    beside = inside.with_name(inside.name.replace("text_encoder", "tokenizer"))
+    tokenizer = find_tokenizer(folder, beside, inside.parent / "tokenizer", inside, inside / "tokenizer")
+    return encoder, read_tokenizer(str(tokenizer), encoder.config)
+
+
+def read_encoder(location: str, subfolder: str = "") -> TextEncoder:
+    """The text encoder of a folder or a hub repository, of the class in its configuration, in eval mode.
+
+    Raises:
+        UserError: there is none, or its weights lack some of the model's, or are of other sizes.
+    """
+    label = repr(os.path.join(location, subfolder) if subfolder else location)
+    content = read_model_config(location, subfolder)
+    kind = content.get("model_type", "clip_text_model")
+    if kind not in _CLIPS:
+        raise UserError(
+            f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
+        )
+    projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
+    config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
+    options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
+    if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
+        options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
+    cls = CLIPTextModelWithProjection if projection else CLIPTextModel
+    return load_pretrained(cls, location, label, subfolder=subfolder, **options)
+
+
+def read_model_config(location: str, subfolder: str = "") -> dict:
+    """The config.json of a folder or a hub repository. Raises UserError if it cannot be read."""
+    file = find_file(location, "config.json", subfolder)
+    if file is None:
+        raise UserError(
+            f"{location!r} holds no model: neither config.json nor text_encoder/config.json nor "
+            f"{CONFIG_FILE}, in it or in the last/ of a training run."
+        )
+    return read_json(file)
+
+
+def read_tokenizer(location: str, config: CLIPTextConfig, **where) -> CLIPTokenizer:
+    """The tokenizer of a text encoder of this configuration, with its context length.
+
+    Raises:
+        UserError: it cannot be loaded, or has more ids than the encoder.
+    """
+    with explain_failure(f"The tokenizer {location!r} could not be loaded"):
+        tokenizer = from_pretrained(CLIPTokenizer, location, **where)
+    ids = count_ids(tokenizer)
+    if ids > config.vocab_size:
+        raise UserError(
+            f"The tokenizer {location!r} has {ids} ids, but its text encoder only "
+            f"{config.vocab_size}. They do not belong together."
+        )
+    # Published Long-CLIPs have the tokenizer of CLIP, with a length of 77.
+    tokenizer.model_max_length = config.max_position_embeddings
+    return tokenizer

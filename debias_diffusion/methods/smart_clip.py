@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..clip.backbone import Backbone
 from ..clip.blocks import block_forward, full_attention
-from ..clip.model_files import check_finite
 from ..clip.text_tower import TextTower
-from ..clip.weight_files import read_state, save_tensors
+from ..clip.weight_files import check_finite, read_state, save_tensors
 from ..errors import UserError, explain_failure
 from ..limits import NonNegativeFloat, PositiveFloat
 from ..text.tokens import TokenBatch

@@ -258,8 +258,6 @@ class TrainConfig(RunConfig):
             UserError: it is not there, not in open_clip's layout, or has suppressed heads.
         """
         base = EncoderSpec.parse(":".join(filter(None, (self.model, self.pretrained))))
-        if base.kind is Kind.CHINESE_CLIP:
-            raise base.refusal()
         if base.is_short:
             raise UserError(f"{self.model!r}: what short captions are read with is evaluated alone. Leave short: out.")
         if base.kind is Kind.ABLATION:

@@ -236,7 +236,7 @@ class _Training(Run):
 def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
     """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
     base = config.base_model()
-    return load_tokenizer(base.place, base.weights, config.keep_positions, config.stretch)
+    return load_tokenizer(base.model.location, base.model.weights, config.keep_positions, config.stretch)
 
 
 def load_base_model(config: TrainConfig) -> Backbone:

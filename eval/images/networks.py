@@ -14,11 +14,11 @@ from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, Featu
 from tqdm import tqdm
 from transformers import AutoModel
 
-from debias_diffusion.clip.model_files import check_finite, load_pretrained
-from debias_diffusion.clip.weight_files import model_digest, read_state
+from debias_diffusion.clip.weight_files import check_finite, model_digest, read_state
 from debias_diffusion.data.images import open_image
 from debias_diffusion.data.retrieval import encode_texts
-from debias_diffusion.encoders.spec import check_model, load_two_tower
+from debias_diffusion.encoders.hub import check_location, load_pretrained
+from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import path_digest
 from debias_diffusion.toyworld.shipped import shipped
@@ -137,11 +137,11 @@ class ClsFeatures:
             f"(facebook/dino-vits16, facebook/dinov2-small) once the hub's cache holds it, or null to skip its score."
         )
         with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice):
-            place = shipped(model)
-            check_model(place)
+            location = shipped(model)
+            check_location(location)
             # Files other than safetensors are read with weights_only=True.
             options = {"dtype": torch.float32, "trust_remote_code": False}
-            loaded = load_pretrained(AutoModel, place, repr(os.fspath(model)), **options)
+            loaded = load_pretrained(AutoModel, location, repr(os.fspath(model)), **options)
             if getattr(loaded, "pooler", None) is not None:
                 loaded.pooler = None  # random if its weights are missing, and the digest must not depend on it
             self.model = loaded.to(device)

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from safetensors import safe_open
 from transformers import CLIPTokenizer
 
-from debias_diffusion.clip.model_files import check_folder, find_file, find_tokenizer, source_of
-from debias_diffusion.encoders.hub import place_digest
+from debias_diffusion.encoders.hub import find_file, find_tokenizer, locate, location_digest
 from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps
@@ -97,7 +96,7 @@ class Checkpoint:
     @cached_property
     def digest(self) -> str:
         """Of the files that the name names, often gigabytes; of a hub id its commit."""
-        return ":".join(map(place_digest, filter(None, (self.configs, self.file and str(self.file)))))
+        return ":".join(map(location_digest, filter(None, (self.configs, self.file and str(self.file)))))
 
     def check_kind(self, kinds: Collection[str] = (SDXL,)) -> str:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""
@@ -149,14 +148,14 @@ class Checkpoint:
 
     def _read(self, name: str, folder: str = "") -> dict:
         """A JSON file of the configurations. Raises an error, not explained, if it is missing or holds no object."""
-        if file := find_file(self.source, name, folder):
+        if file := find_file(self.configs, name, folder):
             return {**json.loads(read_file(file))}  # an error for a list
-        raise ValueError("it is missing" if isinstance(self.source, Path) else "the hub has none, or cannot be reached")
+        raise ValueError("it is missing" if os.path.isdir(self.source) else "the hub has none, or cannot be reached")
 
     @cached_property
-    def source(self) -> str | Path:
+    def source(self) -> str:
         """The folder of its configurations, or a hub id."""
-        return source_of(self.configs)
+        return locate(self.configs)[0]
 
     @cached_property
     def first_positions(self) -> int | None:
@@ -174,14 +173,6 @@ class Checkpoint:
             if folder.is_dir():  # where there is none, transformers makes an empty one
                 find_tokenizer(folder, folder / name)
             return CLIPTokenizer.from_pretrained(self.source, subfolder=name)
-
-    def check_sizes(self) -> None:
-        """Raises UserError for configurations of more weights than the files hold, before a model is built."""
-        names = [file.parent.name for file in Path(self.configs).glob("*/config.json")]
-        size = self.file.stat().st_size if self.file else 0
-        for name in names or (*TOKENIZERS, *DENOISER):  # those of a hub id, perhaps
-            with self.explain(f"{name}/config.json"):
-                check_folder(self.configs, f"{name} in {self.name!r}", name, size)
 
     def explain(self, file: str) -> AbstractContextManager:
         """Turns errors of reading a file of the configurations into a UserError."""

@@ -11,11 +11,11 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from debias_diffusion.clip.model_files import check_finite, check_fit, quiet_logging
+from debias_diffusion.clip.weight_files import check_finite, check_fit
 from debias_diffusion.encoders.spec import load_text_encoder
 from debias_diffusion.encoders.stretch import stretch_text_encoder
-from debias_diffusion.encoders.transformers_folder import read_encoder
-from debias_diffusion.errors import UserError, explain_failure, reason
+from debias_diffusion.encoders.text_encoders import read_encoder
+from debias_diffusion.errors import UserError, explain_failure, quiet_logging, reason
 
 from ..classes import (
     StableDiffusionLongPromptPipeline,
@@ -88,7 +88,6 @@ def _load(
     checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Half, cls: type[DiffusionPipeline]
 ) -> DiffusionPipeline:
     slots = _SLOTS.get(checkpoint.check_kind(PIPELINES | REFINERS), ["text_encoder"])
-    checkpoint.check_sizes()
     parts: dict = {_DTYPE_ARGUMENT: dtype}
     if "text_encoder_2" in slots:
         parts["add_watermarker"] = False
@@ -135,7 +134,7 @@ def _text_encoders(
     parts = load_text_encoders(checkpoint, encoders, torch.device("cpu"), dtype)
     if checkpoint.file is None and Path(checkpoint.configs).is_dir():
         kept = [slot for slot in slots if slot not in parts]
-        parts |= {slot: read_encoder(Path(checkpoint.configs), slot).to(dtype) for slot in kept}
+        parts |= {slot: read_encoder(checkpoint.configs, slot).to(dtype) for slot in kept}
     return parts
 
 

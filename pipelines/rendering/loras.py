@@ -7,8 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from debias_diffusion.clip.model_files import quiet_logging
-from debias_diffusion.errors import UserError, explain_failure, near_matches, reason
+from debias_diffusion.errors import UserError, explain_failure, near_matches, quiet_logging, reason
 from debias_diffusion.files import sha256
 from debias_diffusion.text.chunks import Reading
 from debias_diffusion.text.weighting import check_weight, take_out

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from debias_diffusion.encoders.spec import may_be_hub_id
+from debias_diffusion.encoders.resolve import may_be_hub_id
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import Checked, Guidance, Layer, Side, Steps, above_zero, between
 from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING

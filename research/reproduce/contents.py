@@ -12,7 +12,7 @@ from debias_diffusion.data.retrieval import images_digest
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.data.toy_scenes import is_toy_scenes
 from debias_diffusion.encoders.hub import find_commit
-from debias_diffusion.encoders.spec import may_be_hub_id
+from debias_diffusion.encoders.resolve import may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import stamps_digest
 from debias_diffusion.eval.retrieval_sets import read_retrieval_set

@@ -9,10 +9,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from debias_diffusion.clip.model_files import load_pretrained, source_of
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders.hub import place_digest
-from debias_diffusion.encoders.spec import check_model
+from debias_diffusion.encoders.hub import check_location, from_pretrained, load_pretrained, location_digest
 from debias_diffusion.errors import explain_failure
 from debias_diffusion.eval.multimodal import ServerModel
 from debias_diffusion.eval.report import image_url
@@ -40,12 +38,12 @@ def model_digest(model: str, server: str | None = None) -> str:
         return f"served as {Server(server, model, 1).model}"
     with explain_failure(f"The model {model!r} cannot be used", _ADVICE):
         _check_kind(model)
-    return place_digest(model)
+    return location_digest(model)
 
 
 def _check_kind(model: str) -> None:
-    check_model(model)
-    config = AutoConfig.from_pretrained(source_of(model), trust_remote_code=False)
+    check_location(model)
+    config = from_pretrained(AutoConfig, model, trust_remote_code=False)
     if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
 
@@ -69,7 +67,7 @@ class ChatModel:
     def __init__(self, model: str, device: torch.device, precision: str, batch: int):
         with explain_failure(f"The model {model!r} cannot be used", _ADVICE):
             _check_kind(model)
-            processor = AutoProcessor.from_pretrained(source_of(model), trust_remote_code=False)
+            processor = from_pretrained(AutoProcessor, model, trust_remote_code=False)
             # Files other than safetensors are read with weights_only=True.
             options = {"dtype": DTYPES[precision], "trust_remote_code": False}
             self.model = load_pretrained(AutoModelForImageTextToText, model, repr(model), **options).to(device).eval()

@@ -12,8 +12,7 @@ from transformers import ViTConfig, ViTModel
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.single_file import write_file
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
-from debias_diffusion.encoders.text_encoders import to_transformers
-from debias_diffusion.encoders.transformers_folder import export_text_encoder
+from debias_diffusion.encoders.text_encoders import export_text_encoder, to_transformers
 from debias_diffusion.eval.images.networks import ClsFeatures
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.tokens import clip_tokenizer

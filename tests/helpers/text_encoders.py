@@ -12,7 +12,7 @@ from helpers.vocabulary import tiny_tokenizer
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.clip.model_files import hub_place
+from debias_diffusion.encoders import hub
 from debias_diffusion.text.tokens import CaptionTokenizer
 
 CAPTIONS = [
@@ -117,11 +117,11 @@ class Runs:
         return (Path.touch, (Path(self.trace),))
 
 
-def hub_repository(cache: Path, name: str) -> Path:
-    """An empty repository of the hub's cache on this machine."""
-    hub_place.cache_clear()  # of another test
+def hub_repository(cache: Path, name: str, commit: str = "0" * 40, revision: str = "main") -> Path:
+    """An empty repository of the hub's cache on this machine, or another commit in one."""
+    hub.locate.cache_clear()  # of another test
     repository = cache / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    (folder := repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / revision).write_text(commit)
+    (folder := repository / "snapshots" / commit).mkdir(parents=True)
     return folder

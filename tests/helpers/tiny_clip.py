@@ -136,7 +136,7 @@ def byte_tokenizer(context_length: int) -> CLIPTokenizer:
 def without_weights(model, config):
     """A Backbone around `model`, with a tiny tokenizer of the kind the family has."""
     family, text_cfg = find_family("this", config), config["text_cfg"]
-    tokenizer = byte_tokenizer(77) if family.sot else siglip_tokenizer(2 if "act_kwargs" in text_cfg else 1)
+    tokenizer = byte_tokenizer(77) if family.causal else siglip_tokenizer(2 if "act_kwargs" in text_cfg else 1)
     return Backbone(model, family.caption_tokenizer(tokenizer, text_cfg), {"model_cfg": config}, random_weights=True)
 
 

@@ -14,6 +14,7 @@ from helpers.released import INVENTORY, checkpoint
 from PIL import Image
 
 from debias_diffusion.encoders.spec import load_two_tower
+from research.as_released import AsReleasedConfig, rewrite
 
 FIRST_RUN_BYTES = 8_000_000_000  # checkpoints of a ViT-B/16 with AdamW's state, and what is exported of it
 
@@ -45,8 +46,9 @@ def test_a_file_with_the_released_names_and_sizes_loads_with_either_table_of_pos
     state = {name: (0.02 * torch.randn(shape)).half() for name, shape in INVENTORY["tensors"].items()}
     torch.save(checkpoint(state), file := tmp_path / "debias_vitb_3e.pt")
     first, second = (state[f"text.positional_embedding{end}"].float() for end in ("", "_res"))
-    for prefix, table in (("", torch.cat([first[:20], second[20:]])), ("as-released:", first)):
-        backbone = load_two_tower(f"{prefix}ViT-B-16-quickgelu:{file}")
+    rewritten = rewrite(AsReleasedConfig(str(file), str(tmp_path / "as-released.safetensors")))
+    for weights, table in ((file, torch.cat([first[:20], second[20:]])), (rewritten, first)):
+        backbone = load_two_tower(f"ViT-B-16-quickgelu:{weights}")
         assert torch.equal(backbone.text.tower.positional_embedding, table)
         assert sum(tensor.numel() for tensor in backbone.parameters()) == INVENTORY["value_count"] - second.numel()
         with torch.no_grad():

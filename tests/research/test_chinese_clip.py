@@ -1,6 +1,5 @@
 """Chinese-CLIP: a tiny ChineseCLIPModel against transformers' own features, ablated, and never trained."""
 
-import json
 import string
 from functools import partial
 
@@ -11,19 +10,21 @@ from PIL import Image
 from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.clip.chinese_clip import CONTEXT_LENGTH
-from debias_diffusion.encoders.clip_model import export_clip_model
+from debias_diffusion.ablation.saved import write_ablation
+from debias_diffusion.encoders.clip_model import MODEL_TYPES, export_clip_model
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
-from research.ablate.command import ablate
-from research.ablate.options import AblateConfig
+from research.chinese_clip import CONTEXT_LENGTH
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SIGNS = list('一只猫号第个人。，:"0123456789' + string.ascii_lowercase)
 CAPTIONS = ["一只猫", "第3个人，一只猫。", "cat", "一" * 30]
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 HIDDEN = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+
+
+pytestmark = pytest.mark.usefixtures("with_research")
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +78,26 @@ def test_captions_are_cleaned_and_cut_and_images_squashed_as_the_authors_do(back
     assert backbone.preprocess(image)[0, :, :12].std() < 0.1
 
 
-def test_ablate_searches_and_its_result_is_loaded(folder, backbone, tmp_path):
-    settings = {"data": "toy/validation", "limit": 24, "search": "naive", "recall": "both", "device": "cpu"}
-    output = ablate(AblateConfig(folder, str(tmp_path / "aat"), **settings))
-    beta = json.loads((output / "ablation.json").read_text())["beta"]
+def test_an_ablated_one_is_loaded(folder, backbone, tmp_path):
+    ablation = Ablation.of_rows("image", [[1] * 4, [1, 0, 1, 1], [1] * 4])
+    write_ablation(tmp_path / "ablation.json", folder, backbone, ablation)
     with torch.no_grad():
-        plain, features = (model.encode_image(PIXELS) for model in (backbone, load_two_tower(output)))
-        Ablation.of_rows("image", beta).apply(backbone)
+        plain, features = (model.encode_image(PIXELS) for model in (backbone, load_two_tower(tmp_path)))
+        ablation.apply(backbone)
         assert torch.equal(backbone.encode_image(PIXELS), features) and not torch.allclose(features, plain, atol=1e-3)
+
+
+def test_the_product_says_where_it_is_evaluated(folder, monkeypatch):
+    monkeypatch.delitem(MODEL_TYPES, "chinese_clip")
+    with pytest.raises(
+        UserError, match="'chinese_clip' is found in a checkout .*python -m research evaluate retrieval"
+    ):
+        load_two_tower(folder)
 
 
 def test_it_is_neither_trained_nor_exported(folder, backbone, tmp_path):
     for model in (folder, "OFA-Sys/chinese-clip-vit-base-patch16"):
-        with pytest.raises(UserError, match="neither trained"):
+        with pytest.raises(UserError, match="not in open_clip's layout, so it cannot be trained"):
             TrainConfig(data="toy/train-2", model=model, output=str(tmp_path / "run"))
     with pytest.raises(UserError, match="open_clip has no Chinese-CLIP"):
         backbone.save(tmp_path / "saved")
