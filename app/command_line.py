@@ -18,6 +18,7 @@ from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentError, ArgumentP
 from debias_diffusion.errors import UserError, near_matches, reason
 from debias_diffusion.files import open_regular
 from debias_diffusion.limits import refusal
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.text.options import LongPromptOptions
 
 _POSITIONAL = ("prompt", "folder", "target")  # given without a flag
@@ -52,10 +53,10 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
         program: the words that start the command.
         options: the dataclass, whose docstring says what the command does. Its attribute `GROUPS`, {title: names of
             fields}, groups the options, if there is one; names of no field do not count. Options of
-            `LongPromptOptions` need no text of their own.
+            `LongPromptOptions` and `Sampling` need no text of their own.
         example: arguments to start from.
     """
-    explained = (LongPromptOptions, *filter(dataclasses.is_dataclass, reversed(options.__mro__)))
+    explained = (LongPromptOptions, Sampling, *filter(dataclasses.is_dataclass, reversed(options.__mro__)))
     docs = [parse_docstring(cls.__doc__ or "") for cls in explained]
     texts = {param.arg_name: " ".join((param.description or "").split()) for doc in docs for param in doc.params}
     details = [docs[-1].short_description, *(doc.long_description or "" for doc in docs)]

@@ -80,9 +80,6 @@ class GenerateConfig(WithEncoder, Rendering):
         loras: Folder of the LoRAs, .safetensors files, that prompts name as <lora:name:0.8>.
         seed: Equal seeds start from equal noise, on every device. Entry i of a file of prompts, from 0, has this seed
             + i unless it names one. The default is 0.
-        karras: Noise levels as in Karras et al. (2022); the checkpoint's own by default.
-        clip_skip: Counts as A1111, Forge and ComfyUI do, not as diffusers: the text encoders' layer that is read, from
-            the last, 1. SDXL reads 2 or more, as in A1111 and Forge.
         images_per_prompt: Images of each prompt, with its seed, the next seed, and so on; at most 1000.
     """
 

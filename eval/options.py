@@ -148,8 +148,6 @@ class Drawing(OfCheckpoint, ImageOptions, Encoders):
         encoder_2: Text encoder in the place of SDXL's second one, for all encoders but alignments that fitted one;
             stretch is the checkpoint's own, stretched to 248 positions. null keeps it.
         refiner: SDXL's refiner, a folder or hub id, for the last fifth of the denoising; it reads with its own encoder.
-        layer: Layer of both text encoders that the UNet reads: penultimate, which SDXL was trained with, or last, the
-            last one after the final norm, as in Long-CLIP's code.
     """
 
     seed: Seed = 0

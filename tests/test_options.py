@@ -13,6 +13,7 @@ from debias_diffusion.eval import options as evaluate
 from debias_diffusion.eval.all_options import AllConfig, ReportConfig
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
+from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.training.config import TrainConfig
 from research.ablate.options import AblateConfig
@@ -88,7 +89,7 @@ def test_options_that_cannot_be_used_are_explained(options, changes, message):
 
 @pytest.mark.parametrize("options", USABLE)
 def test_every_option_is_explained(options):
-    text = "".join(cls.__doc__ or "" for cls in (*options.__mro__, LongPromptOptions))
+    text = "".join(cls.__doc__ or "" for cls in (*options.__mro__, LongPromptOptions, Sampling))
     assert [name for name in options.__dataclass_fields__ if f"\n        {name}: " not in text] == []
 
 

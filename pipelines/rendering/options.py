@@ -99,10 +99,11 @@ class Sampling(Denoising):
 
     Attributes:
         long_prompt: how prompts are read; the encoder's name says the reading.
-        layer: of SDXL's text encoders, see `images.reading_layer`.
-        karras: noise levels as in Karras et al. (2022), see KARRAS; None for the checkpoint's own.
-        clip_skip: counts as A1111, Forge and ComfyUI do, not as diffusers: the text encoders' layer that is read, for
-            both prompts, from the last, 1. As in Forge, SDXL never reads the last.
+        layer: Layer of both text encoders that SDXL's UNet reads: penultimate, which SDXL was trained with, or last,
+            the last one after the final norm, as in Long-CLIP's code.
+        karras: Noise levels as in Karras et al. (2022); the checkpoint's own by default.
+        clip_skip: Counts as A1111, Forge and ComfyUI do, not as diffusers: the text encoders' layer that is read, for
+            both prompts, from the last, 1. SDXL reads 2 or more, as in A1111 and Forge.
     """
 
     long_prompt: LongPromptOptions = field(default_factory=LongPromptOptions)
