@@ -17,6 +17,8 @@ MOVED = {
     "classification": "python -m research evaluate classification",
     "judge": "python -m research evaluate judge",
     "smart-clip": "python -m research train --recipe smart-clip",
+    "masked-retrieval": "python -m research evaluate masked-retrieval",
+    "debias-clip-as-released": "debias-diffusion train --config research/debias-clip-as-released.yaml",
 }
 
 

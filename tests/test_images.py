@@ -11,7 +11,7 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import ExifTags, Image
 
-from debias_diffusion.data.dataset import CaptionDataset
+from debias_diffusion.data.check import _CheckedRecords
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images
@@ -19,7 +19,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.generation import _reference, _unreadable
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.text.tokens import CaptionTokenizer
-from debias_diffusion.training.check import _CheckedRecords
+from debias_diffusion.training.batches import CaptionDataset
 from debias_diffusion.training.feature_cache import cached_images, frozen_tower
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)

@@ -16,7 +16,7 @@ from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.keep_states import Teacher, state_errors
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.text.prompt_tokens import tokenize_text
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 
 @pytest.fixture(scope="module")

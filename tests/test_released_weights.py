@@ -10,8 +10,8 @@ from helpers.released import CAPTIONS, INVENTORY, released
 from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone
 from debias_diffusion.training.optimizer import learning_rate
+from debias_diffusion.training.two_tower import load_base_model, load_base_tokenizer, prepare_backbone
 from research.reproduce.availability import PAIRS_OF_SHAREGPT4V
 
 GUESSED = "does not name its activation"

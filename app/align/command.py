@@ -20,12 +20,10 @@ from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
-from debias_diffusion.training.logs import make_accelerator
+from debias_diffusion.training.loop import Run, StopRequest
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.plan import check_disk
-from debias_diffusion.training.run import Run
+from debias_diffusion.training.progress import check_disk, make_accelerator
 from debias_diffusion.training.step import sum_over_processes
-from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
 from .data import AlignBatch, AlignDataset, collate, frozen_vae, latent_shape
@@ -59,7 +57,6 @@ class Alignment(Run):
 
     def __init__(self, config: AlignConfig, accelerator: Accelerator):
         super().__init__(config, accelerator)
-        config = self.config
         checkpoint = Checkpoint.parse(config.base)
         self.pixels = config.pixels or min(checkpoint.size)
         self.settings["pixels"] = self.pixels
@@ -123,10 +120,10 @@ class Alignment(Run):
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
         sums = dict.fromkeys(TERMS, 0.0)
         for part in batch.chunks(self.config.chunk or len(batch)):
-            terms = self._backward(part, self.config.batch)
+            terms = self._backward(part, self.batch)
             sums = {name: sums[name] + value for name, value in terms.items()}
         norm = sum_over_processes(self.model.parameters(), self.accelerator) / self.optimizer.scaler.get_scale()
-        means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.config.batch
+        means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.batch
         terms = dict(zip(TERMS, means, strict=True))
         return {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
 

@@ -24,7 +24,7 @@ from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.files import atomic_file, atomic_folder, write_json
 from debias_diffusion.toyworld.grammar import STYLES, caption
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 from ..options import ToyModelsConfig
 from . import sdxl

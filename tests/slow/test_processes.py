@@ -22,7 +22,7 @@ from helpers.training_runs import config, is_the_same_run, losses, settings_of
 from debias_diffusion.app.options import SynthesizeConfig
 from debias_diffusion.app.synthesize.command import synthesize
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 PROGRAM = [sys.executable, "-m", "debias_diffusion.app.cli"]
 # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.

@@ -3,22 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data.bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad, too_many
-from ..data.caption_statistics import CaptionMeasure, measure_caption, summarise
-from ..data.dataset import NO_SHORT_CAPTION, without_short_caption
-from ..data.images import ImageSource, is_there
-from ..data.records import Record
-from ..data.shards import is_shards, verify_shards
-from ..data.sources import open_data
-from ..data.workers import count_workers, load_batches
 from ..errors import UserError
 from ..text.tokens import CaptionTokenizer
-from .config import RunConfig, TrainConfig
+from .bad_records import BAD_RECORDS, BadRecord, check_share, read_or_bad, report_bad, too_many
+from .caption_statistics import CaptionMeasure, describe_captions, measure_caption
+from .dataset import NO_SHORT_CAPTION, without_short_caption
+from .images import ImageSource, is_there
+from .records import Record
+from .shards import is_shards, verify_shards
+from .sources import open_data
+from .workers import count_workers, load_batches
 
 _LOOKED_UP = 200  # images whose presence is checked before a run
 _ADD_SHORT = (
@@ -47,31 +46,39 @@ class _CheckedRecords(Dataset):
         return measure_caption(record.caption, self.tokenizer), bad
 
 
-def check_data(config: TrainConfig, tokenizer: CaptionTokenizer) -> None:
+def check_data(
+    data: str,
+    images: str | None,
+    output: str,
+    tokenizer: CaptionTokenizer,
+    *,
+    reads_short: bool = False,
+    max_bad: float = 0.01,
+    workers: int | Literal["auto"] = "auto",
+) -> None:
     """Decodes every image, tokenizes every caption, prints statistics, and lists every bad record in a file.
 
     Shards are also compared with their checksums.
 
     Raises:
-        UserError: more than `config.max_bad` of the records are unusable.
+        UserError: more than `max_bad` of the records are unusable.
     """
-    captions, images = open_data(config.data, config.images)
-    records = _CheckedRecords(captions.records, images, tokenizer, config.make_method().reads_short)
-    loader = DataLoader(records, batch_size=None, num_workers=count_workers(config.workers))
+    captions, source = open_data(data, images)
+    records = _CheckedRecords(captions.records, source, tokenizer, reads_short)
+    loader = DataLoader(records, batch_size=None, num_workers=count_workers(workers))
     with load_batches(loader) as rows:
         checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(records)))
-    statistics, tokens = summarise(row[0] for row in checked), np.array([row[0].tokens for row in checked])
     bad = [*captions.bad, *(row[1] for row in checked if row[1] is not None)]
-    changed = verify_shards(config.data) if is_shards(Path(config.data)) else []
+    changed = verify_shards(data) if is_shards(Path(data)) else []
     pairs = len(captions.records) + len(captions.bad)
+    measures = [measure for measure, _ in checked]
     print(
-        f"{pairs - len(bad)} of {pairs} pairs can be used.\n"
-        f"Captions: {statistics.sentences_mean:.1f} sentences and {statistics.tokens_mean:.1f} tokens on average, 95% "
-        f"within {np.percentile(tokens, 95):.0f}; {(tokens > tokenizer.context_length).sum()} are longer than the "
-        f"context length of {tokenizer.context_length} and would be cut.\n{statistics}"
+        f"{pairs - len(bad)} of {pairs} pairs can be used.\nCaptions: {describe_captions(measures)} "
+        f"{sum(measure.tokens > tokenizer.context_length for measure in measures)} are longer than the context length "
+        f"of {tokenizer.context_length} and would be cut."
     )
-    report_bad(bad + changed, Path(config.output))
-    check_share(bad, pairs, config.max_bad, continue_hint(config, bad))
+    report_bad(bad + changed, Path(output))
+    check_share(bad, pairs, max_bad, continue_hint(output, bad))
 
 
 def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: float) -> int:
@@ -102,13 +109,13 @@ def look_for_short_captions(records: Sequence[Record], max_bad: float) -> None:
         )
 
 
-def continue_hint(config: RunConfig, bad: Sequence[BadRecord]) -> str:
-    """What to do when too many records of a run are bad, `bad` among them."""
+def continue_hint(output: str, bad: Sequence[BadRecord]) -> str:
+    """What to do when too many records of the run in `output` are bad, `bad` among them."""
     kinds = {record.kind for record in bad}
     are_images = all(kind.endswith("image") for kind in kinds)
     mend = "Mend the images where they are" if are_images else "Mend them in the data"
     mend = _ADD_SHORT if NO_SHORT_CAPTION in kinds else mend
     return (
-        f"They are named in {str(Path(config.output) / BAD_RECORDS)!r}. {mend}, or start the same command with a "
+        f"They are named in {str(Path(output) / BAD_RECORDS)!r}. {mend}, or start the same command with a "
         "larger --max-bad: the run continues."
     )
