@@ -13,17 +13,17 @@ from debias_diffusion.errors import EXTRAS
 # Each layer may import those before it. A name stands for a module, or for a package with all that is in it.
 LAYERS = (
     ("errors", "limits", "devices", "machine"),
-    ("registry",),
+    ("registry", "method_settings"),
     ("files",),
     ("jobs",),
     ("processes",),
     ("text",),
     ("toyworld",),
     ("clip",),
-    ("methods",),
     ("ablation.suppression", "ablation.heads", "ablation.saved"),
     ("encoders",),
     ("data",),
+    ("methods",),
     ("training",),
     ("ablation",),
     tuple(f"pipelines.rendering.{name}" for name in ("options", "loras", "prompts", "checkpoints")),  # for `tokens`

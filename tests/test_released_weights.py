@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.released import CAPTIONS, INVENTORY, released
 
 from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
@@ -70,7 +72,9 @@ def test_as_released_all_positions_are_of_the_first_table(known, tmp_path):
 
 def test_the_recipe_as_released_ends_with_the_rate_that_the_file_holds():
     [group] = INVENTORY["optimizer_groups"]
-    config = TrainConfig(data="data", output="output", model="toy/clip", recipe="debias-clip-as-released")
+    text = (Path(__file__).parents[1] / "research" / "debias-clip-as-released.yaml").read_text()
+    config = TrainConfig(**yaml.safe_load(text) | {"model": "toy/clip", "pretrained": None})
+    assert (config.chosen_method.component_parts, config.chosen_method.decay) == (4, "all")
     steps = PAIRS_OF_SHAREGPT4V // config.batch_size(PAIRS_OF_SHAREGPT4V) * config.epochs
     assert learning_rate(steps - 1, steps, config.learning_rate, config.warmup_steps(steps)) == group["lr"]
     settings = [config.weight_decay, [*config.betas], config.eps]

@@ -1,5 +1,6 @@
-"""What a training step reads: captions as token ids, and the samples of one process."""
+"""What a training step reads: captions as token ids, and the samples of one process; and what draws them."""
 
+import random
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,6 +9,14 @@ from torch import Tensor
 from ..text.tokens import TokenBatch
 
 Key = tuple[int, int, int]  # (epoch, index of the record, position in the epoch)
+
+
+def draw_generator(seed: int, epoch: int, sample_id: str) -> random.Random:
+    """The random numbers of one sample in one epoch: a pure function of its arguments.
+
+    So neither the number of workers or processes nor a restart changes what is drawn.
+    """
+    return random.Random(f"{seed}/{epoch}/{sample_id}")
 
 
 @dataclass(frozen=True)

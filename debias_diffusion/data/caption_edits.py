@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ..methods.sampling import draw_generator
 from ..text.sentences import join_sentences, split_sentences
+from .batch import draw_generator
 
 PADDING = "This is a photo."  # Figures 2 and S2
 MOST_PADDING = 5

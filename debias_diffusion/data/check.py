@@ -87,7 +87,7 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
     Raises:
         UserError: all of them are missing, or a larger share than `max_bad`.
     """
-    sample = records[:: max(1, len(records) // _LOOKED_UP)]
+    sample = [*records[:: max(1, len(records) // _LOOKED_UP)]]
     missing = [record.image for record in sample if not is_there(images, record.image)]
     if len(missing) == len(sample) or too_many(len(missing), len(sample), max_bad):
         raise UserError(
@@ -100,7 +100,7 @@ def look_for_images(records: Sequence[Record], images: ImageSource, max_bad: flo
 
 def look_for_short_captions(records: Sequence[Record], max_bad: float) -> None:
     """Raises UserError if a larger share than `max_bad` of a sample of the records has no short caption."""
-    sample = records[:: max(1, len(records) // _LOOKED_UP)]
+    sample = [*records[:: max(1, len(records) // _LOOKED_UP)]]
     missing = [record for record in sample if record.short is None]
     if too_many(len(missing), len(sample), max_bad):
         raise UserError(

@@ -1,6 +1,6 @@
 """Records by the key of a training sample, with others in the place of unreadable ones."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,22 +53,20 @@ class RecordDataset(Dataset):
 
     def read(self, key: Key) -> tuple[Record, torch.Tensor, list[BadRecord]]:
         """The record of a key, or its replacement, its image, and the bad records before it."""
-        bad = []
-        for record in self._candidates(*key):
+        epoch, index, place = key
+        record, bad = self.records[index], []
+        for attempt in range(_ATTEMPTS):
             fault = without_short_caption(record) if self.reads_short else None
             image = fault or read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
             if not isinstance(image, BadRecord):
                 return record, image, bad
             bad.append(image)
+            stand_ins = self.stand_ins(epoch) if self.stand_ins else ()
+            if attempt == len(stand_ins):
+                break
+            record = self.records[int(stand_ins[(place + attempt) % len(stand_ins)])]
         many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no other may replace (--max-bad)"
         raise UserError(
             f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
             "`train --check-data` names them all."
         )
-
-    def _candidates(self, epoch: int, index: int, place: int) -> Iterator[Record]:
-        """The record asked for, then those that replace it, in order."""
-        yield self.records[index]
-        stand_ins = self.stand_ins(epoch) if self.stand_ins else ()
-        for attempt in range(min(_ATTEMPTS - 1, len(stand_ins))):
-            yield self.records[int(stand_ins[(place + attempt) % len(stand_ins)])]

@@ -19,6 +19,7 @@ from .fix_clip import RECIPES as FIX_CLIP_RECIPES
 from .keep_states import KeepStates
 
 __all__ = ["METHODS", "Batch", "Caption", "KeepStates", "Method", "Term", "find_method", "image_features"]
+__all__ += ["import_methods"]
 
 # What `--recipe` may name.
 METHODS: Registry[Method] = Registry("recipe", {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES})

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..clip.backbone import Backbone
-from ..data.batch import Batch, Caption
+from ..data.batch import Batch, Caption, draw_generator
 from ..errors import UserError
 from ..method_settings import DualCaptionSettings
 from ..text.sentences import split_sentences
@@ -23,7 +23,7 @@ from ..text.tokens import CaptionTokenizer, TokenBatch
 from .base import Method, Term, image_features
 from .keep_states import KeepStates
 from .objectives import DualCaptionLoss, check_components
-from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
+from .sampling import GIVEN, find_sampler, join_sentences, numbered
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ PADDINGS: dict[str, Padding] = {
 
 def find_padding(name: str) -> Padding:
     """The padding of that name in PADDINGS; "pad-N" for any N from 0. Raises UserError with the near matches."""
-    return numbered(name, "padding", PADDINGS, "pad", fixed_padding, least=0)
+    return PADDINGS.get(name) or numbered(name, "padding", PADDINGS, "pad", fixed_padding, least=0)
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,13 @@ class DualCaption(DualCaptionSettings, Method):
     ) -> list[Caption]:
         """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has."""
         rng = draw_generator(seed, epoch, sample_id)
-        if not self.reads_short:
+        if self.sampling != GIVEN:
             short = join_sentences(find_sampler(self.sampling)(split_sentences(caption), rng))
         texts: list[Any] = [caption] * self.has_long + [short] * self.has_short
-        captions = [Caption(ids) for ids in tokenizer.text_ids(texts)]
-        if self.has_short:
-            n_pre = find_padding(self.padding).draw(tokenizer.n_post(captions[-1].ids), rng)
-            captions[-1] = Caption(captions[-1].ids, n_pre)
-        return captions
+        padding = find_padding(self.padding)
+        *rows, last = tokenizer.text_ids(texts)
+        n_pre = padding.draw(tokenizer.n_post(last), rng) if self.has_short else 0
+        return [*map(Caption, rows), Caption(last, n_pre)]
 
     def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
         return super().collate(samples, tokenizer, find_padding(self.padding).before_sot)

@@ -23,14 +23,13 @@ from ..clip.backbone import Backbone
 from ..clip.image_tower import ImageTower, MaskedPatches
 from ..clip.regional_prompts import PromptSettings
 from ..clip.text_tower import set_short_positions
-from ..data.batch import Batch, Caption
+from ..data.batch import Batch, Caption, draw_generator
 from ..errors import UserError
 from ..method_settings import FixClipSettings
 from ..text.tokens import CaptionTokenizer
 from .base import Losses, Term, at_least_float
 from .dual_caption import DualCaption
 from .objectives import contrastive_loss
-from .sampling import draw_generator
 
 _HALF = 0.5  # of all terms: E8 adds L_short and L_long at weight 1, the other recipes halve them
 _LAST_WEIGHT = 0.8  # omega of the last group; each group before it has half (section 4.1: 0.2, 0.4, 0.8)

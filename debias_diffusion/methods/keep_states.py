@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..clip.backbone import Backbone
 from ..clip.text_tower import TextTower
-from ..data.batch import Batch
+from ..data.batch import Batch, draw_generator
 from ..devices import to_device
 from ..errors import UserError
 from ..text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
@@ -29,7 +29,6 @@ from ..text.prompt_tokens import tokenize_text
 from ..text.sentences import join_sentences, split_sentences
 from ..text.tokens import CaptionTokenizer, TokenBatch
 from .base import Losses, Term, at_least_float
-from .sampling import draw_generator
 
 SHARE = 0.25  # of the samples, whose states are compared
 _PART = 1 / 3  # of these, the share of which some sentences are read, at most one chunk, instead of the whole caption

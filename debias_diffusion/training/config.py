@@ -205,7 +205,7 @@ class TrainConfig(_as_options(FixClipSettings, _as_options(DualCaptionSettings, 
 
     def __post_init__(self):
         super().__post_init__()
-        _ = self.base_model, self.chosen_method  # which raise UserError
+        _ = self.chosen_method, self.base_model  # which raise UserError
 
     @cached_property
     def base_model(self) -> EncoderSpec:
