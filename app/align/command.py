@@ -20,6 +20,7 @@ from debias_diffusion.encoders.transformers_folder import write_text_encoder
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
+from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.loop import Run, StopRequest
 from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.progress import check_disk, make_accelerator
@@ -100,7 +101,9 @@ class Alignment(Run):
         check_disk(self.config.latent_folder(), 4 * math.prod(self.latent_shape) * len(records), latents, advice)
         vae = frozen_vae(self.vae, self.pixels, self.accelerator)
         batch = max(1, min(32, 2**22 // self.pixels**2))
-        bad = self.cache_features(vae, records, self.config.latent_folder(), batch, request)
+        options = {"batch": batch, "workers": self.workers, "stop": lambda: request.here}
+        self.images, bad = cached_images(vae, records, self.images, self.config.latent_folder(), **options)
+        self.check_bad(bad, len(records))
         self.vae.to("cpu")
         # Half of the pairs read later: another batch, and its latent is there.
         stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}

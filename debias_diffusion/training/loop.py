@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
 from ..data.check import continue_hint, look_for_images
-from ..data.records import Record
 from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
 from ..data.workers import count_workers, load_batches
@@ -30,7 +29,6 @@ from ..jobs import Job
 from .batches import GlobalBatches
 from .checkpoints import TrainState, load_checkpoint, save_checkpoint
 from .config import RunConfig
-from .feature_cache import FrozenEncoder, cached_images
 from .optimizer import AdamW, learning_rate
 from .progress import LOG, NOT_FINITE, Moment, Pace, Step, cut_log, few_steps, memory_advice, print_plan, tracked
 
@@ -95,7 +93,7 @@ class Run(ABC):
         main: whether this is the main process, which prints and writes.
         all_records: the usable records of the data; `held_out` is measured on, `choosing` chooses
             the best model (empty without `keep_best`), and `records` is trained on.
-        images: where their images come from, or with `cache_features` their features.
+        images: where their images come from, or a cache of their features.
         missing: how many of the images that were looked up are missing.
         batches: the samples of each step.
         folder: the output.
@@ -213,22 +211,6 @@ class Run(ABC):
             report_bad(bad, self.folder)
         check_share(bad, count, self.config.max_bad, continue_hint(self.config.output, bad))
 
-    def cache_features(
-        self, encoder: FrozenEncoder, records: Sequence[Record], folder: str | Path, batch: int, request: StopRequest
-    ) -> list[BadRecord]:
-        """Computes the features of images that the cache lacks; from then on `images` are features.
-
-        Returns:
-            The records with unreadable images.
-
-        Raises:
-            UserError: they are too many, or a feature is not finite.
-        """
-        options = {"batch": batch, "workers": self.workers, "stop": lambda: request.here}
-        self.images, bad = cached_images(encoder, records, self.images, folder, **options)
-        self.check_bad(bad, len(records))
-        return bad
-
     def make_steps(self, request: StopRequest) -> TrainState | None:
         """Makes the steps that are left. None if the run was asked to stop before the last."""
         config, accelerator, total = self.config, self.accelerator, self.batches.total_steps
@@ -242,7 +224,7 @@ class Run(ABC):
             self.dataset,
             batch_sampler=self.batches.iterate(state.step, accelerator.process_index, accelerator.num_processes),
             collate_fn=self.collate,
-            num_workers=config.workers,
+            num_workers=self.workers,
             pin_memory=accelerator.device.type == "cuda",
         )
         with tracked(accelerator, config, self.settings):

@@ -28,7 +28,7 @@ from ..text.tokens import CaptionTokenizer
 from .batches import CaptionDataset, collate
 from .checkpoints import BEST, LAST, TrainState, save_model
 from .config import CHOOSING, TrainConfig, ablated
-from .feature_cache import frozen_tower
+from .feature_cache import cached_images, frozen_tower
 from .loop import Run, StopRequest
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
 from .progress import make_accelerator
@@ -105,7 +105,9 @@ class _Training(Run):
             visual, preprocess = self.backbone.model.visual.eval(), nn.Identity()
             tower = frozen_tower(self.backbone, self.accelerator, self.precision)
             folder = config.feature_cache or self.folder.parent / "image-features"
-            self.cache_features(tower, self.all_records, folder, min(64, self.batch), request)
+            options = {"batch": min(64, self.batch), "workers": self.workers, "stop": lambda: request.here}
+            self.images, bad = cached_images(tower, self.all_records, self.images, folder, **options)
+            self.check_bad(bad, len(self.all_records))
             visual.to("cpu")
         stand_ins = self.batches.stand_ins if config.max_bad else None
         parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
