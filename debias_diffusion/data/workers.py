@@ -1,9 +1,11 @@
 """Worker processes that read data, and leave it to the main process when to stop."""
 
+import multiprocessing
 import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -45,7 +47,7 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
     """
     if loader.num_workers and sys.platform == "linux":
         loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
-    loader.worker_init_fn = _ignore_stops
+    loader.worker_init_fn = _heed_main_process
     batches = iter(loader)
     try:
         yield batches
@@ -59,7 +61,14 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
             batches._shutdown_workers()
 
 
-def _ignore_stops(worker: int) -> None:
-    """Schedulers and terminals send these to every process of a job: the main one alone says when its workers end."""
+def _heed_main_process(worker: int) -> None:
+    """The signals that schedulers and terminals send to every process of a job end no worker; the main process does,
+    and also its death, whatever a worker is doing."""
     for stop in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop, signal.SIG_IGN)
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
