@@ -252,10 +252,10 @@ class FixClip(FixClipSettings, DualCaption):
 
     def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
         """Also "mask" with the mask vector [width], trained with the model and left behind."""
-        modules = super().modules(backbone)
+        modules = {}
         if self.mask_ratio and self.masked_patches == "replace":
             modules["mask"] = nn.ParameterDict({"vector": torch.zeros_like(backbone.model.visual.class_embedding)})
-        return modules
+        return modules | super().modules(backbone)
 
     @property
     def rates(self) -> dict[str, float]:

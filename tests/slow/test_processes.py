@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def printed(process: subprocess.Popen) -> str:
 
 
 def train_options(settings: TrainConfig) -> list[str]:
-    return ["train", *as_options({name: value for name, value in vars(settings).items() if name != "betas"})]
+    return ["train", *as_options({name: value for name, value in asdict(settings).items() if name != "betas"})]
 
 
 def wait_for_step(output: Path, step: int, process: subprocess.Popen) -> None:
