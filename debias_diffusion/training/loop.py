@@ -271,17 +271,7 @@ class Run(ABC):
         numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # into pinned memory
         return Step(state.step, rate, batch, list(report), numbers, begun, Moment(device))
 
-    def _note(
-        self,
-        state: TrainState,
-        bar: tqdm,
-        request: StopRequest,
-        step: Step,
-        seconds: float,
-        waited: float,
-        measured: dict,
-        words: str,
-    ) -> None:
+    def _note(self, state: TrainState, bar: tqdm, request: StopRequest, step: Step) -> None:
         """Logs and shows the numbers of a step; see `Pace`."""
         is_applied, replaced, is_asked, *values = step.numbers.tolist()
         report = dict(zip(step.names, values, strict=True))
@@ -291,18 +281,18 @@ class Run(ABC):
         else:
             self._note_skipped(step, state, report)
         self._note_replaced(step, state, int(replaced))
-        speed = self.batch / seconds
+        speed = self.batch / step.seconds
         bar.update()
         bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
-        if measured:
-            self.say(f"step {step.number}: {words}")
-        is_due = step.number % self.config.log_every == 0 or step.number == self.batches.total_steps or measured
+        if step.words:
+            self.say(f"step {step.number}: {step.words}")
+        is_due = step.number % self.config.log_every == 0 or step.number == self.batches.total_steps or step.measured
         if self.main and is_applied and is_due:
             numbers = {name: value for name, value in report.items() if math.isfinite(value)}
             epoch = round(step.number * self.batch / self.batches.records, 4)
             line = {"step": step.number, "epoch": epoch, **numbers, "learning_rate": step.learning_rate}
-            took = {"seconds": {"step": round(seconds, 4), "waiting": round(waited, 4)}}
-            self.log(line | {"samples_per_second": round(speed, 2)} | took | measured)
+            took = {"seconds": {"step": round(step.seconds, 4), "waiting": round(step.waited, 4)}}
+            self.log(line | {"samples_per_second": round(speed, 2)} | took | step.measured)
 
     def _note_skipped(self, step: Step, state: TrainState, report: dict[str, float]) -> None:
         """Logs the samples of a step that is not finite. Raises UserError after too many such steps in a row."""

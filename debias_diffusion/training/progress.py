@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,9 @@ class Moment:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """A step that the device was given: what is noted of it when it is made."""
+    """A step that the device was given: what is noted of it when it is made. `Pace` sets the last four."""
 
     number: int
     learning_rate: float
@@ -136,6 +136,10 @@ class Step:
     numbers: Tensor  # whether it was applied, records replaced, processes asked to stop; its report
     begun: Moment  # when its batch was there, and the step before was made
     made: Moment  # when it is, and the numbers are on the host
+    seconds: float = 0.0  # since the step before was made
+    waited: float = 0.0  # of these, for its batch
+    measured: dict = field(default_factory=dict)  # what the last steps took, at some steps
+    words: str = ""  # the same
 
 
 class Pace:
@@ -146,13 +150,10 @@ class Pace:
         total: steps of the run.
         batch: pairs of a step, over all processes.
         device: whose memory is measured, if it is a GPU.
-        note: takes a made step; its seconds; those of them that it waited for its batch; and of some steps what the
-            last ones took, for the log and in words.
+        note: takes a made step.
     """
 
-    def __init__(
-        self, total: int, batch: int, device: torch.device, note: Callable[[Step, float, float, dict, str], None]
-    ):
+    def __init__(self, total: int, batch: int, device: torch.device, note: Callable[[Step], None]):
         self.total, self.batch, self.device, self.note = total, batch, device, note
         self._previous, self._given = Moment(device), None  # when the last noted step was made; the step to note
         self._took: list[tuple[float, float]] = []  # of the next line: seconds, and those of them that it waited
@@ -174,21 +175,22 @@ class Pace:
         step, self._given = self._given, None
         if step is not None:
             step.made.wait()
-            seconds, waited = step.made.since(self._previous), step.begun.since(self._previous)
+            step.seconds, step.waited = step.made.since(self._previous), step.begun.since(self._previous)
+            step.measured, step.words = self._measure(step)
             self._previous = step.made
-            self.note(step, seconds, waited, *self._measure(step.number, seconds, waited))
+            self.note(step)
 
-    def _measure(self, step: int, seconds: float, waited: float) -> tuple[dict, str]:
+    def _measure(self, step: Step) -> tuple[dict, str]:
         """What the steps since the last such line took; empty if none is due yet."""
         before, self._graphs = self._graphs, counters["stats"]["unique_graphs"]
-        self._took = [*self._took, (seconds, waited)] if self._graphs == before else []
-        is_due = step % max(3, math.ceil(self.total / 10)) == 0 if self._lines else len(self._took) == 3
+        self._took = [*self._took, (step.seconds, step.waited)] if self._graphs == before else []
+        is_due = step.number % max(3, math.ceil(self.total / 10)) == 0 if self._lines else len(self._took) == 3
         if not (is_due and self._took):
             return {}, ""
         steps = self._took[not self._lines :]  # the first of all warms up
         self._took, self._lines = [], self._lines + 1
         mean, waiting = (sum(column) / len(steps) for column in zip(*steps, strict=True))
-        left = mean * (self.total - step)
+        left = mean * (self.total - step.number)
         numbers: dict = {"seconds": {"step": round(mean, 4), "waiting": round(waiting, 4), "left": round(left, 1)}}
         line = f"{mean:.2g} s a step, {self.batch / mean:,.0f} pairs a second, {waiting / mean:.0%} of the time waiting"
         line += f" for data; {duration(left)} to the end"
