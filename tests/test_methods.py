@@ -74,8 +74,8 @@ REFUSED = [
     ("debias", {}, "Did you mean debias-clip"),
     ("predicting", {"alpha": -1}, "alpha must be above 0"),
     ("debias-clip", {"alpha": 0.5}, "no setting 'alpha'"),
-    ("fix-clip", {"groups": 0, "first_group": 1}, "from 1 to --groups, which is 0"),
-    ("fix-clip", {"padding": "random"}, "Give --padding none, or --short-positions shared"),
+    ("fix-clip", {"groups": 0, "first_group": 1}, "from 1 to groups, which is 0"),
+    ("fix-clip", {"padding": "random"}, "Give padding none, or short_positions shared"),
     ("fix-clip", {"short_weight": 0.0}, "need both captions"),
 ]
 

@@ -1,11 +1,11 @@
 """Checks of the data, before and during training, and the report of bad records."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..errors import UserError
@@ -26,24 +26,13 @@ _ADD_SHORT = (
 )
 
 
-@dataclass(eq=False, repr=False)
-class _CheckedRecords(Dataset):
-    """(measure of the caption, BadRecord or None) of every record."""
-
-    records: Sequence[Record]
-    images: ImageSource
-    tokenizer: CaptionTokenizer
-    reads_short: bool = False
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> tuple[CaptionMeasure, BadRecord | None]:
-        record = self.records[index]
-        fault = without_short_caption(record) if self.reads_short else None
-        image = fault or read_or_bad(record, self.images.open)
-        bad = image if isinstance(image, BadRecord) else None
-        return measure_caption(record.caption, self.tokenizer), bad
+def check_record(
+    record: Record, images: ImageSource, tokenizer: CaptionTokenizer, reads_short: bool = False
+) -> tuple[CaptionMeasure, BadRecord | None]:
+    """The counts of its caption, and what is bad about it."""
+    fault = without_short_caption(record) if reads_short else None
+    image = fault or read_or_bad(record, images.open)
+    return measure_caption(record.caption, tokenizer), image if isinstance(image, BadRecord) else None
 
 
 def check_data(
@@ -64,10 +53,10 @@ def check_data(
         UserError: more than `max_bad` of the records are unusable.
     """
     captions, source = open_data(data, images)
-    records = _CheckedRecords(captions.records, source, tokenizer, reads_short)
-    loader = DataLoader(records, batch_size=None, num_workers=count_workers(workers))
+    check = partial(check_record, images=source, tokenizer=tokenizer, reads_short=reads_short)
+    loader = DataLoader(captions.records, None, num_workers=count_workers(workers), collate_fn=check)
     with load_batches(loader) as rows:
-        checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(records)))
+        checked = list(tqdm(rows, desc="reading", unit=" pairs", total=len(captions.records)))
     bad = [*captions.bad, *(row[1] for row in checked if row[1] is not None)]
     changed = verify_shards(data) if is_shards(Path(data)) else []
     pairs = len(captions.records) + len(captions.bad)

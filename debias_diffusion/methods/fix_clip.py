@@ -170,9 +170,7 @@ class FixClip(FixClipSettings, DualCaption):
     def __post_init__(self):
         super().__post_init__()
         if (self.first_group or 0) > self.groups:
-            raise UserError(
-                f"first_group is {self.first_group}, but must be from 1 to --groups, which is {self.groups}."
-            )
+            raise UserError(f"first_group is {self.first_group}, but must be from 1 to groups, which is {self.groups}.")
         if (self.mask_ratio or self.hierarchy or self.has_own_positions) and not (self.has_long and self.has_short):
             raise UserError(
                 f"short_weight is {self.short_weight:g}, but masked images, groups and short positions need both "
@@ -181,7 +179,7 @@ class FixClip(FixClipSettings, DualCaption):
         if self.has_own_positions and self.padding != "none":
             raise UserError(
                 f"padding is {self.padding}, but pads in front of captions that have positions of their own are not "
-                "supported. Give --padding none, or --short-positions shared."
+                "supported. Give padding none, or short_positions shared."
             )
 
     @property
@@ -221,7 +219,7 @@ class FixClip(FixClipSettings, DualCaption):
                 possible = ", ".join(str(count) for count in range(1, divisor + 1) if divisor % count == 0)
                 raise UserError(
                     f"groups is {self.groups}, which does not divide the {tower.depth} blocks of the image tower and "
-                    f"the {_depth(base_model)} of the text tower. Give --groups with one of {possible}, or 0 for none."
+                    f"the {_depth(base_model)} of the text tower. Give groups one of {possible}, or 0 for none."
                 )
         if self.mask_ratio:
             mask_size(self.mask_ratio, tower.patches)
@@ -232,7 +230,7 @@ class FixClip(FixClipSettings, DualCaption):
         if freeze_image_tower and (self.mask_ratio or self.hierarchy or (self.prompts and not existing)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
-                "the image tower in every step. Leave it out, or give 0 for --mask-ratio, prompts and groups."
+                "the image tower in every step. Leave it out, or give 0 for mask_ratio, prompts and groups."
             )
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
@@ -323,8 +321,8 @@ def _depth(backbone: Backbone) -> int:
 def _spelled(settings: PromptSettings | None) -> str:
     """Prompts as the options that ask for them."""
     if settings is None:
-        return "--prompts 0"
-    return f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-layers {settings.layers}"
+        return "prompts 0"
+    return f"prompts {settings.count}, prompt_mask {settings.mask}, prompt_layers {settings.layers}"
 
 
 def _check_towers(base_model: Backbone) -> None:
@@ -350,13 +348,13 @@ def _check_positions(base_model: Backbone, keep_positions: int) -> None:
     if is_stretched and base_model.short_positions is None:
         raise UserError(
             "short_positions is own, but the base model's positions are already stretched and trained: its rows for "
-            "short captions are gone. Give the model that it was trained from, or --short-positions shared."
+            "short captions are gone. Give the model that it was trained from, or short_positions shared."
         )
     kept = base_model.kept_positions if is_stretched else keep_positions
     if kept < 1:
         raise UserError(
             "short_positions is own, and both tables begin with the same SOT, but keep_positions is 0. Give at least "
-            "1, or --short-positions shared."
+            "1, or short_positions shared."
         )
 
 
