@@ -31,7 +31,7 @@ COMMANDS = Registry(
         ),
         "train": Command(
             TrainConfig,
-            "training.loop:train",
+            "training.two_tower:train",
             "--config configs/debias-clip-vit-b16.yaml --data captions.json --images images --output runs/a",
             "train",
         ),

@@ -19,7 +19,7 @@ from debias_diffusion.eval.robustness import RobustnessConfig, evaluate_robustne
 from debias_diffusion.eval.story import SHORT_FOLDER, SHORT_PROMPTS
 from debias_diffusion.jobs import Job
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 from .export import export
 from .fine_tuning import RECIPES, VALIDATION, toy_training

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
+from debias_diffusion.data.check import look_for_images
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import FINISHED
 from debias_diffusion.data.sources import data_digest, open_data
 from debias_diffusion.data.workers import count_workers, load_batches
 from debias_diffusion.jobs import Job
-from debias_diffusion.training.check import look_for_images
 
 from .options import ShardsConfig
 

@@ -36,9 +36,9 @@ from debias_diffusion.machine import seconds
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.chunks import Cut, Tokens
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.logs import make_accelerator
+from debias_diffusion.training.loop import StopRequest
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.stop import StopRequest
+from debias_diffusion.training.progress import make_accelerator
 
 TOKENS, PAIRS = 240, 16
 META = torch.device("meta")

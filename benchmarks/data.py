@@ -33,7 +33,6 @@ from torchvision import transforms
 from tqdm import tqdm
 
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.json_files import read_data_file
 from debias_diffusion.data.records import Record
@@ -42,6 +41,7 @@ from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.text.sentences import split_sentences
+from debias_diffusion.training.batches import CaptionDataset
 
 ROOT = Path(__file__).parent.parent
 CAPTIONS = ROOT / "tests" / "photographs" / "captions.json"

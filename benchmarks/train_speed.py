@@ -39,7 +39,7 @@ from debias_diffusion.devices import autocast, pick_device
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import read_file
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 FORK = multiprocessing.get_context("fork")  # so each loop begins with an empty GPU
 WORDS = "a red old lamp stands near the wooden door of small house and people walk across wet road under sky".split()

@@ -51,7 +51,7 @@ from debias_diffusion.methods.keep_states import SHARE
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.chunks import Cut
 from debias_diffusion.training.optimizer import AdamW, Optimizer
-from debias_diffusion.training.plan import Moment
+from debias_diffusion.training.progress import Moment
 from debias_diffusion.training.step import backward
 
 # ShareGPT4V's captions: 173 tokens and 9 sentences on average.

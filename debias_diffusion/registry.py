@@ -30,6 +30,8 @@ MOVED = {
             "recos-v1",
         )
     },
+    "masked-retrieval": "python -m research evaluate masked-retrieval",
+    "debias-clip-as-released": "debias-diffusion train --config research/debias-clip-as-released.yaml",
 }
 
 

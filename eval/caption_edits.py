@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from debias_diffusion.methods.sampling import draw_generator
+from debias_diffusion.data.batch import draw_generator
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 
 PADDING = "This is a photo."  # Figures 2 and S2

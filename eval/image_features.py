@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -11,15 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.clip.weight_files import weights_digest
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import encode_images, encode_texts, none_readable, recall_ranks, under_masks
+from debias_diffusion.data.retrieval import encode_images, encode_texts, none_readable, recall_ranks
 from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, json_digest
-from debias_diffusion.methods.smart_clip import MASK_FILE, MaskNetwork, read_mask_network
 
 from .session import Session, read_source
 
@@ -108,7 +104,6 @@ class Readable:
         captions: of these images, [M].
         image_of: the row of `features` of each caption's image, [M].
         groups: by direction, the name of the group of each query, [M] and [N], see `toy_scenes.family`.
-        masks: makes the masks of captions, where they have some.
     """
 
     label: str
@@ -118,7 +113,6 @@ class Readable:
     captions: list[str]
     image_of: list[int]
     groups: dict[str, list[str]]
-    masks: MaskNetwork | None
 
 
 class PairSession(ImageSession):
@@ -132,11 +126,6 @@ class PairSession(ImageSession):
         pairs = read_source(config, config.labelled, config.held_out)
         # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
         super().__init__(name, config, pairs, pairs.bad if config.dataset else ())
-        if config.masks and not any(Path(spec.model.location, MASK_FILE).is_file() for spec in config.specs):
-            raise UserError(
-                f"None of the encoders {', '.join(self.encoders)} has a {MASK_FILE}. Leave out --masks, or give a run "
-                "of `train --recipe smart-clip`."
-            )
 
     def read(self, label: str, backbone: Backbone) -> Readable:
         """The features of the images, and the captions of those that can be read.
@@ -151,13 +140,24 @@ class PairSession(ImageSession):
         captions, image_of = map(list, zip(*kept, strict=True))
         families = [family(self.records[position].image) for position in good]
         groups = {"text_to_image": [families[row] for row in image_of], "image_to_text": families}
-        masks = read_mask_network(self.encoders[label].model.location, backbone) if self.config.masks else None
-        return Readable(label, backbone, features, good, captions, image_of, groups, masks)
+        return Readable(label, backbone, features, good, captions, image_of, groups)
 
     def encode_texts(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> Tensor:
-        """The features of these texts, [M, D], or with masks [M, 2, D]; see `retrieval.encode_texts`."""
-        encode = readable.masks and partial(readable.masks.encode, readable.backbone)
-        return encode_texts(readable.backbone, texts, self.config.batch_size, self.device, progress, encode)
+        """The features of these texts, [M, D]; see `retrieval.encode_texts`."""
+        return encode_texts(readable.backbone, texts, self.config.batch_size, self.device, progress)
+
+    def compare(
+        self, readable: Readable, texts: list[str], progress: str | Literal[False]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The ranks by direction, see `recall_ranks`, and the cosine of each text with its image, [M]."""
+        features = self.encode_texts(readable, texts, progress)
+        ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
+        images = readable.features[readable.image_of]
+        return ranks, F.cosine_similarity(images.double(), features.double(), dim=1)
+
+    def compared_by(self, readable: Readable) -> dict[str, str]:
+        """What `compare` depends on beside images and texts: digests, as JSON values."""
+        return {"encoder": self.digests["encoders"][readable.label]}
 
     def rank(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> dict:
         """How the encoder ranks these texts in place of the captions, in JSON values, from the cache if it is there.
@@ -169,24 +169,18 @@ class PairSession(ImageSession):
             `ranks` by direction, see `recall_ranks`; `similarities`, the cosine of each text with its image, [M]; and
             `longer_than_context`, how many texts exceed the context length.
         """
-        backbone, image_of = readable.backbone, readable.image_of
-        tokenizer = backbone.tokenizer
+        tokenizer = readable.backbone.tokenizer
 
         def compute() -> dict:
-            features = self.encode_texts(readable, texts, progress)
-            ranks = recall_ranks(readable.features, features, image_of=image_of)
-            images, features = under_masks(readable.features[image_of], features)
-            similarities = F.cosine_similarity(images.double(), features.double(), dim=1)
+            ranks, similarities = self.compare(readable, texts, progress)
             return {
                 "longer_than_context": sum(tokenizer.count(text) > tokenizer.context_length for text in texts),
                 "ranks": {direction: values.tolist() for direction, values in ranks.items()},
                 "similarities": similarities.tolist(),
             }
 
-        of_texts = json_digest({"all": [readable.good, texts, image_of]})
-        encoder = self.digests["encoders"][readable.label]
-        depends = {"encoder": encoder, "pixels": self.image_digest, "texts": of_texts}
-        depends |= {"masks": weights_digest(readable.masks)} if readable.masks else {}
+        of_texts = json_digest({"all": [readable.good, texts, readable.image_of]})
+        depends = self.compared_by(readable) | {"pixels": self.image_digest, "texts": of_texts}
         return self.cache.result("ranks", depends, compute)
 
 

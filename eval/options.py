@@ -215,12 +215,9 @@ class RobustnessConfig(Captions):
 
     Attributes:
         images: Folder that the data file's image paths start from; only for JSON and JSONL.
-        masks: Compare captions with images under the captions' masks, for encoders that have a mask network: runs of
-            smart-clip. SmartCLIP's published scores are without masks.
     """
 
     images: str | None = None
-    masks: bool = field(default=False, kw_only=True)
 
 
 @dataclass

@@ -5,11 +5,13 @@ from functools import cache
 from debias_diffusion.data import toy_scenes
 from debias_diffusion.eval.registry import EVALUATIONS
 from debias_diffusion.eval.retrieval_sets import BENCHMARKS
+from debias_diffusion.methods import METHODS
 
 from . import chinese_clip
 from .evaluations import benchmarks
 from .evaluations import registry as evaluations
 from .referring import grammar as referring
+from .smart_clip.method import SMART_CLIP
 
 
 @cache
@@ -21,4 +23,5 @@ def register() -> None:
         EVALUATIONS.register(name, evaluation)
     for name, benchmark in benchmarks.BENCHMARKS.items():
         BENCHMARKS.register(name, benchmark)
+    METHODS.register("smart-clip", SMART_CLIP)
     chinese_clip.register()

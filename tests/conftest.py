@@ -128,7 +128,7 @@ def made_by(module: str, function: str, **settings):
 def build_finished_run(folder: Path, request) -> None:
     from helpers.training_runs import config
 
-    from debias_diffusion.training.loop import train
+    from debias_diffusion.training.two_tower import train
 
     train(config(request.getfixturevalue("world"), folder))
 

@@ -18,7 +18,7 @@ from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 COMMAND = "python -m research ablate --model base"

@@ -24,8 +24,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.training.logs import make_accelerator
-from debias_diffusion.training.stop import StopRequest
+from debias_diffusion.training.loop import StopRequest
+from debias_diffusion.training.progress import make_accelerator
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from helpers.training_runs import config, is_the_same_run, killed_copy, losses
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.errors import UserError
-from debias_diffusion.training import loop
+from debias_diffusion.training import two_tower
 from debias_diffusion.training.checkpoints import TrainState
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 STATS = torch._dynamo.utils.counters["stats"]
 
@@ -29,13 +29,13 @@ def broken(graph, inputs):
 
 
 def test_a_compiled_run_compiles_once_and_continues_bit_for_bit(world, finished_run, tmp_path, monkeypatch, backend):
-    graphs, backward = [], loop.backward
+    graphs, backward = [], two_tower.backward
 
     def counted(*step, **settings):
         graphs.append(STATS["unique_graphs"])
         return backward(*step, **settings)
 
-    monkeypatch.setattr(loop, "backward", counted)
+    monkeypatch.setattr(two_tower, "backward", counted)
     run, again = tmp_path / "run", tmp_path / "again"
     train(config(world, run, compile="on"))
     assert graphs[0] > 0 and graphs == [graphs[0]] * 7 == [STATS["unique_graphs"]] * 7  # nor for R@1 between them
@@ -54,15 +54,15 @@ def test_a_compiled_run_compiles_once_and_continues_bit_for_bit(world, finished_
 def test_where_compilation_fails_a_run_is_the_plain_one_and_says_so(
     world, finished_run, tmp_path, backend, monkeypatch
 ):
-    begin = loop._Training.begin
+    begin = two_tower._Training.begin
 
     def begin_on_a_gpu(self, state):
         begin(self, state)
         state.compiled, self._must_compile = True, True
 
-    monkeypatch.setattr(loop._Training, "begin", begin_on_a_gpu)
+    monkeypatch.setattr(two_tower._Training, "begin", begin_on_a_gpu)
     said = []
-    monkeypatch.setattr(loop._Training, "say", lambda self, line: said.append(line))
+    monkeypatch.setattr(two_tower._Training, "say", lambda self, line: said.append(line))
     backend.append(broken)
     run = tmp_path / "run"
     train(config(world, run))
@@ -87,5 +87,5 @@ def test_auto_compiles_long_runs_on_a_gpu_and_keeps_to_the_record():
             config=SimpleNamespace(compile=given),
         )
         state = TrainState(step=10, compiled=before)
-        loop._Training.begin(run, state)
+        two_tower._Training.begin(run, state)
         assert state.compiled is expected

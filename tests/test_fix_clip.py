@@ -31,8 +31,8 @@ from debias_diffusion.methods import METHODS, find_method
 from debias_diffusion.methods.fix_clip import FixClip, draw_mask, mask_size
 from debias_diffusion.training.config import RECIPE_OPTIONS
 from debias_diffusion.training.feature_cache import frozen_tower
-from debias_diffusion.training.loop import train
 from debias_diffusion.training.optimizer import Optimizer
+from debias_diffusion.training.two_tower import train
 from research.ablate.command import AblateConfig, ablate
 
 GROUPS, COMPONENTS = 2, 3
@@ -192,7 +192,9 @@ def test_captions_are_long_clips_and_the_short_one_is_cut():
 
 def test_new_parameters_alone_have_a_rate_of_their_own():
     backbone, method, modules, _ = setup("all")
-    optimizer = Optimizer(backbone, 0.0, (0.9, 0.999), 1e-8, modules=modules, rate=replace(method, new_rate=10.0).rate)
+    optimizer = Optimizer(
+        backbone, 0.0, (0.9, 0.999), 1e-8, modules=modules, rates=replace(method, new_rate=10.0).rates
+    )
     optimizer.step(1e-3, dict.fromkeys(("loss", "gradient_norm"), torch.ones(())))
     rates = {id(p): group["lr"] for group in optimizer.adamw.param_groups for p in group["params"]}
     new = {id(parameter) for parameter in (*modules.parameters(), backbone.model.visual.regional_prompts.prompts)}

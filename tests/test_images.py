@@ -11,7 +11,7 @@ from helpers.tiny_clip import tiny_clip
 from helpers.vocabulary import tiny_tokenizer
 from PIL import ExifTags, Image
 
-from debias_diffusion.data.dataset import CaptionDataset
+from debias_diffusion.data.check import check_record
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images
@@ -19,7 +19,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.images.generation import _reference, _unreadable
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.text.tokens import CaptionTokenizer
-from debias_diffusion.training.check import _CheckedRecords
+from debias_diffusion.training.batches import CaptionDataset
 from debias_diffusion.training.feature_cache import cached_images, frozen_tower
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
@@ -96,11 +96,10 @@ def test_a_bad_image_does_not_stop_any_reader(three):
     recipe = RECIPES["debias-clip"]
     dataset = CaptionDataset(records, images, backbone.read_pixels, 0, lambda epoch: [2], TOKENIZER, recipe)
     sample = dataset[(0, 1, 0)]
-    checked = _CheckedRecords(records, images, TOKENIZER)
     tower = frozen_tower(backbone, Accelerator(cpu=True), "fp32")
     for bad in (
         sample.bad,
-        [fault for *_, fault in (checked[index] for index in range(3)) if fault],
+        [fault for _, fault in (check_record(record, images, TOKENIZER) for record in records) if fault],
         cached_images(tower, records, images, folder / "cache", batch=2)[1],
         encode_images(backbone, records, images, 2, "cpu", progress=False)[2],
         _unreadable(records, images).values(),

@@ -12,7 +12,7 @@ from PIL import Image
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.pipelines.rendering.png import read_settings
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 
 @pytest.fixture(params=sorted(kept.DATA.glob("kept-*.zip")), ids=lambda file: file.stem)

@@ -12,11 +12,11 @@ from helpers.training_runs import checkpoint, config, log, saved, settings_of
 from debias_diffusion.app.cli import main
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods import Batch, find_method
+from debias_diffusion.methods import METHODS, Batch, find_method
 from debias_diffusion.methods.keep_states import Teacher, state_errors
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.text.prompt_tokens import tokenize_text
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_the_added_term_and_its_module_are_trained_and_the_module_is_not_exporte
     assert "long captions predicted with weight 0.75" in (tmp_path / "export" / "README.md").read_text()
     changed = tmp_path / "predicting.py"
     changed.write_text(Path(predicting["import_file"]).read_text() + "# changed")
+    METHODS.pop("predicting")  # as in another process
     with pytest.raises(UserError, match="import file"):
         train(config(world, finished, **predicting | {"import_file": str(changed)}))
 
@@ -73,8 +74,8 @@ REFUSED = [
     ("debias", {}, "Did you mean debias-clip"),
     ("predicting", {"alpha": -1}, "alpha must be above 0"),
     ("debias-clip", {"alpha": 0.5}, "no setting 'alpha'"),
-    ("fix-clip", {"groups": 0, "first_group": 1}, "from 1 to --groups, which is 0"),
-    ("fix-clip", {"padding": "random"}, "Give --padding none, or --short-positions shared"),
+    ("fix-clip", {"groups": 0, "first_group": 1}, "from 1 to groups, which is 0"),
+    ("fix-clip", {"padding": "random"}, "Give padding none, or short_positions shared"),
     ("fix-clip", {"short_weight": 0.0}, "need both captions"),
 ]
 
@@ -88,6 +89,7 @@ def test_unknown_methods_settings_and_options_in_the_wrong_place_are_refused(fin
         (of_run(import_file="absent.py"), "no Python file '/.*absent.py'"),
         (of_run(prompts=4), "'debias-clip' has no setting 'prompts'"),
         (partial(find_method("debias-clip", {"keep_states": 2.0}).check_base, tiny_siglip(), 20, False), "a SigLIP"),
+        (partial(find_method, "debias-clip-as-released"), "train --config research/debias-clip-as-released.yaml"),
     ]
     for name, option in (("short_weight", "--short-weight"), ("mask_ratio", "--mask-ratio")):
         wrong = of_run(recipe="predicting", method={name: 0.5})

@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.released import CAPTIONS, INVENTORY, released
 
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.loop import load_base_model, load_base_tokenizer, prepare_backbone
 from debias_diffusion.training.optimizer import learning_rate
+from debias_diffusion.training.two_tower import load_base_model, load_base_tokenizer, prepare_backbone
 from research.as_released import AsReleasedConfig, rewrite
 from research.reproduce.availability import PAIRS_OF_SHAREGPT4V
 
@@ -61,7 +63,9 @@ def test_rewritten_as_its_authors_read_it_all_positions_are_of_the_first_table(k
 
 def test_the_recipe_as_released_ends_with_the_rate_that_the_file_holds():
     [group] = INVENTORY["optimizer_groups"]
-    config = TrainConfig(data="data", output="output", model="toy/clip", recipe="debias-clip-as-released")
+    text = (Path(__file__).parents[1] / "research" / "debias-clip-as-released.yaml").read_text()
+    config = TrainConfig(**yaml.safe_load(text) | {"model": "toy/clip", "pretrained": None})
+    assert (config.chosen_method.component_parts, config.chosen_method.decay) == (4, "all")
     steps = PAIRS_OF_SHAREGPT4V // config.batch_size(PAIRS_OF_SHAREGPT4V) * config.epochs
     assert learning_rate(steps - 1, steps, config.learning_rate, config.warmup_steps(steps)) == group["lr"]
     settings = [config.weight_decay, [*config.betas], config.eps]

@@ -10,9 +10,10 @@ import pytest
 from helpers.vocabulary import BOS, tiny_tokenizer
 from scipy.stats import chisquare
 
+from debias_diffusion.data.batch import draw_generator
 from debias_diffusion.methods import METHODS
 from debias_diffusion.methods.dual_caption import PADDINGS, RECIPES, find_padding
-from debias_diffusion.methods.sampling import SAMPLERS, draw_generator, find_sampler, random_subset
+from debias_diffusion.methods.sampling import SAMPLERS, find_sampler, random_subset
 from debias_diffusion.text.tokens import PAD, CaptionTokenizer
 from debias_diffusion.training.config import TrainConfig
 
@@ -84,7 +85,6 @@ def test_the_recipes_are_the_papers():
     assert (long.short_weight, long.components, long.label_smoothing) == (0.5, 32, 0.1)
     assert (smart.short_weight, smart.components, smart.sampling, smart.has_long) == (1.0, 0, "opening", False)
     assert {recipe.pooling for recipe in RECIPES.values()} == {"eot"}
-    assert METHODS["debias-clip-as-released"] == replace(debias, component_parts=4, decay="all")
 
 
 def test_the_training_defaults_are_the_papers():

@@ -1,6 +1,6 @@
 """One step against the paper's formulas: whole, in chunks, in two processes, in half precision; and the optimizer.
 
-Methods with modules, views and features of their own: test_fix_clip and test_smart_clip.
+Methods with modules, views and features of their own: test_fix_clip and research/test_smart_clip.
 """
 
 import math
@@ -150,10 +150,10 @@ def test_kept_rows_stay_bit_identical_and_nothing_else_does():
     assert all(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_weight_decay_is_on_matrices_only_but_as_released_on_all_in_one_group():
+def test_weight_decay_is_on_matrices_only_or_on_all_in_one_group():
     backbone = setup()[0]
-    for recipe, of_vectors in (("debias-clip", 0.0), ("debias-clip-as-released", 0.1)):
-        groups = Optimizer(backbone, *ADAMW, decays=RECIPES[recipe].decays).adamw.param_groups
+    for decay_of, of_vectors in (("matrices", 0.0), ("all", 0.1)):
+        groups = Optimizer(backbone, *ADAMW, decay=decay_of).adamw.param_groups
         decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
         for name, parameter in backbone.model.named_parameters():
             assert decay[id(parameter)] == (0.1 if parameter.ndim >= 2 else of_vectors), name

@@ -34,10 +34,10 @@ from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import OutOfMemory, UserError
-from debias_diffusion.training import loop, stop
-from debias_diffusion.training.loop import prepare_backbone, train
+from debias_diffusion.training import loop, two_tower
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.plan import Moment
+from debias_diffusion.training.progress import Moment
+from debias_diffusion.training.two_tower import prepare_backbone, train
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def test_the_best_is_the_first_of_equals_and_never_the_base(world, tmp_path):
 
 
 def test_the_recipe_says_what_weight_decay_acts_on(world, finished_run, tmp_path, capsys):
-    train(config(world, tmp_path, recipe="debias-clip-as-released", batch=16, components=1, max_steps=1))
+    train(config(world, tmp_path, component_parts=4, decay="all", batch=16, components=1, max_steps=1))
     assert "1 components of each of 4 parts, eot pooling, weight decay on all parameters" in capsys.readouterr().out
     runs = ((tmp_path, 1), (finished_run, STEPS))
     groups = [checkpoint(*run)["optimizer"]["adamw"]["param_groups"] for run in runs]
@@ -121,7 +121,7 @@ def test_too_little_memory_names_a_chunk_and_leaves_nothing(world, finished_run,
     (tmp_path / "old" / "notes.txt").write_text("mine")
     killed = killed_copy(finished_run, tmp_path / "killed")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "backward", Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 2.00 GiB")))
+        patch.setattr(two_tower, "backward", Mock(side_effect=torch.OutOfMemoryError("Tried to allocate 2.00 GiB")))
         for output, chunk, message in (
             (tmp_path / "new", None, r"2\.00 GiB.* GB of weights.* of 8 pairs.* --chunk 4"),
             (tmp_path / "old", 1, "--checkpoint-activations"),
@@ -160,7 +160,7 @@ def poison(monkeypatch):
                 backbone.model.token_embedding.weight[token] = torch.nan
             return backbone, method
 
-        monkeypatch.setattr(loop, "prepare_backbone", prepare_poisoned)
+        monkeypatch.setattr(two_tower, "prepare_backbone", prepare_poisoned)
 
     return poison
 
@@ -184,7 +184,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_its_samples_named_by_two_proc
     for name in ("not-finite.jsonl", "bad-records.jsonl"):
         assert {*map(str, lines_of(shared / name))} == {*map(str, lines_of(alone / name))} != set()
     assert losses(shared) == pytest.approx(losses(alone), rel=1e-3)
-    assert len(list((tmp_path / "shared" / "image-features").rglob("*.safetensors"))) == 2
+    assert len(list((tmp_path / "shared" / "image-features").rglob("*.safetensors"))) == 1
 
 
 def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, poison):
@@ -198,10 +198,10 @@ def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, poison):
 def test_a_second_ctrl_c_stops_at_once(world, tmp_path, monkeypatch):
     def interrupted(*arguments):
         for now in (100, 103):  # seconds: a launcher forwards the first one sooner
-            monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda now=now: now))
+            monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda now=now: now))
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(loop, "backward", interrupted)
+    monkeypatch.setattr(two_tower, "backward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(config(world, tmp_path))
     assert not list(tmp_path.glob("checkpoint*"))

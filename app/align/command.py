@@ -25,12 +25,11 @@ from debias_diffusion.encoders.text_encoders import (
 from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
-from debias_diffusion.training.logs import make_accelerator
+from debias_diffusion.training.feature_cache import cached_images
+from debias_diffusion.training.loop import Run, StopRequest
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.plan import check_disk
-from debias_diffusion.training.run import Run
+from debias_diffusion.training.progress import check_disk, make_accelerator
 from debias_diffusion.training.step import sum_over_processes
-from debias_diffusion.training.stop import StopRequest
 
 from ..options import AlignConfig
 from .data import AlignBatch, AlignDataset, collate, frozen_vae, latent_shape
@@ -64,7 +63,6 @@ class Alignment(Run):
 
     def __init__(self, config: AlignConfig, accelerator: Accelerator):
         super().__init__(config, accelerator)
-        config = self.config
         checkpoint = Checkpoint.parse(config.base)
         self.pixels = config.pixels or min(checkpoint.size)
         self.settings["pixels"] = self.pixels
@@ -108,7 +106,9 @@ class Alignment(Run):
         check_disk(self.config.latent_folder(), 4 * math.prod(self.latent_shape) * len(records), latents, advice)
         vae = frozen_vae(self.vae, self.pixels, self.accelerator)
         batch = max(1, min(32, 2**22 // self.pixels**2))
-        bad = self.cache_features(vae, records, self.config.latent_folder(), batch, request)
+        options = {"batch": batch, "workers": self.workers, "stop": lambda: request.here}
+        self.images, bad = cached_images(vae, records, self.images, self.config.latent_folder(), **options)
+        self.check_bad(bad, len(records))
         self.vae.to("cpu")
         # Half of the pairs read later: another batch, and its latent is there.
         stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}
@@ -128,10 +128,10 @@ class Alignment(Run):
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
         sums = dict.fromkeys(TERMS, 0.0)
         for part in batch.chunks(self.config.chunk or len(batch)):
-            terms = self._backward(part, self.config.batch)
+            terms = self._backward(part, self.batch)
             sums = {name: sums[name] + value for name, value in terms.items()}
         norm = sum_over_processes(self.model.parameters(), self.accelerator) / self.optimizer.scaler.get_scale()
-        means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.config.batch
+        means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.batch
         terms = dict(zip(TERMS, means, strict=True))
         return {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
 

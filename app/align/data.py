@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.bad_records import BadRecord
+from debias_diffusion.data.batch import Key, draw_generator
 from debias_diffusion.data.dataset import RecordDataset
-from debias_diffusion.methods.base import Key
-from debias_diffusion.methods.sampling import draw_generator
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, split_text
 from debias_diffusion.text.prompt_tokens import tokenize_text
 from debias_diffusion.text.sentences import join_sentences, split_sentences

@@ -102,10 +102,10 @@ def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:
     if len(images) > 1 or len(captions) > 1:
         raise ValueError(f"{SAME_NAME}: {' and '.join(map(_escape, images if len(images) > 1 else captions))}")
     image, caption = images[0], captions[0]
-    if not is_text(image):
-        raise ValueError(f"bad file name: {_escape(image)} is not UTF-8")
     with open_regular(root / caption) as file:
         content = file.read(LARGEST_FILE + 1)
+    if not is_text(image):
+        raise ValueError(f"bad file name: {_escape(image)} is not UTF-8")
     return Record(image, image, fold(check_caption(utf8(content, caption), f"image {image}")))
 
 

@@ -6,6 +6,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class PackedRecords(Sequence[Record]):
         packed, places = bytearray(), array("q")
         for record in records:
             places.append(len(packed))
-            packed += json.dumps([*vars(record).values()]).encode()
+            packed += as_row(record)
             places.append(len(packed))
         return cls(packed, places, _unpack)
 
@@ -54,6 +55,11 @@ class PackedRecords(Sequence[Record]):
         if isinstance(index, slice | np.ndarray):
             return PackedRecords(self._content, self._places[index], self._parse)
         return self._parse(self._content[slice(*self._places[index].tolist())])
+
+
+def as_row(record: Any) -> bytes:
+    """A line of JSON with the values of a record, good or bad."""
+    return json.dumps([*vars(record).values()]).encode() + b"\n"
 
 
 def _unpack(row: bytes | bytearray) -> Record:

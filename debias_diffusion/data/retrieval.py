@@ -12,8 +12,6 @@ from tqdm import tqdm
 from ..clip.backbone import Backbone
 from ..errors import UserError
 from ..files import bytes_digest
-from ..methods.objectives import masked_cosines
-from ..text.tokens import TokenBatch
 from .bad_records import BadRecord, read_or_bad
 from .images import ImageSource, pixels_digest
 from .records import Record
@@ -59,7 +57,7 @@ def recall_ranks(
 
     Args:
         image_features: [N, D], finite, normalised or not, on a device with double precision, as the CPU.
-        text_features: [M, D], or [M, 2, D] with a mask of the image's dimensions for each caption.
+        text_features: [M, D].
         block: images, and captions, compared at once; memory grows with block * block, not with N * M.
         image_of: the row of each caption's image, [M], each image at least once; None: caption i is image i's, N = M.
 
@@ -71,7 +69,7 @@ def recall_ranks(
     """
     of_images, of_texts = tuple(image_features.shape), tuple(text_features.shape)
     owners = torch.arange(len(text_features)) if image_of is None else torch.as_tensor(image_of, device="cpu")
-    fits = of_texts[1:] in (of_images[1:], (2, *of_images[1:]))
+    fits = len(of_texts) == 2 and of_texts[1:] == of_images[1:]
     if not len(owners) or not fits or owners.unique().tolist() != list(range(of_images[0])):
         raise UserError(
             f"Recall got image features {of_images} and text features {of_texts}. They must be [N, D] and [M, D]; "
@@ -90,8 +88,7 @@ def _ranks(images: Tensor, texts: Tensor, owners: Tensor, block: int) -> tuple[T
     """
     text_blocks = [slice(start, start + block) for start in range(0, len(texts), block)]
     # [M] each caption with its image, and [N] each image with its most similar caption
-    pairs = (under_masks(images[owners[part]], texts[part]) for part in text_blocks)
-    paired = torch.cat([(_unit(image) * _unit(text)).sum(dim=1) for image, text in pairs])
+    paired = torch.cat([(_unit(images[owners[part]]) * _unit(texts[part])).sum(dim=1) for part in text_blocks])
     best = paired.new_full((len(images),), -torch.inf).scatter_reduce_(0, owners, paired, "amax")
     text_ranks, image_ranks = torch.ones_like(owners), owners.new_ones(len(images))
     for start in range(0, len(images), block):
@@ -108,15 +105,8 @@ def _ranks(images: Tensor, texts: Tensor, owners: Tensor, block: int) -> tuple[T
 
 
 def cosines(images: Tensor, texts: Tensor) -> Tensor:
-    """Cosine similarities [N, M], in double precision, of [N, D] with [M, D], or under masks with [M, 2, D]."""
-    if texts.ndim == 2:
-        return _unit(images) @ _unit(texts).T
-    return masked_cosines(images.double(), *texts.double().unbind(dim=1))
-
-
-def under_masks(images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Each image [M, D] under the mask of its text, where it has one, [M, 2, D]; and the text without it."""
-    return (images, texts) if texts.ndim == 2 else (images * texts[:, 1], texts[:, 0])
+    """Cosine similarities [N, M], in double precision, of [N, D] with [M, D]."""
+    return _unit(images) @ _unit(texts).T
 
 
 def _unit(features: Tensor) -> Tensor:
@@ -191,19 +181,17 @@ def encode_texts(
     batch_size: int,
     device: torch.device | str,
     progress: str | Literal[False] = "captions",
-    encode: Callable[[TokenBatch], Tensor] | None = None,
 ) -> Tensor:
     """The text features [N, D] of `captions`, on the CPU. Captions are cut to the model's context length.
 
     Args:
         progress: title of the progress bar; False shows none.
-        encode: a batch of tokens to features [batch, ...]; None: `backbone.encode_text`.
     """
-    features, encode = [], encode or backbone.encode_text
+    features = []
     starts = range(0, len(captions), batch_size)
     for start in tqdm(starts, desc=progress or None, disable=not progress):
         tokens = backbone.tokenize(list(captions[start : start + batch_size])).to(device)
-        features.append(encode(tokens).float().cpu())
+        features.append(backbone.encode_text(tokens).float().cpu())
     return torch.cat(features)
 
 

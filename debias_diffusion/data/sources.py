@@ -1,6 +1,5 @@
 """Opens image-caption pairs of any layout."""
 
-import json
 import os
 from collections.abc import Callable
 from itertools import chain
@@ -12,6 +11,7 @@ from .captions import Captions
 from .image_folder import read_pair_folder
 from .images import ImageFolder, ImageSource
 from .json_files import read_data_file
+from .records import as_row
 from .shards import is_shards, read_shards
 from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
 
@@ -72,6 +72,6 @@ def data_digest(data: str | os.PathLike, captions: Captions) -> str:
     if read is None:
         return sha256(data)
     records = chain(captions.records, captions.bad)
-    rows = (json.dumps([*vars(record).values()]).encode() + b"\n" for record in records)
+    rows = map(as_row, records)
     scenes = ToyScenes(data) if read is read_toy_scenes else None
     return bytes_digest(chain(rows, (scenes.stamp(record.image) for record in captions.records if scenes)))

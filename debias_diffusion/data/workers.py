@@ -1,8 +1,4 @@
-"""Worker processes that read data and leave it to the main process when to stop.
-
-PyTorch's own workers obey the SIGTERM and ctrl-C that schedulers and terminals send to every process of a job, which
-ends the run before its checkpoint. After a kill of the main process they look for it only between samples.
-"""
+"""Worker processes that read data, and leave it to the main process when to stop."""
 
 import multiprocessing
 import os
@@ -12,8 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +16,6 @@ from torch.utils.data import DataLoader
 
 from ..errors import UserError
 from ..files import read_file
-
-_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def count_workers(workers: int | Literal["auto"], root: Path = Path("/")) -> int:
@@ -48,62 +40,31 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 @contextmanager
 def load_batches(loader: DataLoader) -> Iterator[Iterator]:
-    """Gives an iterator over `loader`. Its workers ignore SIGTERM and ctrl-C, and end with the context.
-
-    If the main process is killed, workers end within seconds, whatever they are doing.
+    """An iterator over `loader`, whose workers ignore SIGTERM and ctrl-C, and end with the context.
 
     Raises:
         UserError: a worker raised it.
     """
-    # Python's exit would wait for workers that are left, which ignore its SIGTERM: after a start that failed, an end
-    # that was interrupted, or where one hangs.
-    workers: list[BaseProcess] = []
-    kill, others = Finalize(None, _kill, [workers], exitpriority=0), multiprocessing.active_children()
     if loader.num_workers and sys.platform == "linux":
         loader.multiprocessing_context = "fork"  # only a forked worker shares the records' memory
-    loader.worker_init_fn = _end_with_main_process
+    loader.worker_init_fn = _heed_main_process
+    batches = iter(loader)
     try:
-        with _without_stops():  # workers start so
-            try:
-                batches = iter(loader)
-            finally:
-                workers += set(multiprocessing.active_children()).difference(others)
-        try:
-            yield batches
-        finally:
-            if loader.num_workers:
-                batches._shutdown_workers()
+        yield batches
     except UserError as error:
         traceback, _, message = str(error).rpartition(f"{UserError.__name__}: ")
         if "DataLoader worker" not in traceback:
             raise
         raise UserError(message.strip()) from error  # torch puts a worker's traceback before its message
     finally:
-        kill()
+        if loader.num_workers:
+            batches._shutdown_workers()
 
 
-@contextmanager
-def _without_stops() -> Iterator[None]:
-    """Holds SIGTERM and ctrl-C back from this thread and the processes that it starts; Windows has no way to."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _kill(workers: list[BaseProcess]) -> None:
-    for worker in workers:
-        with suppress(RuntimeError):  # torch raises in its SIGCHLD handler that it was killed
-            worker.kill()
-            worker.join()
-
-
-def _end_with_main_process(worker: int) -> None:
-    for stop in _STOPS:
+def _heed_main_process(worker: int) -> None:
+    """The signals that schedulers and terminals send to every process of a job end no worker; the main process does,
+    and also its death, whatever a worker is doing."""
+    for stop in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop, signal.SIG_IGN)
 
     def watch() -> None:

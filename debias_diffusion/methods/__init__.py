@@ -10,18 +10,19 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from ..data.batch import Batch, Caption
 from ..errors import UserError, near_matches
 from ..registry import Registry
-from .base import Batch, Caption, Method, image_features
+from .base import Method, Term, image_features
 from .dual_caption import RECIPES as DUAL_CAPTION_RECIPES
 from .fix_clip import RECIPES as FIX_CLIP_RECIPES
 from .keep_states import KeepStates
-from .smart_clip import RECIPES as SMART_CLIP_RECIPES
 
-__all__ = ["METHODS", "Batch", "Caption", "KeepStates", "Method", "find_method", "image_features", "import_methods"]
+__all__ = ["METHODS", "Batch", "Caption", "KeepStates", "Method", "Term", "find_method", "image_features"]
+__all__ += ["import_methods"]
 
 # What `--recipe` may name.
-METHODS: Registry[Method] = Registry("recipe", {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES, **SMART_CLIP_RECIPES})
+METHODS: Registry[Method] = Registry("recipe", {**DUAL_CAPTION_RECIPES, **FIX_CLIP_RECIPES})
 
 
 @cache

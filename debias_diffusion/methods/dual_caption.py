@@ -1,30 +1,29 @@
 """Training on a long and a short caption of each image, as in DeBias-CLIP; Long-CLIP's recipe is in `fix_clip`.
 
 debias-clip           drop the summary, draw a random subset of the rest, pad in front (Algorithm 1); w = 0.1
-debias-clip-as-released
-                      the same as the released weights were trained: components of each of four processes, weight decay
-                      on all parameters (research/recipes.md)
 debias-clip-sdxl      as debias-clip, and words keep the hidden states that SDXL's UNet reads (see `keep_states`)
 smart-clip-sampling   one caption, cut after a random number of sentences, and one loss: SmartCLIP's sampling (section
-                      C.5) without its mask network (`smart_clip`)
+                      C.5) without its mask network, which research/ has
 """
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..clip.backbone import Backbone
+from ..data.batch import Batch, Caption, draw_generator
 from ..errors import UserError
-from ..limits import BelowOne, NonNegativeInt, PositiveInt, Share
+from ..method_settings import DualCaptionSettings
 from ..text.sentences import split_sentences
 from ..text.tokens import CaptionTokenizer, TokenBatch
-from .base import Batch, Caption, image_features
+from .base import Method, Term, image_features
 from .keep_states import KeepStates
-from .objectives import check_components, dual_caption_objective
-from .sampling import GIVEN, draw_generator, find_sampler, join_sentences, numbered
+from .objectives import DualCaptionLoss, check_components
+from .sampling import GIVEN, find_sampler, join_sentences, numbered
 
 
 @dataclass(frozen=True)
@@ -61,37 +60,15 @@ PADDINGS: dict[str, Padding] = {
 
 def find_padding(name: str) -> Padding:
     """The padding of that name in PADDINGS; "pad-N" for any N from 0. Raises UserError with the near matches."""
-    return numbered(name, "padding", PADDINGS, "pad", fixed_padding, least=0)
+    return PADDINGS.get(name) or numbered(name, "padding", PADDINGS, "pad", fixed_padding, least=0)
 
 
 @dataclass(frozen=True)
-class DualCaption(KeepStates):
+class DualCaption(DualCaptionSettings, Method):
     """A long caption against the image, and a short one against the image's principal components.
 
-    Attributes:
-        sampling: the sentences of the short caption, a name that `sampling.find_sampler` knows; "given": the record's
-            own short caption.
-        padding: how many PADs stand before it, a name that `find_padding` knows.
-        short_weight: w of L = w * L_short + (1 - w) * L_long. A caption without weight is not encoded: 1
-            leaves only the short one, 0 only the long one.
-        components: principal components of the image features that short captions are compared with; 0 compares them
-            with the features themselves.
-        label_smoothing: 0.1 in Long-CLIP's code. Not used by the sigmoid loss.
-        pooling: "eot", or "average" over all tokens that are not pads (section E.2).
-        component_parts: Equal parts of the global batch, in its order, that each have components of their own. 1 takes
-            those of the whole batch. Long-CLIP's code takes those of each process, before gathering: as many parts as
-            it has processes. The loss is the same however many processes a run has.
-        decay: The parameters that weight decay acts on: matrices, or all of them, as in Long-CLIP's code.
+    A caption without weight is not encoded: a `short_weight` of 1 leaves only the short one, 0 only the long one.
     """
-
-    sampling: str
-    padding: str
-    short_weight: Share
-    components: NonNegativeInt = 32
-    label_smoothing: BelowOne = 0.1
-    pooling: Literal["eot", "average"] = "eot"
-    component_parts: PositiveInt = 1
-    decay: Literal["matrices", "all"] = field(default="matrices", metadata={"is_setting": False})
 
     def __post_init__(self):
         super().__post_init__()
@@ -120,9 +97,6 @@ class DualCaption(KeepStates):
         most = min(batch // self.component_parts - 1, embed_dim)
         return self if self.components < most else replace(self, components=max(1, most // 2))
 
-    def decays(self, parameter: nn.Parameter) -> bool:
-        return self.decay == "all" or super().decays(parameter)
-
     def check(self, batch: int, embed_dim: int) -> None:
         if self.has_short and self.components:
             if batch % self.component_parts:
@@ -136,39 +110,29 @@ class DualCaption(KeepStates):
     def captions(
         self, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str, short: str | None = None
     ) -> list[Caption]:
-        """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has.
-
-        Args:
-            short: the record's own short caption, which "given" takes.
-        """
+        """Algorithm 1, lines 1 to 12: the long caption, if it has weight, then the short one, if it has."""
         rng = draw_generator(seed, epoch, sample_id)
-        if not self.reads_short:
+        if self.sampling != GIVEN:
             short = join_sentences(find_sampler(self.sampling)(split_sentences(caption), rng))
         texts: list[Any] = [caption] * self.has_long + [short] * self.has_short
-        captions = [Caption(ids) for ids in tokenizer.text_ids(texts)]
-        if self.has_short:
-            n_pre = find_padding(self.padding).draw(tokenizer.n_post(captions[-1].ids), rng)
-            captions[-1] = Caption(captions[-1].ids, n_pre)
-        return captions
+        padding = find_padding(self.padding)
+        *rows, last = tokenizer.text_ids(texts)
+        n_pre = padding.draw(tokenizer.n_post(last), rng) if self.has_short else 0
+        return [*map(Caption, rows), Caption(last, n_pre)]
 
     def collate(self, samples: Sequence[list[Caption]], tokenizer: CaptionTokenizer) -> TokenBatch:
         return super().collate(samples, tokenizer, find_padding(self.padding).before_sot)
 
     def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        """{"image", "long_text", "short_text"}, each [batch, embed_dim], no text without weight; and kept states."""
+        """{"image", "long_text", "short_text"}, each [batch, embed_dim]; no text without weight."""
         image = image_features(backbone, batch)
         texts = backbone.encode_text(batch.tokens).unflatten(0, (-1, len(batch)))
-        features = {"image": image.to(texts.dtype), **dict(zip(self.text_names, texts, strict=True))}
-        return features | super().encode(backbone, batch, modules)
+        return {"image": image.to(texts.dtype), **dict(zip(self.text_names, texts, strict=True))}
 
-    def losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Algorithm 1, lines 14 to 16; see `objectives.dual_caption_objective`. And that of kept states."""
+    @cached_property
+    def terms(self) -> list[Term]:
         weights = self.short_weight, self.components, self.label_smoothing, self.component_parts
-        losses, report = dual_caption_objective(features, scale, bias, *weights)
-        state_losses, state_report = super().losses(features, scale, bias)
-        return losses | state_losses, report | state_report
+        return [DualCaptionLoss(*weights), *([KeepStates(self.keep_states)] if self.keep_states else [])]
 
     def describe(self) -> str:
         padding = f", {self.padding} padding, w = {self.short_weight:g}" if self.has_short else ""
@@ -176,14 +140,12 @@ class DualCaption(KeepStates):
         components += f" of each of {self.component_parts} parts" if components and self.component_parts > 1 else ""
         short = "given short captions" if self.reads_short else f"{self.sampling} sentences"
         decay = ", weight decay on all parameters" if self.decay == "all" else ""
-        return f"{short}{padding}{components}, {self.pooling} pooling{decay}{super().describe()}"
+        captions = f"{short}{padding}{components}, {self.pooling} pooling{decay}"
+        return "; ".join([captions, *filter(None, (term.describe() for term in self.terms))])
 
 
 RECIPES = {
     "debias-clip": DualCaption(sampling="random", padding="random", short_weight=0.1),
-    "debias-clip-as-released": DualCaption(
-        sampling="random", padding="random", short_weight=0.1, component_parts=4, decay="all"
-    ),
     "debias-clip-sdxl": DualCaption(sampling="random", padding="random", short_weight=0.1, keep_states=3.0),
     "smart-clip-sampling": DualCaption(sampling="opening", padding="none", short_weight=1.0, components=0),
 }

@@ -9,9 +9,11 @@ behind. `docs/fix-clip.md` says how the paper's tables are run, `research/fix-cl
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +21,15 @@ from torch import Tensor, nn
 
 from ..clip.backbone import Backbone
 from ..clip.image_tower import ImageTower, MaskedPatches
-from ..clip.regional_prompts import LAYERS, MASKS, PromptSettings
+from ..clip.regional_prompts import PromptSettings
 from ..clip.text_tower import set_short_positions
+from ..data.batch import Batch, Caption, draw_generator
 from ..errors import UserError
-from ..limits import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
+from ..method_settings import FixClipSettings
 from ..text.tokens import CaptionTokenizer
-from .base import Batch, Caption, at_least_float
+from .base import Losses, Term, at_least_float
 from .dual_caption import DualCaption
-from .keep_states import KeepStates
 from .objectives import contrastive_loss
-from .sampling import draw_generator
 
 _HALF = 0.5  # of all terms: E8 adds L_short and L_long at weight 1, the other recipes halve them
 _LAST_WEIGHT = 0.8  # omega of the last group; each group before it has half (section 4.1: 0.2, 0.4, 0.8)
@@ -122,26 +123,46 @@ class GroupHeads(nn.Module):
 
 
 @dataclass(frozen=True)
-class FixClip(DualCaption):
+class GroupLosses(Term):
+    """E7: symmetric InfoNCE of the images' and the long captions' features of each group, without label smoothing.
+
+    Its features, "image_groups" and "text_groups", [batch, compared groups, embed_dim], come from the towers' pass that
+    `FixClip.encode` makes. "group_4" and so on in the report are L_g without their weights.
+    """
+
+    hierarchy: Hierarchy
+
+    def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
+        """Heads of both towers, trained with the model and left behind."""
+        count, text = len(self.hierarchy.numbers), backbone.text.tower.text_projection
+        text = text.weight.T if isinstance(text, nn.Linear) else text
+        return {
+            "image_heads": GroupHeads(backbone.model.visual.proj, count),
+            "text_heads": GroupHeads(text, count),
+        }
+
+    def losses(self, features: Mapping[str, Tensor], scale: Tensor, bias: Tensor | None = None) -> Losses:
+        image, text = (F.normalize(features[f"{tower}_groups"], dim=-1) for tower in ("image", "text"))
+        losses, report = {}, {}
+        for at, group in enumerate(self.hierarchy.numbers):
+            loss = contrastive_loss(image[:, at], text[:, at], scale)
+            losses[f"group_{group}_loss"] = _HALF * self.hierarchy.weight(group) * loss
+            report[f"group_{group}"] = loss.detach()
+        return losses, report
+
+    def describe(self) -> str:
+        return f"groups {self.hierarchy.first} to {self.hierarchy.groups} of {self.hierarchy.groups} compared"
+
+
+@dataclass(frozen=True)
+class FixClip(FixClipSettings, DualCaption):
     """A long caption against the image, a short one against a masked view of it, and middle layers (Fix-CLIP).
 
         L = 1/2 (sum over g = K .. G of omega_g L_g + L_short + L_long)          (E8)
 
-    L_g is the symmetric InfoNCE of the images' and the long captions' features of group g (E7), without label
-    smoothing. With every part off it is `DualCaption`, bit for bit.
-
-    Its settings are options of `train`, which `TrainConfig` explains.
+    With every part off it is `DualCaption`, bit for bit.
     """
 
-    mask_ratio: BelowOne = 0.0
-    masked_patches: Literal["replace", "discard"] = "replace"
-    short_positions: Literal["own", "shared"] = "shared"
-    prompts: NonNegativeInt = 0
-    prompt_mask: Literal[MASKS] = MASKS[0]
-    prompt_layers: Literal[LAYERS] = LAYERS[0]
-    groups: NonNegativeInt = 0
-    first_group: PositiveInt | None = None
-    new_rate: PositiveFloat = 1.0
     # Of the base model; `prepare` sets them.
     patches: int = field(default=0, repr=False, metadata={"is_setting": False})
     short_length: int = field(default=0, repr=False, metadata={"is_setting": False})
@@ -149,9 +170,7 @@ class FixClip(DualCaption):
     def __post_init__(self):
         super().__post_init__()
         if (self.first_group or 0) > self.groups:
-            raise UserError(
-                f"first_group is {self.first_group}, but must be from 1 to --groups, which is {self.groups}."
-            )
+            raise UserError(f"first_group is {self.first_group}, but must be from 1 to groups, which is {self.groups}.")
         if (self.mask_ratio or self.hierarchy or self.has_own_positions) and not (self.has_long and self.has_short):
             raise UserError(
                 f"short_weight is {self.short_weight:g}, but masked images, groups and short positions need both "
@@ -160,7 +179,7 @@ class FixClip(DualCaption):
         if self.has_own_positions and self.padding != "none":
             raise UserError(
                 f"padding is {self.padding}, but pads in front of captions that have positions of their own are not "
-                "supported. Give --padding none, or --short-positions shared."
+                "supported. Give padding none, or short_positions shared."
             )
 
     @property
@@ -200,7 +219,7 @@ class FixClip(DualCaption):
                 possible = ", ".join(str(count) for count in range(1, divisor + 1) if divisor % count == 0)
                 raise UserError(
                     f"groups is {self.groups}, which does not divide the {tower.depth} blocks of the image tower and "
-                    f"the {_depth(base_model)} of the text tower. Give --groups with one of {possible}, or 0 for none."
+                    f"the {_depth(base_model)} of the text tower. Give groups one of {possible}, or 0 for none."
                 )
         if self.mask_ratio:
             mask_size(self.mask_ratio, tower.patches)
@@ -211,7 +230,7 @@ class FixClip(DualCaption):
         if freeze_image_tower and (self.mask_ratio or self.hierarchy or (self.prompts and not existing)):
             raise UserError(
                 "freeze_image_tower keeps one feature of each image, but masked images, new prompts and groups need "
-                "the image tower in every step. Leave it out, or give 0 for --mask-ratio, prompts and groups."
+                "the image tower in every step. Leave it out, or give 0 for mask_ratio, prompts and groups."
             )
         if self.has_own_positions:
             _check_positions(base_model, keep_positions)
@@ -230,21 +249,21 @@ class FixClip(DualCaption):
         return replace(self, patches=backbone.image.patches, short_length=0 if table is None else len(table))
 
     def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
-        """Trained with the model and left behind: "mask" with the mask vector [width], and the heads of both
-        towers."""
-        modules, visual = super().modules(backbone), backbone.model.visual
+        """Also "mask" with the mask vector [width], trained with the model and left behind."""
+        modules = {}
         if self.mask_ratio and self.masked_patches == "replace":
-            modules["mask"] = nn.ParameterDict({"vector": torch.zeros_like(visual.class_embedding)})
-        if self.hierarchy:
-            count, text = len(self.hierarchy.numbers), backbone.text.tower.text_projection
-            text = text.weight.T if isinstance(text, nn.Linear) else text
-            modules |= {"image_heads": GroupHeads(visual.proj, count), "text_heads": GroupHeads(text, count)}
-        return modules
+            modules["mask"] = nn.ParameterDict({"vector": torch.zeros_like(backbone.model.visual.class_embedding)})
+        return modules | super().modules(backbone)
 
-    def rate(self, name: str) -> float:
-        return self.new_rate if name.startswith(("method/", "visual.regional_prompts.")) else 1.0
+    @property
+    def rates(self) -> dict[str, float]:
+        return dict.fromkeys(("method/", "visual.regional_prompts."), self.new_rate)
 
-    def captions(self, caption: str, tokenizer: CaptionTokenizer, *draw, **short) -> list[Caption]:
+    @cached_property
+    def terms(self) -> list[Term]:
+        return [*super().terms, *([GroupLosses(self.hierarchy)] if self.hierarchy else [])]
+
+    def captions(self, caption: str, tokenizer: CaptionTokenizer, *draw: Any, **short: Any) -> list[Caption]:
         """The long caption, then the short one, which "own" positions cut at the base model's context length."""
         captions = super().captions(caption, tokenizer, *draw, **short)
         if self.has_own_positions:
@@ -252,19 +271,16 @@ class FixClip(DualCaption):
             captions[-1] = Caption(captions[-1].ids[:end], 0, is_short=True)
         return captions
 
-    def views(
-        self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
-    ) -> dict[str, Tensor]:
-        """{"is_masked": [patches] bool}, where there is a masked view."""
-        views = super().views(image, caption, tokenizer, seed, epoch, sample_id)
+    def views(self, image: Tensor, *sample: Any) -> dict[str, Tensor]:
+        """Also {"is_masked": [patches] bool}, where there is a masked view."""
+        views = super().views(image, *sample)
         if self.mask_ratio:
-            views["is_masked"] = draw_mask(self.mask_ratio, self.patches, seed, epoch, sample_id)
+            views["is_masked"] = draw_mask(self.mask_ratio, self.patches, *sample[2:])
         return views
 
     def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
         """{"image", "long_text", "short_text"}, no text without weight; "short_image", the masked one, if there is one,
-        each [batch, embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; at least float32.
-        And kept states."""
+        each [batch, embed_dim]; "image_groups", "text_groups" [batch, compared groups, embed_dim]; at least float32."""
         if not (self.mask_ratio or self.prompts or self.groups):
             return super().encode(backbone, batch, modules)
         hierarchy, states = self.hierarchy, torch.empty(0)
@@ -283,22 +299,7 @@ class FixClip(DualCaption):
             for tower, cls_or_eot in (("image", states), ("text", text_states[: len(batch)])):
                 aggregated = hierarchy.aggregate(at_least_float(cls_or_eot))
                 features[f"{tower}_groups"] = modules[f"{tower}_heads"](aggregated)
-        features = {name: at_least_float(feature) for name, feature in features.items()}
-        return features | KeepStates.encode(self, backbone, batch, modules)
-
-    def losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """E7 and E8; "group_4" and so on in the report are L_g without their weights."""
-        losses, report = super().losses(features, scale, bias)
-        if not self.hierarchy:
-            return losses, report
-        image, text = (F.normalize(features[f"{tower}_groups"], dim=-1) for tower in ("image", "text"))
-        for at, group in enumerate(self.hierarchy.numbers):
-            loss = contrastive_loss(image[:, at], text[:, at], scale)
-            losses[f"group_{group}_loss"] = _HALF * self.hierarchy.weight(group) * loss
-            report[f"group_{group}"] = loss.detach()
-        return losses, report
+        return {name: at_least_float(feature) for name, feature in features.items()}
 
     def describe(self) -> str:
         parts = [super().describe()]
@@ -309,8 +310,6 @@ class FixClip(DualCaption):
             parts.append(f"short captions compared with images of which {self.mask_ratio:.0%} is {patches}")
         if self.regional_prompts:
             parts.append(f"regional prompts ({_spelled(self.regional_prompts)})")
-        if self.hierarchy:
-            parts.append(f"groups {self.hierarchy.first} to {self.groups} of {self.groups} compared")
         return "; ".join(parts)
 
 
@@ -322,8 +321,8 @@ def _depth(backbone: Backbone) -> int:
 def _spelled(settings: PromptSettings | None) -> str:
     """Prompts as the options that ask for them."""
     if settings is None:
-        return "--prompts 0"
-    return f"--prompts {settings.count} --prompt-mask {settings.mask} --prompt-layers {settings.layers}"
+        return "prompts 0"
+    return f"prompts {settings.count}, prompt_mask {settings.mask}, prompt_layers {settings.layers}"
 
 
 def _check_towers(base_model: Backbone) -> None:
@@ -349,13 +348,13 @@ def _check_positions(base_model: Backbone, keep_positions: int) -> None:
     if is_stretched and base_model.short_positions is None:
         raise UserError(
             "short_positions is own, but the base model's positions are already stretched and trained: its rows for "
-            "short captions are gone. Give the model that it was trained from, or --short-positions shared."
+            "short captions are gone. Give the model that it was trained from, or short_positions shared."
         )
     kept = base_model.kept_positions if is_stretched else keep_positions
     if kept < 1:
         raise UserError(
             "short_positions is own, and both tables begin with the same SOT, but keep_positions is 0. Give at least "
-            "1, or --short-positions shared."
+            "1, or short_positions shared."
         )
 
 

@@ -1,4 +1,4 @@
-"""A loss beside others: the hidden states that a UNet reads stay where the base model has them.
+"""A term: the hidden states that a UNet reads stay where the base model has them.
 
 SDXL's UNet was trained on the penultimate hidden states of the base model's text tower. Contrastive training moves them
 (drift), because its losses read only EOT's last state, and the UNet then misreads what the encoder has understood. Here
@@ -12,8 +12,8 @@ is. The states of EOT and of the pads after it are left free: contrastive traini
 
 import copy
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,14 @@ from torch import Tensor, nn
 
 from ..clip.backbone import Backbone
 from ..clip.text_tower import TextTower
+from ..data.batch import Batch, draw_generator
 from ..devices import to_device
 from ..errors import UserError
-from ..limits import NonNegativeFloat
 from ..text.chunks import TRAINED_POSITIONS, Cut, Tokens, split_text
 from ..text.prompt_tokens import tokenize_text
 from ..text.sentences import join_sentences, split_sentences
 from ..text.tokens import CaptionTokenizer, TokenBatch
-from .base import Batch, Method, at_least_float
-from .sampling import draw_generator
+from .base import Losses, Term, at_least_float
 
 SHARE = 0.25  # of the samples, whose states are compared
 _PART = 1 / 3  # of these, the share of which some sentences are read, at most one chunk, instead of the whole caption
@@ -107,31 +106,29 @@ def without_eot(rows: Sequence[list[int]], tokenizer: CaptionTokenizer) -> Token
 
 
 @dataclass(frozen=True)
-class KeepStates(Method):
-    """A method that also keeps states. Its subclasses add captions, and to `encode` and `losses` their own.
+class KeepStates(Term):
+    """The mean of `state_errors` over the texts that are drawn.
 
     Attributes:
-        keep_states: Weight of the mean of `state_errors` over the texts that are drawn; 0 draws none.
+        weight: of that mean, above 0.
     """
 
-    keep_states: NonNegativeFloat = field(default=0.0, kw_only=True)
+    weight: float
 
-    def check_base(self, base_model: Backbone, keep_positions: int, freeze_image_tower: bool) -> None:
-        if self.keep_states and not base_model.family.causal:
+    def check_base(self, base_model: Backbone) -> None:
+        if not base_model.family.causal:
             raise UserError(
-                f"keep_states is {self.keep_states:g}, but no UNet of SDXL reads the text tower of a "
+                f"keep_states is {self.weight:g}, but no UNet of SDXL reads the text tower of a "
                 f"{base_model.family.name}. Leave it out, or train a CLIP."
             )
 
     def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
-        return {"teacher": Teacher(backbone)} if self.keep_states else {}
+        return {"teacher": Teacher(backbone)}
 
     def views(
         self, image: Tensor, caption: str, tokenizer: CaptionTokenizer, seed: int, epoch: int, sample_id: str
     ) -> dict[str, Tensor]:
         """{"state_tokens": [2, context_length - 2]}: ids and cuts, or nothing."""
-        if not self.keep_states:
-            return {}
         rng = draw_generator(seed, epoch, f"{sample_id}/states")
         rows = torch.full((2, tokenizer.context_length - 2), _NOTHING)
         if rng.random() < SHARE:
@@ -141,10 +138,10 @@ class KeepStates(Method):
                 rows[:, : ids.shape[1]] = ids
         return {"state_tokens": rows}
 
-    def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        """{"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}, [batch] each; nothing without weight."""
-        if not self.keep_states:
-            return {}
+    def encode(
+        self, backbone: Backbone, batch: Batch, features: Mapping[str, Tensor], modules: Any = None
+    ) -> dict[str, Tensor]:
+        """{"state_error", 0 where nothing was drawn; "state_drawn", 0 or 1}, [batch] each."""
         rows = batch.views["state_tokens"]
         is_drawn, device = rows[:, 0, 0] != _NOTHING, backbone.logit_scale.device
         counts = to_device(is_drawn.to(backbone.logit_scale.dtype), device)
@@ -155,16 +152,12 @@ class KeepStates(Method):
             errors = errors.index_put((to_device(is_drawn.nonzero().flatten(), device),), drawn_errors.to(errors))
         return {"state_error": errors, "state_drawn": counts}
 
-    def losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        if not self.keep_states:
-            return {}, {}
+    def losses(self, features: Mapping[str, Tensor], scale: Tensor, bias: Tensor | None = None) -> Losses:
         error = features["state_error"].sum() / features["state_drawn"].sum().clamp(min=1)
-        return {"state_loss": self.keep_states * error}, {"state_error": error.detach()}
+        return {"state_loss": self.weight * error}, {"state_error": error.detach()}
 
     def describe(self) -> str:
-        return f"; hidden states kept with weight {self.keep_states:g}" if self.keep_states else ""
+        return f"hidden states kept with weight {self.weight:g}"
 
 
 def _draw_text(caption: str, tokenizer: CaptionTokenizer, rng: random.Random) -> Tokens:

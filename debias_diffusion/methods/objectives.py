@@ -5,6 +5,7 @@ in a report is only logged.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,20 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError
+from .base import Losses, Term
 
 # Rows of similarities held at once; in larger batches they are recomputed in the backward pass.
 _BLOCK = 1024
-_LEAST_SQUARE = 1e-12  # of the length under a mask, of an image feature of length 1
-
-
-def masked_cosines(images: Tensor, texts: Tensor, masks: Tensor) -> Tensor:
-    """cos(masks_j * images_i, texts_j), [N, M]: images [N, dim], each under the mask of each text, both [M, dim].
-
-    As <image, mask * text> / sqrt(<image^2, mask^2>), two products, with no tensor [N, M, dim]; 0 under an empty mask.
-    """
-    images, texts = F.normalize(images, dim=-1), F.normalize(texts, dim=-1)
-    squares = images.square() @ masks.square().T
-    return images @ (masks * texts).T * squares.clamp(min=_LEAST_SQUARE).rsqrt()
 
 
 def contrastive_loss(
@@ -141,55 +132,49 @@ def _rebuild_parts(features: Tensor, components: int, parts: int) -> Tensor:
     return torch.cat([rebuild_from_components(part, components) for part in features.chunk(parts)])
 
 
-def dual_caption_objective(
-    features: Mapping[str, Tensor],
-    scale: Tensor,
-    bias: Tensor | None,
-    short_weight: float,
-    components: int,
-    label_smoothing: float,
-    component_parts: int = 1,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+@dataclass(frozen=True)
+class DualCaptionLoss(Term):
     """L = w * L_short + (1 - w) * L_long (DeBias-CLIP, Algorithm 1, lines 14 to 16).
 
     L_long compares the images with their long captions; L_short compares the images rebuilt from their first principal
-    components with the short captions.
+    components with the short captions. Symmetric InfoNCE, or with a bias the pairwise sigmoid loss, which has no label
+    smoothing.
 
-    Args:
-        features: "image", "long_text" and "short_text", each [global batch, embed_dim], not normalised; a caption that
-            is not among them has no loss. "short_image": the view of the images that short captions are compared with;
-            without it the images themselves.
-        scale: exp(logit_scale), a scalar.
-        bias: None for symmetric InfoNCE; a scalar for the pairwise sigmoid loss, which has no label smoothing.
+    It reads the features "image", "long_text" and "short_text", each [global batch, embed_dim], not normalised; a
+    caption that is not among them has no loss. "short_image" is the view of the images that short captions are compared
+    with; without it, the images themselves.
+
+    Attributes:
         short_weight: w, in [0, 1].
         components: of the image features that L_short sees; 0 takes the features themselves.
         component_parts: the batch is cut into so many equal parts, and each is rebuilt from its own components, as by
             Long-CLIP's code, which decomposes the features of each process before it gathers them.
 
-    Returns:
-        (losses, report): the terms, already weighted, whose sum is L; and, detached, the unweighted losses, the scale
-        and the bias.
-
     Example:
         >>> features = {name: torch.randn(8, 16) for name in ("image", "long_text", "short_text")}
-        >>> losses, report = dual_caption_objective(features, torch.tensor(10.0), None, 0.1, 4, 0.0)
+        >>> losses, report = DualCaptionLoss(0.1, components=4).losses(features, torch.tensor(10.0))
         >>> sorted(losses)
         ['long_loss', 'short_loss']
     """
 
-    def loss(image: Tensor, text: Tensor) -> Tensor:
-        if bias is None:
-            return contrastive_loss(image, text, scale, label_smoothing)
-        return sigmoid_loss(image, text, scale, bias)
+    short_weight: float
+    components: int
+    label_smoothing: float = 0.0
+    component_parts: int = 1
 
-    image = F.normalize(features["image"], dim=-1)
-    terms = {}
-    if "short_text" in features:
-        view = F.normalize(features["short_image"], dim=-1) if "short_image" in features else image
-        rebuilt = _rebuild_parts(view, components, component_parts) if components else view
-        terms["short"] = (short_weight, loss(rebuilt, F.normalize(features["short_text"], dim=-1)))
-    if "long_text" in features:
-        terms["long"] = (1 - short_weight, loss(image, F.normalize(features["long_text"], dim=-1)))
-    losses = {f"{name}_loss": weight * value for name, (weight, value) in terms.items()}
-    report = {name: value.detach() for name, (_, value) in terms.items()} | {"logit_scale": scale.detach()}
-    return losses, report | ({} if bias is None else {"logit_bias": bias.detach()})
+    def losses(self, features: Mapping[str, Tensor], scale: Tensor, bias: Tensor | None = None) -> Losses:
+        def loss(image: Tensor, text: Tensor) -> Tensor:
+            if bias is None:
+                return contrastive_loss(image, text, scale, self.label_smoothing)
+            return sigmoid_loss(image, text, scale, bias)
+
+        image, terms = F.normalize(features["image"], dim=-1), {}
+        if "short_text" in features:
+            view = F.normalize(features["short_image"], dim=-1) if "short_image" in features else image
+            rebuilt = _rebuild_parts(view, self.components, self.component_parts) if self.components else view
+            terms["short"] = (self.short_weight, loss(rebuilt, F.normalize(features["short_text"], dim=-1)))
+        if "long_text" in features:
+            terms["long"] = (1 - self.short_weight, loss(image, F.normalize(features["long_text"], dim=-1)))
+        losses = {f"{name}_loss": weight * value for name, (weight, value) in terms.items()}
+        report = {name: value.detach() for name, (_, value) in terms.items()} | {"logit_scale": scale.detach()}
+        return losses, report | ({} if bias is None else {"logit_bias": bias.detach()})

@@ -13,14 +13,6 @@ from ..text.sentences import join_sentences
 GIVEN = "given"  # the record's own short caption, which no sampler draws
 
 
-def draw_generator(seed: int, epoch: int, sample_id: str) -> random.Random:
-    """The random numbers of one sample in one epoch: a pure function of its arguments.
-
-    So neither the number of workers or processes nor a restart changes what is drawn.
-    """
-    return random.Random(f"{seed}/{epoch}/{sample_id}")
-
-
 def summary(sentences: list[str], rng: random.Random) -> list[str]:
     """Long-CLIP's short caption: the first sentence."""
     return sentences[:1]
@@ -99,17 +91,15 @@ SAMPLERS: dict[str, Sampler] = {
 
 def find_sampler(name: str) -> Sampler:
     """The sampler of that name in SAMPLERS; "keep-N" for any N from 1. Raises UserError with the near matches."""
-    return numbered(name, "sampling", SAMPLERS, "keep", keep, least=1)
+    return SAMPLERS.get(name) or numbered(name, "sampling", SAMPLERS, "keep", keep, least=1)
 
 
 def numbered(name: str, setting: str, known: dict, prefix: str, make: Callable, least: int):
-    """`known[name]`, or `make(N)` for "prefix-N" with N from `least`.
+    """`make(N)` for "prefix-N" with N from `least`.
 
     Raises:
-        UserError: it is neither; says what `setting` may be.
+        UserError: `name` is nothing like it; says what `setting` may be, `known` or so.
     """
-    if name in known:
-        return known[name]
     number = name.removeprefix(f"{prefix}-")
     if number != name and number.isdecimal() and int(number) >= least:
         return make(int(number))

@@ -1,11 +1,17 @@
 """The samples of each step: a pure function of the seed, so that a run can resume at any step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+import torch
 
-from ..methods.base import Key
+from ..data.bad_records import BadRecord
+from ..data.batch import Batch, Caption, Key
+from ..data.dataset import RecordDataset
+from ..methods import Method
+from ..text.tokens import CaptionTokenizer, TokenBatch
 
 
 class GlobalBatches:
@@ -80,3 +86,53 @@ def _permutation(records: int, seed: int, epoch: int) -> np.ndarray:
 @lru_cache(maxsize=2)  # workers look it up for every unreadable image
 def _half_an_epoch_on(records: int, seed: int, epoch: int) -> np.ndarray:
     return np.roll(_permutation(records, seed, epoch), -(records // 2))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pair of a step, as it was asked for by `key`."""
+
+    key: Key
+    sample_id: str
+    image: torch.Tensor
+    captions: list[Caption]
+    bad: list[BadRecord] = field(default_factory=list)
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False, repr=False)
+class CaptionDataset(RecordDataset):
+    """Image-caption pairs for a method, which draws and tokenizes the captions, and draws views of the image."""
+
+    tokenizer: CaptionTokenizer
+    method: Method
+
+    def __getitem__(self, key: Key) -> Sample:
+        record, image, bad = self.read(key)
+        drawn_from = record.caption, self.tokenizer, self.seed, key[0], record.sample_id
+        captions, views = self.method.captions(*drawn_from, record.short), self.method.views(image, *drawn_from)
+        return Sample(key, record.sample_id, image, captions, bad, views)
+
+
+def collate(
+    samples: list[Sample],
+    tokenizer: CaptionTokenizer,
+    method: Method,
+    cached_features: bool = False,
+    arrange: Callable[[TokenBatch], TokenBatch] = lambda tokens: tokens,
+) -> Batch:
+    """Samples to a Batch.
+
+    Args:
+        cached_features: whether a sample's image is its features.
+        arrange: what else is made of the captions before the step, see `packing.arranged`.
+    """
+    return Batch(
+        keys=[sample.key for sample in samples],
+        sample_ids=[sample.sample_id for sample in samples],
+        images=torch.stack([sample.image for sample in samples]),
+        tokens=arrange(method.collate([sample.captions for sample in samples], tokenizer)),
+        bad=[record for sample in samples for record in sample.bad],
+        views={name: torch.stack([sample.views[name] for sample in samples]) for name in samples[0].views},
+        cached_features=cached_features,
+    )

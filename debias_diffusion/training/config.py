@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ..encoders.spec import EncoderSpec, Kind
@@ -22,6 +23,7 @@ from ..limits import (
     Share,
     between,
 )
+from ..method_settings import DualCaptionSettings, FixClipSettings
 
 if TYPE_CHECKING:
     from ..methods import Method
@@ -31,13 +33,8 @@ _WITHOUT_EFFECT = (
     *("output", "workers", "log_every", "checkpoint_every", "keep", "trackers", "max_bad", "check_data"),
     *("chunk", "checkpoint_activations", "compile", "feature_cache", "latent_cache"),
 )
-# Options that are settings of the recipe; those of a method of one's own are given in `method`.
-_OF_ALL = ("sampling", "padding", "short_weight", "components", "component_parts", "label_smoothing", "pooling")
-_OF_FIX_CLIP = (
-    *("mask_ratio", "masked_patches", "short_positions", "prompts", "prompt_mask", "prompt_layers", "groups"),
-    *("first_group", "new_rate"),
-)
-RECIPE_OPTIONS = (*_OF_ALL, "keep_states", *_OF_FIX_CLIP)
+_OF_ALL = tuple(part.name for part in fields(DualCaptionSettings))
+RECIPE_OPTIONS = tuple(part.name for part in fields(FixClipSettings))  # those of other methods are in `method`
 Tracker = Literal["tensorboard", "wandb"]
 RunSeed = between(int, 0, 2**32 - 1)  # a step's draws are seeded with it and, in the lower half of 64 bits, its number
 _Scale = Annotated[float, Rule("above 0, at most 100", lambda scale: 0 < scale <= 100)]
@@ -136,8 +133,16 @@ class RunConfig(Checked):
         return min(self.LONGEST_WARMUP, steps // 10) if self.warmup == "auto" else self.warmup
 
 
+def _as_options(settings: type, base: type) -> Any:
+    """A method's settings as options after those of `base`: null keeps the recipe's own value."""
+    options = [(part.name, part.type | None, None) for part in fields(settings)]
+    return make_dataclass(
+        settings.__name__, options, bases=(base,), namespace={"__doc__": settings.__doc__}, kw_only=True
+    )
+
+
 @dataclass(kw_only=True)
-class TrainConfig(RunConfig):
+class TrainConfig(_as_options(FixClipSettings, _as_options(DualCaptionSettings, RunConfig))):
     """Fine-tune a CLIP two-tower on long captions, so that its text encoder reads all of them.
 
     Attributes:
@@ -145,41 +150,11 @@ class TrainConfig(RunConfig):
             hf-hub:owner/name.
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
-        recipe: debias-clip, debias-clip-as-released (as its authors' weights were trained), debias-clip-sdxl (with
-            keep_states, for encoders that go into SDXL), long-clip, smart-clip, smart-clip-sampling or fix-clip. The
-            options that follow, and those of Fix-CLIP, override a part of it.
+        recipe: debias-clip, debias-clip-sdxl (with keep_states, for encoders that go into SDXL), long-clip,
+            smart-clip-sampling or fix-clip. The options that follow, and those of Fix-CLIP, override a part of it.
         import_file: Python file that adds your method to the recipes (docs/extending.md). Its contents are a setting of
             the run.
-        sampling: Sentences of the short caption. Without the summary: random (a random subset), ordered (from the
-            second to a random end), independent (each with probability 1/2), shuffle (all, in random order), keep-4 or
-            keep-N (that many), details (all, in order). With it: summary (nothing else),
-            summary-as-released (the text up to the first ". ", as in Long-CLIP's code), opening (up to a random end).
-            given: the short_caption of each entry of the data.
-        padding: Pads before the short caption: random, none, pad-20, pad-40 or pad-N, pre-sot (before SOT too).
-        short_weight: w of the loss w * short + (1 - w) * long, from 0 to 1; at 0 or 1 only one of them is computed.
-        components: Principal components of the image features that short captions are compared with, fewer than the
-            batch less one; 0 compares them with the features themselves. null is the recipe's, or of a small batch half
-            of what fits.
-        component_parts: Equal parts of the batch that each have components of their own, as each process has in
-            Long-CLIP's code; 1 takes those of the whole batch.
-        label_smoothing: From 0 to below 1; not for SigLIP's loss.
-        pooling: Where the text feature is read: eot, or average over all tokens that are not pads.
-        keep_states: Weight of the term that keeps the hidden states which SDXL's UNet reads near the base model's, read
-            in chunks; 0 leaves it out.
         method: Settings of a method of your own, as --method.alpha 0.75, or method: {alpha: 0.75} in YAML.
-        mask_ratio: Share of patches that are masked in the image that a short caption is compared with, below 1; 0
-            masks none.
-        masked_patches: replace masked patches with one learned vector, zeros at first, put in before positions are
-            added; or discard them, which is faster and worse (Table 5, "Dis."). CLS is never masked.
-        short_positions: own, the base model's rows of positions for short captions, which are cut at its context length
-            and not stretched; or shared, one table for all captions.
-        prompts: Regional prompts in each block of the image tower, each with a band of the image; 0 for none.
-        prompt_mask: Who attends to whom. bands: prompts to their bands, patches to no prompts; none: all to all.
-        prompt_layers: own prompts for each block, or the same shared by all.
-        groups: Groups of blocks whose features are compared too, dividing the blocks of both towers; 0 for none.
-        first_group: The first group that is compared, from 1; null compares the last three.
-        new_rate: Multiplies the learning rate of mask vector, prompts and the groups' heads, which start untrained, and
-            of smart-clip's mask network.
         keep_positions: First positions that are kept when the context length is stretched, and not trained. 0 stretches
             all.
         stretch: How many positions each of the others becomes; 77 positions become 248 with the defaults. A model that
@@ -199,7 +174,7 @@ class TrainConfig(RunConfig):
         compile: Compile the towers with torch.compile, which takes a minute at each start and a third off every step.
             auto does so on a CUDA GPU with 1,000 steps or more to go, and goes on without where it fails; a run that
             resumes keeps to what it began with. YAML needs quotes around on and off.
-        weight_decay: On matrices only; of debias-clip-as-released on all parameters.
+        weight_decay: On the parameters that --decay names.
         seed: Of all random draws: random weights, order of samples, short captions.
         check_data: Read all images and captions, report the bad records, and train nothing.
     """
@@ -209,33 +184,15 @@ class TrainConfig(RunConfig):
             *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
             "freeze_image_tower",
         ),
-        "Recipe": ("recipe", "import_file", *_OF_ALL, "keep_states", "method"),
-        "Parts of Fix-CLIP, for the recipes fix-clip and long-clip": _OF_FIX_CLIP,
+        "Recipe": ("recipe", "import_file", *_OF_ALL, "method"),
+        "Parts of Fix-CLIP, for the recipes fix-clip and long-clip": RECIPE_OPTIONS[len(_OF_ALL) :],
     } | RunConfig.GROUPS
 
     model: str
     pretrained: str | None = None
     recipe: str = "debias-clip"
     import_file: str | None = None
-    # Of the recipe: its method holds them to their ranges, and None is its own.
-    sampling: str | None = None
-    padding: str | None = None
-    short_weight: float | None = None
-    components: int | None = None
-    component_parts: int | None = None
-    label_smoothing: float | None = None
-    pooling: Literal["eot", "average"] | None = None
-    keep_states: float | None = None
     method: dict[str, Any] | None = None
-    mask_ratio: float | None = None
-    masked_patches: Literal["replace", "discard"] | None = None
-    short_positions: Literal["own", "shared"] | None = None
-    prompts: int | None = None
-    prompt_mask: Literal["bands", "none"] | None = None
-    prompt_layers: Literal["own", "shared"] | None = None
-    groups: int | None = None
-    first_group: int | None = None
-    new_rate: float | None = None
     keep_positions: NonNegativeInt = KEEP
     stretch: PositiveInt = FACTOR
     keep_best: NonNegativeInt = 0
@@ -248,9 +205,9 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.make_method()
-        self.base_model()
+        _ = self.chosen_method, self.base_model  # which raise UserError
 
+    @cached_property
     def base_model(self) -> EncoderSpec:
         """What `model` and `pretrained` name; loads nothing.
 
@@ -269,8 +226,9 @@ class TrainConfig(RunConfig):
             )
         return base
 
-    def make_method(self) -> "Method":
-        """The method that `recipe` names, with the settings given."""
+    @cached_property
+    def chosen_method(self) -> "Method":
+        """The method that `recipe` names, with the settings given. Raises UserError if they cannot be used."""
         from ..methods import find_method, import_methods  # takes seconds, which help need not wait for
 
         if self.import_file:

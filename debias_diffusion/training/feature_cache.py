@@ -1,11 +1,11 @@
-"""On-disk cache of image features: computed once, used in every epoch and by every run that can share them.
+"""On-disk cache of image features: computed once, used in every epoch, and by every run on the same images.
 
-The cache is a folder of files of about `ITEM` images each. An image's features are found by its stamp (path, size
-and times of change); where only that is new, as after a copy, by a digest of its pixels.
+A folder for each frozen model holds numbered files of the features of up to `ITEM` images each. A name ends in the
+digest of these images' stamps (path, size and times of change), so that features of changed images are computed anew.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,26 +13,24 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from PIL import Image
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..clip.backbone import Backbone
 from ..data.bad_records import BadRecord, read_or_bad
-from ..data.images import ImageSource, pixels_digest
+from ..data.images import ImageSource
 from ..data.records import Record
 from ..data.workers import load_batches
 from ..devices import autocast
-from ..errors import UserError
-from ..files import atomic_file, bytes_digest, json_digest, remove_path
+from ..errors import UserError, explain_failure
+from ..files import atomic_file, bytes_digest, json_digest
 
-ITEM = 512  # images of an item, about
-_KEY = np.dtype("S16")  # a stamp or a digest
-_AFTER_ALL = b"\xff" * 16  # sorts behind every key, so that a search always ends at one
-_open = lru_cache(maxsize=128)(safe_open)  # features of as many items at once
+ITEM = 512  # images of a file
+_STAMP = np.dtype("S16")
+_open = lru_cache(maxsize=128)(safe_open)  # as many files at once
 
 
 @dataclass(frozen=True)
@@ -65,92 +63,30 @@ def frozen_tower(backbone: Backbone, accelerator: Accelerator, precision: str) -
 class CachedImages:
     """An image source whose images are their features, [dim].
 
-    A file of the cache, in safetensors, has keys [n, 2, 16], stamp and digest of each image, and features [n, dim].
+    Args:
+        images: of which these are the features.
+        stamps: of all records, in order; empty where an image cannot be had.
+        files: with "good" [n], which records have a readable image, and the "features" of these, in order.
     """
 
-    def __init__(self, images: ImageSource, folder: str | os.PathLike, encoder: FrozenEncoder):
-        self.images, self.root = images, images.root
-        self.folder = Path(folder, f"image-features-{json_digest(encoder.key)[:32]}")
-
-    def remove_unreadable(self) -> None:
-        for file in self.folder.glob("*.safetensors"):
-            try:
-                with safe_open(file, "pt"):
-                    pass
-            except (OSError, SafetensorError):
-                remove_path(file)
-
-    def read(self) -> None:
-        """Reads which images the files are of."""
-        self._files = sorted(map(str, self.folder.glob("*.safetensors")))
-        keys = [safe_open(file, "numpy").get_tensor("keys").reshape(-1).view(_KEY) for file in self._files]
-        self._ends = np.cumsum([len(part) // 2 for part in keys])
-        keys = np.concatenate([*keys, np.array([_AFTER_ALL], _KEY)])
-        self._order = np.argsort(keys, kind="stable")
-        self._keys = keys[self._order]
-
-    def find(self, keys: Sequence[bytes]) -> np.ndarray:
-        """The row of the features of each stamp or digest, -1 where there are none."""
-        keys = np.array(keys, _KEY)
-        at = np.searchsorted(self._keys, keys)
-        return np.where(self._keys[at] == keys, self._order[at] // 2, -1)
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        item = int(np.searchsorted(self._ends, row, side="right"))
-        first = self._ends[item - 1] if item else 0
-        return _open(self._files[item], "pt").get_slice("features")[int(row - first)]
+    def __init__(self, images: ImageSource, stamps: np.ndarray, files: Sequence[Path]):
+        self.images, self.root, self._files = images, images.root, [str(file) for file in files]
+        with explain_failure(f"The image features in {str(files[0].parent)!r} cannot be used", "Remove the folder."):
+            good = [safe_open(file, "numpy").get_tensor("good") for file in self._files]
+        self.good, self._ends = np.concatenate(good), np.cumsum([part.sum() for part in good])
+        self._rows = np.argsort(stamps[self.good], kind="stable")
+        self._stamps = stamps[self.good][self._rows]
 
     def open(self, image: str) -> torch.Tensor:
         """Raises OSError, or the source's error, if the image is missing, changed or unreadable."""
-        row = self.find([self.images.stamp(image)])[0]
-        if row < 0:
+        stamp = np.array(self.images.stamp(image), _STAMP)
+        at = np.searchsorted(self._stamps, stamp)
+        if at == len(self._stamps) or self._stamps[at] != stamp:
             self.images.open(image)  # raises for a missing or unreadable image
-            raise OSError("has changed since its features were computed")
-        return self[row]
-
-    def read_batch(self, read_pixels: Callable, records: Sequence[Record]) -> list[tuple | BadRecord]:
-        """Stamp and digest of each image, and its pixels or, where those of the digest are there, its features."""
-
-        def read(name: str) -> tuple[bytes, bytes, torch.Tensor | None, torch.Tensor | None]:
-            # The stamp first: if the image is replaced before its pixels are read, the new stamp must not find them.
-            stamp, image = self.images.stamp(name), self.images.open(name)
-            digest = pixels_digest(image)
-            row = self.find([digest])[0]
-            return (stamp, digest, read_pixels(image), None) if row < 0 else (stamp, digest, None, self[row])
-
-        return [read_or_bad(record, read) for record in records]
-
-    @torch.inference_mode()
-    def fill(self, encoder: FrozenEncoder, loader: DataLoader, stop: Callable[[], bool]) -> list[BadRecord]:
-        """Writes items of the loader's images, until `stop` says so. Returns the images that could not be read."""
-        bad, rows, device = [], [], encoder.accelerator.device
-        disable = not encoder.accelerator.is_main_process
-        bar = tqdm(total=len(loader.dataset), desc="image features", unit=" images", disable=disable)
-        with bar, load_batches(loader) as batches:
-            for batch in batches:
-                bad += [image for image in batch if isinstance(image, BadRecord)]
-                good = [image for image in batch if not isinstance(image, BadRecord)]
-                unknown = [pixels for _, _, pixels, _ in good if pixels is not None]
-                encoded = encoder.encode(torch.stack(unknown).to(device)).cpu() if unknown else torch.empty(0)
-                if not encoded.isfinite().all():
-                    raise UserError("The features of an image are not finite. Choose another --precision.")
-                features = iter(encoded)
-                rows += [(*keys, next(features) if known is None else known) for *keys, _, known in good]
-                bar.update(len(batch))
-                if len(rows) >= ITEM:
-                    self._write(rows)
-                    rows = []
-                if stop():
-                    break
-        if rows:
-            self._write(rows)
-        return bad
-
-    def _write(self, rows: Sequence[tuple[bytes, bytes, torch.Tensor]]) -> None:
-        keys, features = b"".join(key for row in rows for key in row[:2]), torch.stack([row[2] for row in rows]).float()
-        with atomic_file(self.folder / f"{bytes_digest([keys])[:32]}.safetensors") as temporary:
-            keys = torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, 2, 16)
-            save_file({"keys": keys, "features": features}, temporary)
+            raise OSError("has changed, or could not be read, when its features were computed")
+        item = int(np.searchsorted(self._ends, row := self._rows[at], side="right"))
+        first = self._ends[item - 1] if item else 0
+        return _open(self._files[item], "pt").get_slice("features")[int(row - first)]
 
 
 def cached_images(
@@ -162,36 +98,63 @@ def cached_images(
     batch: int = 64,
     workers: int = 0,
     stop: Callable[[], bool] = lambda: False,
-) -> tuple[CachedImages, list[BadRecord]]:
+) -> tuple[ImageSource, list[BadRecord]]:
     """Computes the features of all images that the cache in `folder` lacks, shared among the processes.
 
-    A run that is killed, or that `stop` ends after a batch, resumes where it was. Runs may fill a cache at once.
+    A run that is killed, or that `stop` ends after a batch, resumes with the first file that is not there.
 
     Returns:
-        The features as an image source, and the records with unreadable images.
+        The features as an image source, and the records with unreadable images; `images` and none when stopped.
 
     Raises:
         UserError: a feature is not finite.
     """
-    accelerator = encoder.accelerator
-    cache = CachedImages(images, folder, encoder)
-    if accelerator.is_main_process:
-        cache.remove_unreadable()
+    accelerator, folder = encoder.accelerator, Path(folder, json_digest(encoder.key)[:32])
+    found = (read_or_bad(record, images.stamp) for record in tqdm(records, "stamps", disable=len(records) < 10_000))
+    stamps = np.array([b"" if isinstance(stamp, BadRecord) else stamp for stamp in found], _STAMP)
+    parts = [range(start, min(start + ITEM, len(records))) for start in range(0, len(records), ITEM)]
+    names = (f"{part.start:09}-{bytes_digest([stamps[part].tobytes()])[:32]}.safetensors" for part in parts)
+    files = {folder / name: part for name, part in zip(names, parts, strict=True)}
+    missing = [file for file in files if not file.exists()]
+    accelerator.wait_for_everyone()  # before any of them is written
+    mine = {file: files[file] for file in missing[accelerator.process_index :: accelerator.num_processes]}
+    indices = [index for part in mine.values() for index in part]
+    reader = partial(_read_pixels, images, encoder.read_pixels)
+    _write(encoder, mine, DataLoader(records, batch, sampler=indices, num_workers=workers, collate_fn=reader), stop)
     accelerator.wait_for_everyone()
-    cache.read()
-    stamps = []
-    for record in tqdm(records, desc="looking for image features", unit=" images", disable=len(records) < 10_000):
-        stamp = read_or_bad(record, images.stamp)
-        stamps.append(b"" if isinstance(stamp, BadRecord) else stamp)
-    missing = np.flatnonzero(cache.find(stamps) < 0)[accelerator.process_index :: accelerator.num_processes]
-    accelerator.wait_for_everyone()
-    loader = DataLoader(
-        Subset(records, missing.tolist()),
-        batch_size=batch,
-        num_workers=workers,
-        collate_fn=partial(cache.read_batch, encoder.read_pixels),
-    )
-    bad = cache.fill(encoder, loader, stop)
-    accelerator.wait_for_everyone()
-    cache.read()
-    return cache, gather_object(bad)
+    if not all(file.exists() for file in files):
+        return images, []
+    cached, bad = CachedImages(images, stamps, list(files)), []
+    for index in np.flatnonzero(~cached.good).tolist():
+        record = records[index]
+        image, detail = read_or_bad(record, images.open), f"{record.image}: not read when its features were computed"
+        bad.append(image if isinstance(image, BadRecord) else BadRecord(record.image, "unreadable image", detail))
+    return cached, bad
+
+
+def _read_pixels(images: ImageSource, read: Callable, records: Sequence[Record]) -> list[torch.Tensor | BadRecord]:
+    return [read_or_bad(record, lambda name: read(images.open(name))) for record in records]
+
+
+@torch.inference_mode()
+def _write(encoder: FrozenEncoder, files: Mapping[Path, range], loader: DataLoader, stop: Callable[[], bool]) -> None:
+    """Writes files, each with the features of some of the records that the loader reads in order."""
+    accelerator, rows, left = encoder.accelerator, [], list(files)
+    bar = {"desc": "image features", "unit": " images", "disable": not accelerator.is_main_process}
+    with load_batches(loader) as batches, tqdm(total=sum(map(len, files.values())), **bar) as shown:
+        for batch in batches:
+            pixels = [pixels for pixels in batch if not isinstance(pixels, BadRecord)]
+            encoded = encoder.encode(torch.stack(pixels).to(accelerator.device)).cpu() if pixels else torch.empty(0)
+            if not encoded.isfinite().all():
+                raise UserError("The features of an image are not finite. Choose another --precision.")
+            features = iter(encoded.float())
+            rows += [None if isinstance(pixels, BadRecord) else next(features) for pixels in batch]
+            while left and len(rows) >= (count := len(files[left[0]])):
+                good = torch.tensor([row is not None for row in rows[:count]])
+                readable = [row for row in rows[:count] if row is not None]
+                with atomic_file(left.pop(0)) as temporary:
+                    save_file({"good": good, "features": torch.stack(readable or [torch.empty(0)])}, temporary)
+                del rows[:count]
+            shown.update(len(batch))
+            if stop():
+                break

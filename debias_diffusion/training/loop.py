@@ -1,296 +1,345 @@
-"""The training run: set up, print the plan, make the steps, save the model."""
+"""The loop of every resumable run: steps in order, checkpoints, stopping between steps, bad records, the log."""
 
+import json
 import math
+import signal
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
-from ..clip.backbone import Backbone
-from ..clip.packing import arranged
-from ..data.bad_records import report_bad
-from ..data.dataset import CaptionDataset, collate
-from ..data.records import Record
-from ..data.retrieval import encode_images, encode_texts, recall_at_k
-from ..data.seen import read_seen
-from ..devices import autocast
-from ..encoders.loading import load_tokenizer
-from ..errors import UserError, reason
-from ..files import explain_full_disk, sha256
-from ..methods import Batch, Method
-from ..text.tokens import CaptionTokenizer
-from .check import check_data, look_for_short_captions
-from .checkpoints import BEST, LAST, TrainState, save_model
-from .config import CHOOSING, TrainConfig, ablated
-from .feature_cache import frozen_tower
-from .logs import make_accelerator
-from .optimizer import MAX_LOGIT_SCALE, Optimizer
-from .run import Run
-from .step import backward, pack
-from .stop import StopRequest
+from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
+from ..data.check import continue_hint, look_for_images
+from ..data.seen import Seen, add_seen
+from ..data.sources import data_digest, open_data
+from ..data.workers import count_workers, load_batches
+from ..devices import explain_memory, pick_precision, to_device
+from ..errors import OutOfMemory, UserError
+from ..files import append, remove_path
+from ..jobs import Job
+from .batches import GlobalBatches
+from .checkpoints import TrainState, load_checkpoint, save_checkpoint
+from .config import RunConfig
+from .optimizer import AdamW, learning_rate
+from .progress import LOG, NOT_FINITE, Moment, Pace, Step, cut_log, few_steps, memory_advice, print_plan, tracked
 
-COMPILED_STEPS = 1000  # as few repay a minute of compilation
+_SAME_REQUEST = 2.0  # seconds within which a launcher forwards a ctrl-C that its processes have already received
+PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
+# Settings that say where something lies: what lies there is compared by its contents.
+_PLACES = ("data", "images", "model", "pretrained", "base", "encoder", "encoder_2")
 
 
-def train(config: TrainConfig) -> Path | None:
-    """Runs, or resumes, the training that `config` describes.
+class StopRequest:
+    """Whether SIGTERM (Slurm, spot machines) or ctrl-C has asked a run to stop.
 
-    Writes to `config.output`: `last/`, the model after the last step, an open_clip folder that
-    `open_clip.create_model("local-dir:...")` loads; with `keep_best` also `best/`, the best model by R@1 on pairs held
-    out for that; `log.jsonl`; `checkpoint-...` to resume from; and, where there are any, `bad-records.jsonl` and
-    `not-finite.jsonl` (the samples of steps that were skipped because their loss or gradient
-    was not finite).
+    The current step is finished first, so that a checkpoint is of a complete step. A second ctrl-C stops at once; a
+    second SIGTERM does not, because schedulers repeat it and launchers forward it.
 
-    Returns:
-        The folder of the model after the last step; None for `check_data` and for a run that was stopped.
-
-    Raises:
-        UserError: something in `config` or the data cannot be used; says what to do.
+    Attributes:
+        heard: whether the numbers of a step said that any process was asked.
     """
-    if config.check_data:
-        check_data(config, load_base_tokenizer(config))
-        return None
-    accelerator = make_accelerator(config)
-    with explain_full_disk():
-        return _Training(config, accelerator).run()
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator, self.heard = accelerator, False
+        self._asked_at: float | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        previous = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _ask(self, signum, frame) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif signum == signal.SIGINT and now - self._asked_at > _SAME_REQUEST:
+            raise KeyboardInterrupt
+
+    @property
+    def here(self) -> bool:
+        """Whether this process was asked."""
+        return self._asked_at is not None
+
+    def asked(self) -> bool:
+        """Whether any process was asked: the same answer on all."""
+        if self.accelerator.num_processes == 1:
+            return self.here  # without a wait for the device
+        if self.here:
+            self.accelerator.set_trigger()
+        return self.accelerator.check_trigger()
 
 
-class _Training(Run):
-    """A run that trains a two-tower with a method."""
+class Run(ABC):
+    """The state of one run in its folder.
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator):
-        self.method = config.make_method()
-        super().__init__(config, accelerator)
-        config = self.config
-        if self.method.reads_short:
-            look_for_short_captions(self.records, config.max_bad)
-        base_model = load_base_model(config)
-        self.seen_before = [read_seen(config.base_model())]
-        # A resumed run needs more of it than its checkpoint holds: the kept positions, the features of a frozen image
-        # tower, the preprocessing. Random weights are the seed's.
-        random = f"random weights of {config.model}"
-        self.inputs["base model"] = random if base_model.random_weights else base_model.digest()
-        if config.import_file:
-            self.inputs["import file"] = sha256(config.import_file)
-        self.backbone, self.method = prepare_backbone(base_model, config)
-        sizes = config.batch, self.backbone.config["model_cfg"]["embed_dim"]
-        if config.components is None and (fitted := self.method.fit(*sizes)) is not self.method:
-            self.method, self.settings["components"] = fitted, fitted.components
-        self.method.check(*sizes)
-        torch.manual_seed(config.seed)  # the method's modules are the same on every process and in every run
-        self.model, modules = self.backbone.model, self.method.modules(self.backbone)
-        self.modules = nn.ModuleDict(modules).to(accelerator.device) if modules else None
-        self.write_modules = partial(self.method.save, modules=self.modules)
-        self.backbone.to(accelerator.device).train()
-        settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rate, self.method.decays
-        self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
-        given = {"recipe": self.method, "cached_features": config.freeze_image_tower}
-        if self.backbone.family.causal and not config.chunk:  # a chunk has a layout of its own
-            is_ragged = accelerator.device.type == "cuda" and self.precision != "fp32"
-            given["arrange"] = partial(arranged, is_ragged=is_ragged)
-        self.collate = partial(collate, tokenizer=self.backbone.tokenizer, **given)
+    A subclass sets, in `__init__` and `prepare`, the attributes that this class leaves open, and writes `prepare`,
+    `backward`, `measure`, `describe` and `finish`.
 
-    def prepare(self, request: StopRequest) -> None:
-        """With a frozen image tower, whose features are then the images, and which rests from then on."""
-        config, preprocess = self.config, self.backbone.read_pixels
-        if config.freeze_image_tower:
-            visual, preprocess = self.backbone.model.visual.eval(), nn.Identity()
-            tower = frozen_tower(self.backbone, self.accelerator, self.precision)
-            folder = config.feature_cache or self.folder.parent / "image-features"
-            self.cache_features(tower, self.all_records, folder, min(64, config.batch), request)
-            visual.to("cpu")
-        stand_ins = self.batches.stand_ins if config.max_bad else None
-        parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
-        self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts)
+    Attributes:
+        batch, warmup, workers, precision: what is `auto` in `config`, in numbers or as "fp32", "bf16" or "fp16".
+        main: whether this is the main process, which prints and writes.
+        all_records: the usable records of the data; `held_out` is measured on, `choosing` chooses
+            the best model (empty without `keep_best`), and `records` is trained on.
+        images: where their images come from, or a cache of their features.
+        missing: how many of the images that were looked up are missing.
+        batches: the samples of each step.
+        folder: the output.
+        job: what lies there, within `opened`.
+        settings: everything that decides the result; a subclass adds the rest.
+        inputs: digests of data and models; likewise.
+        seen_before: the records of the models that the run begins with.
+        model: what is trained and what a checkpoint holds.
+        modules: further modules that are trained, or None.
+        frozen: weights on the device that are neither.
+        optimizer: of both.
+        dataset: samples by key.
+        collate: samples to a batch, with attributes `bad` and `sample_ids`.
+    """
 
-    def begin(self, state: TrainState) -> None:
-        """Decides whether the steps run compiled, as those before did. Raises UserError if other is asked for now."""
-        before, left = state.compiled, self.batches.total_steps - state.step
-        auto = self.accelerator.device.type == "cuda" and left >= COMPILED_STEPS if before is None else before
-        state.compiled = {"on": True, "off": False}.get(self.config.compile, auto)
-        if before not in (None, state.compiled):
+    command = "train"
+    title = "training"  # of the progress bar
+    job: Job
+    seen_before: Sequence[Seen] = ()
+    model: nn.Module
+    modules: nn.Module | None = None
+    frozen: Sequence[Tensor] = ()
+    optimizer: AdamW
+    dataset: Dataset
+    collate: Callable
+
+    def __init__(self, config: RunConfig, accelerator: Accelerator):
+        self.config, self.accelerator, self.folder = config, accelerator, Path(config.output)
+        self.main = accelerator.is_main_process
+        self.captions, self.images = open_data(config.data, config.images)
+        records = self.all_records = self.captions.records
+        validation = config.held_out_count(len(records))
+        first = validation + config.keep_best
+        self.batch = batch = config.batch_size(len(records) - first)
+        if batch % accelerator.num_processes:
+            raise UserError(f"batch is {batch}, but must be a multiple of the {accelerator.num_processes} processes.")
+        if len(records) - first < batch:
             raise UserError(
-                f"compile is {self.config.compile}, but the steps so far ran {'' if before else 'un'}compiled. Leave "
-                "it out, or give a new --output."
+                f"{len(records)} usable pairs less {first} held out leave {max(0, len(records) - first)} to train on, "
+                f"fewer than a batch of {batch}. Lower --validation, --keep-best or --batch, or give more pairs."
             )
-        self.state, self._may_fail = state, self.config.compile == "auto" and before is None
-        self._must_compile = state.compiled
+        self.held_out, self.choosing, self.records = records[:validation], records[validation:first], records[first:]
+        self.missing = look_for_images(self.records, self.images, config.max_bad)
+        self.inputs = {"data": data_digest(config.data, self.captions)}
+        self.batches = GlobalBatches(len(self.records), batch, config.epochs, config.seed, config.max_steps)
+        self.warmup, self.workers = config.warmup_steps(self.batches.total_steps), count_workers(config.workers)
+        self.precision = pick_precision(config.precision, accelerator.device)
+        numbers = {"validation": validation, "batch": batch, "warmup": self.warmup, "precision": self.precision}
+        self.settings = config.settings() | numbers
 
-    def backward(self, batch: Batch) -> dict[str, torch.Tensor]:
-        if self._must_compile:
-            self._compile(batch)
-        settings = self.accelerator, self.precision, self.config.chunk, self.optimizer.scaler, self.modules
-        with torch.compiler.set_stance("default" if self.state.compiled else "force_eager"):
-            return backward(self.backbone, self.method, batch, *settings)
+    @abstractmethod
+    def prepare(self, request: StopRequest) -> None:
+        """Sets `dataset`. Features that are computed before the first step are computed here."""
 
-    def _compile(self, batch: Batch) -> None:
-        """Compiles the towers with what the first step needs; where any process cannot, none does.
+    def begin(self, state: TrainState) -> None:  # noqa: B027
+        """Called on every process before the steps that are left."""
+
+    @abstractmethod
+    def backward(self, batch) -> dict[str, Tensor]:
+        """Leaves the gradients of the global batch's loss in the parameters, on every process.
+
+        Returns:
+            "loss", "gradient_norm" and what else is logged, scalars of the device, on every process the same.
+        """
+
+    @abstractmethod
+    def measure(self, state: TrainState) -> None:
+        """Measures the model between two steps; called on every process."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """The first lines of the plan, by what they are about."""
+
+    @abstractmethod
+    def finish(self, state: TrainState) -> Path:
+        """Writes the models after the last step, and says what comes next. Returns where they are."""
+
+    def run(self) -> Path | None:
+        """Makes the steps that are left, and what follows. None if the run was asked to stop before the last.
 
         Raises:
-            UserError: it cannot, and the steps before were compiled, or compile is on.
+            UserError: the folder belongs to a run with other settings, too many records are bad, or the memory does not
+                suffice. If it does not for the first step, the folder is left as it was before the run.
         """
-        started, seed, device, error = time.perf_counter(), torch.initial_seed(), self.accelerator.device, ""
-        self.backbone.compile()
+        before = set(self.folder.glob("*")) if self.folder.exists() else None
         try:
-            chunk = batch.chunks(self.config.chunk or len(batch))[0].to(device)
-            with autocast(self.precision, device):
-                features = pack(self.method.encode(self.backbone, chunk, self.modules))
-            features.float().sum().backward()
-        except torch.OutOfMemoryError:
+            return self._run()
+        except OutOfMemory:
+            if self.main and not self.job.names():
+                for path in set(self.folder.glob("*")) - (before or set()):
+                    remove_path(path)
+                if before is None:
+                    self.folder.rmdir()
             raise
-        except RuntimeError as problem:  # torch's own, of Triton or of a C compiler
-            error = reason(problem)
-        finally:
-            self.optimizer.clear()
-            torch.manual_seed(seed)
-        errors = [error for error in gather_object([error]) if error]
-        if errors and not self._may_fail:
-            raise UserError(
-                f"The towers cannot be compiled here: {errors[0]}. Mend that, or begin anew with --compile off in a "
-                "new --output."
-            )
-        self.state.compiled, self._must_compile = not errors, False
-        seconds = f"{time.perf_counter() - started:.0f} s"
-        self.say(f"Not compiled: {errors[0]}" if errors else f"The towers were compiled in {seconds}.")
 
-    def describe(self) -> dict[str, str]:
-        config, backbone = self.config, self.backbone
-        stretched = backbone.config["debias_diffusion"]
-        origin = "RANDOM" if backbone.random_weights else config.pretrained or "its own"
-        is_fitted = self.settings["components"] != config.components
-        fitted = "; as many components as the batch allows (--components)" if is_fitted else ""
-        return {
-            "model": f"{config.model}, {origin} weights; context length {backbone.context_length}: the first "
-            f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
-            "recipe": f"{config.recipe}: {self.method.describe()}{fitted}",
-            "trained": "text tower, with cached image features" if config.freeze_image_tower else "both towers",
-        }
-
-    def measure(self, state: TrainState) -> None:
-        """R@1 on the held-out pairs, which decides nothing, and with `keep_best` on the pairs that choose.
-
-        The base model is measured too, but never the best: it is no result of this run.
-        """
-        # Another number of images would compile anew.
-        with torch.compiler.set_stance("force_eager"):
-            self._measure(state)
-        self.accelerator.wait_for_everyone()
-
-    def _measure(self, state: TrainState) -> None:
+    def _run(self) -> Path | None:
+        request, job = StopRequest(self.accelerator), nullcontext(Job.read(self.folder))  # of processes that only read
         if self.main:
-            self.backbone.eval()
-            if self.held_out:
-                self._measure_on(self.held_out, state, "", "held-out pairs")
-            if self.choosing:
-                scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
-                mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
-                if state.step > 0 and mean > state.best_r1:
-                    state.best_r1, state.best_step = mean, state.step
-                    save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)), self.write_modules)
-            self.backbone.train()
+            job = Job.open(self.folder, self.command, self.settings, self.inputs, may_change=_PLACES)
+        with request.listening(), job as self.job:
+            bad = self.captions.bad
+            self.check_bad(bad, len(self.all_records) + len(bad), is_reported=bool(self.job.names()))
+            self.prepare(request)
+            if request.asked():
+                self.say("Stopped before the next step. The same command continues from there.")
+                return None
+            state = self.make_steps(request)
+            result = state and self.finish(state)
+            self.accelerator.wait_for_everyone()
+            return result
 
-    def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
-        """R@1 in percent, logged and printed; `prefix` begins the names of the numbers."""
-        device, batch_size, frozen = self.accelerator.device, min(64, self.config.batch), self.config.freeze_image_tower
-        with autocast(self.precision, device):
-            image, good, bad = encode_images(
-                *(self.backbone, records, self.images, batch_size, device),
-                progress=False,
-                read=self.dataset.preprocess,
-                encode=nn.Identity() if frozen else None,
-            )
-            captions = [records[index].caption for index in good]
-            text = encode_texts(self.backbone, captions, batch_size, device, progress=False)
-        if state.step == 0 and not frozen:  # else they were reported with all others
+    def check_bad(self, bad: Sequence[BadRecord], count: int, is_reported: bool = False) -> None:
+        """Reports the bad ones of `count` records. Raises UserError if they are too many."""
+        if self.main and not is_reported:
             report_bad(bad, self.folder)
-        recalls = recall_at_k(image, text, ks=(1,))
-        t2i, i2t = recalls["text_to_image"]["R@1"], recalls["image_to_text"]["R@1"]
-        scores = {"t2i_r1": t2i, "i2t_r1": i2t, "pairs": len(image), "left_out": len(bad)}
-        line = {"step": state.step} | {prefix + key: value for key, value in scores.items()}
-        self.log(line)
-        self.say(f"step {state.step}: R@1 on {len(image)} {name}: {t2i:.1f} text to image, {i2t:.1f} image to text")
-        return line
+        check_share(bad, count, self.config.max_bad, continue_hint(self.config.output, bad))
 
-    def finish(self, state: TrainState) -> Path:
-        folder = self.folder
+    def make_steps(self, request: StopRequest) -> TrainState | None:
+        """Makes the steps that are left. None if the run was asked to stop before the last."""
+        config, accelerator, total = self.config, self.accelerator, self.batches.total_steps
+        state = load_checkpoint(self.job, self.model, self.optimizer, self.modules)
         if self.main:
-            save_model(self.job, LAST, self.backbone, {"step": state.step}, self.seen(), self.write_modules)
-        rest = f", and the last {self.batches.remainder} pairs filled no step" if self.batches.remainder else ""
-        self.say_done(state, rest)
-        if self.choosing:
-            self.say(
-                f"Best R@1 on the pairs that choose, mean of both directions: {state.best_r1:.1f} at step "
-                f"{state.best_step}. That model is in {folder / BEST}; the result of the run is the last one, in "
-                f"{folder / LAST}."
+            if state.step < total:
+                print_plan(self, state.step)
+            for log in (LOG, NOT_FINITE):
+                cut_log(self.folder / log, state.step)
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=self.batches.iterate(state.step, accelerator.process_index, accelerator.num_processes),
+            collate_fn=self.collate,
+            num_workers=self.workers,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+        with tracked(accelerator, config, self.settings):
+            if state.step == 0:
+                self.measure(state)
+            self.begin(state)
+            with (
+                explain_memory(accelerator.device, memory_advice(self)),
+                load_batches(loader) as batches,
+                tqdm(total=total, initial=state.step, desc=self.title, unit=" steps", disable=not self.main) as bar,
+            ):
+                pace = Pace(total, self.batch, accelerator.device, partial(self._note, state, bar, request))
+                for batch in batches:
+                    pace.add(self._start(batch, state, request))
+                    is_last = state.step == total
+                    stop = (request.heard or (request.here and accelerator.num_processes == 1)) and not is_last
+                    measures = state.step % config.eval_every == 0 or is_last
+                    saves = state.step % config.checkpoint_every == 0 or is_last or stop
+                    if measures or saves:
+                        with pace.pause():
+                            if measures:
+                                self.measure(state)
+                            if saves and self.main:
+                                save_checkpoint(self.job, self.model, self.optimizer, state, config.keep, self.modules)
+                            accelerator.wait_for_everyone()
+                    if stop:
+                        self.say(f"Stopped after step {state.step} of {total}. The same command continues from there.")
+                        return None
+        return state
+
+    def _start(self, batch, state: TrainState, request: StopRequest) -> Step:
+        """Gives the device the next step, and waits for no number of it."""
+        config, device = self.config, self.accelerator.device
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        begun = Moment(device)
+        # Only a model that drops patches draws random numbers in a step; a resumed run must draw the same.
+        torch.manual_seed((config.seed << 32) + state.step * world + rank)
+        rate = learning_rate(state.step, self.batches.total_steps, config.learning_rate, self.warmup)
+        report = self.backward(batch)
+        is_applied = self.optimizer.step(rate, report)
+        state.step += 1
+        counts = to_device(torch.tensor([len(batch.bad), request.here]), device)
+        numbers = torch.stack([is_applied, *self.accelerator.reduce(counts, reduction="sum"), *report.values()])
+        numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # into pinned memory
+        return Step(state.step, rate, batch, list(report), numbers, begun, Moment(device))
+
+    def _note(self, state: TrainState, bar: tqdm, request: StopRequest, step: Step) -> None:
+        """Logs and shows the numbers of a step; see `Pace`."""
+        is_applied, replaced, is_asked, *values = step.numbers.tolist()
+        report = dict(zip(step.names, values, strict=True))
+        request.heard |= is_asked > 0
+        if is_applied:
+            state.not_finite = 0
+        else:
+            self._note_skipped(step, state, report)
+        self._note_replaced(step, state, int(replaced))
+        speed = self.batch / step.seconds
+        bar.update()
+        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
+        if step.words:
+            self.say(f"step {step.number}: {step.words}")
+        is_due = step.number % self.config.log_every == 0 or step.number == self.batches.total_steps or step.measured
+        if self.main and is_applied and is_due:
+            numbers = {name: value for name, value in report.items() if math.isfinite(value)}
+            epoch = round(step.number * self.batch / self.batches.records, 4)
+            line = {"step": step.number, "epoch": epoch, **numbers, "learning_rate": step.learning_rate}
+            took = {"seconds": {"step": round(step.seconds, 4), "waiting": round(step.waited, 4)}}
+            self.log(line | {"samples_per_second": round(speed, 2)} | took | step.measured)
+
+    def _note_skipped(self, step: Step, state: TrainState, report: dict[str, float]) -> None:
+        """Logs the samples of a step that is not finite. Raises UserError after too many such steps in a row."""
+        state.not_finite += 1
+        samples = gather_object(step.batch.sample_ids)
+        number = "loss" if not math.isfinite(report["loss"]) else "gradient"
+        if self.main:
+            line = {"step": step.number, "not_finite": number, "samples": samples}
+            append(self.folder / NOT_FINITE, json.dumps(line))
+            append(self.folder / LOG, json.dumps(line | {"samples": len(samples)}))
+        skipped = f"The {number} of step {step.number} is not finite; the step was not applied"
+        if state.not_finite == PATIENCE:
+            raise UserError(
+                f"{skipped}, like the {PATIENCE - 1} before it. The last checkpoint is unharmed, and the samples are "
+                f"named in {str(self.folder / NOT_FINITE)!r}. Look at them, or start again with a lower "
+                "--learning-rate or another --precision."
             )
-        if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
-            self.say(f"Next: debias-diffusion export --model {folder} --output {folder / 'export'}")
-        return folder / LAST
+        self.say(f"{skipped}. Its samples are named in {self.folder / NOT_FINITE}.")
 
+    def _note_replaced(self, step: Step, state: TrainState, count: int) -> None:
+        """Logs the bad records of this process's batch, of `count` in all. Raises UserError when there are too many."""
+        if bad := step.batch.bad:
+            add_bad(bad, self.folder)
+            tqdm.write(f"replaced {printable(bad[0].where)}: {bad[0].kind} (all in {self.folder / BAD_RECORDS})")
+        state.replaced += count
+        if count:
+            # The share of a few samples says nothing about the rest.
+            seen = max(step.number * self.batch, min(FEWEST, len(self.records)))
+            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config.output, bad))
 
-def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
-    """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
-    base = config.base_model()
-    return load_tokenizer(base.model.location, base.model.weights, config.keep_positions, config.stretch)
+    def seen(self, first: int | None = None) -> Seen:
+        """The record of a model that the pairs from `first` on have trained or chosen; None: from `records` on."""
+        count = len(self.all_records)
+        first = count - len(self.records) if first is None else first
+        return add_seen(self.seen_before, self.inputs["data"], range(first, count))
 
+    def say_done(self, state: TrainState, rest: str = "") -> None:
+        few = few_steps(self)
+        few = f" {few} Give it another --output." if few else ""
+        self.say(f"Done: {state.step} steps; {state.replaced} unreadable records were replaced{rest}.{few}")
 
-def load_base_model(config: TrainConfig) -> Backbone:
-    """The base model unchanged; random weights come from the seed.
+    def log(self, line: dict) -> None:
+        """A line in log.jsonl, and its numbers in the trackers."""
+        append(self.folder / LOG, json.dumps(line))
+        numbers = {name: value for name, value in line.items() if name not in ("step", "seconds")}
+        self.accelerator.log(numbers, step=line["step"])
 
-    Raises:
-        UserError: the model cannot be used, has suppressed heads, or no weights are named.
-    """
-    base = config.base_model()
-    torch.manual_seed(config.seed)
-    backbone = base.load_two_tower(random_weights=True)
-    if backbone.image_attention or backbone.text_attention:
-        raise ablated(config.model)
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in backbone.modules()):
-        raise UserError(
-            f"{config.model!r} has batch normalisation, whose result depends on how a batch is split. Take a ViT."
-        )
-    return backbone
-
-
-def prepare_backbone(backbone: Backbone, config: TrainConfig) -> tuple[Backbone, Method]:
-    """The base model with its context length stretched, changed as the method wants it, its scale set, in place; and
-    the method for it.
-
-    Raises:
-        UserError: the method or an option cannot be used with this model.
-    """
-    method = config.make_method()
-    method.check_base(backbone, config.keep_positions, config.freeze_image_tower)
-    if "keep" not in backbone.config.get("debias_diffusion", {}):
-        try:
-            backbone.stretch(config.keep_positions, config.stretch)
-        except ValueError as error:
-            raise UserError(f"{config.model!r} cannot be stretched: {error}.") from error
-    torch.manual_seed(config.seed)
-    method = method.prepare(backbone)
-    _set_scale(backbone, config)
-    if config.freeze_image_tower:
-        backbone.model.visual.requires_grad_(False)
-    if config.checkpoint_activations:
-        backbone.checkpoint_activations()
-    return backbone, method
-
-
-def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
-    is_sigmoid = backbone.loss == "sigmoid"
-    if is_sigmoid and config.label_smoothing is not None:
-        raise UserError(
-            f"label_smoothing is {config.label_smoothing}, but the sigmoid loss of {config.model!r} has no labels to "
-            "smooth. Leave it out."
-        )
-    scale = config.initial_scale
-    if scale == "auto":
-        scale = None if is_sigmoid else 100.0
-    if scale is not None:
-        with torch.no_grad():
-            backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
+    def say(self, line: str) -> None:
+        if self.main:
+            tqdm.write(line)

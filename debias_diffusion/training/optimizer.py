@@ -1,7 +1,8 @@
 """AdamW for all trained parameters, and the learning rate of a step."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,14 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup: int) -> floa
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
-    rate: Callable[[str], float] = lambda name: 1.0,
-    decays: Callable[[nn.Parameter], bool] = lambda parameter: parameter.ndim >= 2,
+    rates: Mapping[str, float] | None = None,
+    decay: Literal["matrices", "all"] = "matrices",
 ) -> list[dict]:
-    """Groups for AdamW: weight decay where `decays` says so, and a "rate" that multiplies the learning rate."""
+    """Groups for AdamW, each with its weight decay and a "rate" that multiplies the learning rate; see `AdamW`."""
     groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, parameter in named:
-        groups.setdefault((decays(parameter), rate(name)), []).append(parameter)
+        rate = next((rate for start, rate in (rates or {}).items() if name.startswith(start)), 1.0)
+        groups.setdefault((parameter.ndim >= 2 or decay == "all", rate), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if has_decay else 0.0, "rate": factor}
         for (has_decay, factor), parameters in groups.items()
@@ -41,14 +43,14 @@ def parameter_groups(
 
 
 class AdamW:
-    """torch's AdamW with weight decay on matrices only, unless `decays` says otherwise, and loss scaling for fp16.
+    """torch's AdamW with weight decay on matrices only, as usual, or on all, and loss scaling for fp16.
 
     Args:
         named: parameters by name; those without `requires_grad` are left out.
         precision: for "fp16", gradients are scaled so that small ones do not vanish; a step in which one of them
             overflows is skipped and the scale lowered.
-        rate: multiplies the learning rate of a parameter, by its name.
-        decays: whether weight decay acts on a parameter.
+        rates: multiply the learning rate of some parameters, by how their names begin.
+        decay: the parameters that weight decay acts on.
 
     Attributes:
         scaler: scales the loss before its gradient is computed; does nothing unless the precision is "fp16".
@@ -61,11 +63,11 @@ class AdamW:
         betas: tuple[float, float],
         eps: float,
         precision: str = "fp32",
-        rate: Callable[[str], float] = lambda name: 1.0,
-        decays: Callable[[nn.Parameter], bool] = lambda parameter: parameter.ndim >= 2,
+        rates: Mapping[str, float] | None = None,
+        decay: Literal["matrices", "all"] = "matrices",
     ):
         trained = [(name, parameter) for name, parameter in named.items() if parameter.requires_grad]
-        groups = parameter_groups(trained, weight_decay, rate, decays)
+        groups = parameter_groups(trained, weight_decay, rates, decay)
         self.adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.scaler = torch.amp.GradScaler(trained[0][1].device.type, enabled=precision == "fp16")
 

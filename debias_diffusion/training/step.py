@@ -1,14 +1,15 @@
 """One exact step over the global batch, however many processes share it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
 from ..clip.backbone import Backbone
+from ..data.batch import Batch
 from ..devices import autocast
-from ..methods.base import Batch, Method
+from ..methods import Method
 
 _BUCKET = 25_000_000  # numbers in a message between processes
 
@@ -24,11 +25,9 @@ def unpack(packed: torch.Tensor, shapes: dict[str, torch.Size]) -> dict[str, tor
     return {name: part.view(-1, *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def parameters(model: nn.Module, modules: nn.Module | None) -> Iterator[nn.Parameter]:
+def parameters(model: nn.Module, modules: nn.Module | None) -> list[nn.Parameter]:
     """Of the model and of the method's own modules."""
-    yield from model.parameters()
-    if modules is not None:
-        yield from modules.parameters()
+    return [*model.parameters(), *(modules.parameters() if modules is not None else ())]
 
 
 def backward(
@@ -71,7 +70,7 @@ def backward(
         if not at_once:  # random draws, such as dropped patches, must be the same both times
             torch.manual_seed(hash((seed, number)) & (2**63 - 1))
         with autocast(precision, accelerator.device):
-            features = method.encode(backbone, chunks[number].to(accelerator.device), modules)
+            features = method.features(backbone, chunks[number].to(accelerator.device), modules)
             shapes.update({name: feature.shape[1:] for name, feature in features.items()})
             return pack(features)
 

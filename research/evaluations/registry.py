@@ -4,6 +4,7 @@ from debias_diffusion.eval.registry import Evaluation
 from debias_diffusion.registry import Command
 
 from ..options import JudgeConfig
+from ..smart_clip.options import MaskedRetrievalConfig
 from .options import ClassificationConfig, ColaConfig, ExamplesConfig, GrowthConfig, MapsConfig
 
 
@@ -53,5 +54,11 @@ EVALUATIONS = {
     ),
     "judge": Command(
         JudgeConfig, "judge_labels:evaluate_judge", "--labels labels --judge toy/checker --output scores", "eval"
+    ),
+    "masked-retrieval": Command(
+        MaskedRetrievalConfig,
+        "smart_clip.retrieval:evaluate_masked_retrieval",
+        "--encoders runs/smart-clip --data toy/test --output scores",
+        "eval",
     ),
 }

@@ -17,7 +17,7 @@ from debias_diffusion.methods import METHODS
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 from ..ablate.command import ablate
 from ..ablate.options import AblateConfig
@@ -116,7 +116,7 @@ class Work:
         # Equal methods have one folder, however they are spelled: long-clip is debias-clip with three options.
         plain = {name: part for name, part in settings.items() if name not in _SPELLING}
         needs = self._pairs()
-        digest = self._digest(self._filled(plain, seed), repr(config.make_method()), identity, needs)
+        digest = self._digest(self._filled(plain, seed), repr(config.chosen_method), identity, needs)
         cost = 3600 * gpu_hours(model, self.world)
         if self.world.seconds_per_step is not None:
             cost = self.world.seconds_per_step * (config.max_steps or 0)

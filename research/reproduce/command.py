@@ -9,7 +9,7 @@ import numpy as np
 from debias_diffusion.errors import FailedError, UserError, near_matches
 from debias_diffusion.eval.report import Table, cell, escaped, versions
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.training.plan import duration
+from debias_diffusion.training.progress import duration
 
 from ..options import ReproduceConfig
 from . import papers

@@ -47,7 +47,7 @@ from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.toyworld.render import render as render_scene
 from debias_diffusion.toyworld.scenes import scene
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 from .harness import CPU, publish, read_options
 

@@ -13,8 +13,9 @@ from PIL import Image
 from debias_diffusion.app.shards import divide, read_images, write_tar
 from debias_diffusion.app.written_folder import check_free
 from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
-from debias_diffusion.data.caption_statistics import CaptionStatistics, summarise
+from debias_diffusion.data.caption_statistics import describe_captions
 from debias_diffusion.data.captions import fold
+from debias_diffusion.data.check import look_for_images
 from debias_diffusion.data.image_folder import list_images
 from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.shards import FINISHED, is_shards
@@ -25,7 +26,6 @@ from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.sentences import split_sentences
-from debias_diffusion.training.check import look_for_images
 
 from .chat_model import Asked, ChatModel, Server, answers, model_digest
 from .cleaning import drop_unfinished, fault
@@ -202,13 +202,13 @@ class _Synthesis:
             self.job.note(FINISHED, samples={_shard(part): count for part, count in kept.items()})
         removed = dict(sorted(sheet.removed.items()))
         counts = {"images": total, "kept": len(sheet.measures), "removed": removed, "unreadable": len(bad)}
-        statistics = summarise(sheet.measures) if sheet.measures else None
+        statistics = describe_captions(sheet.measures) if sheet.measures else None
         sheet.write(self.output / REPORT, settings=settings, counts=counts, statistics=statistics)
         content = {"settings": settings, "versions": versions(), "counts": counts}
-        write_json(self.output / SETTINGS, content | {"captions": statistics and asdict(statistics)})
+        write_json(self.output / SETTINGS, content | {"captions": statistics})
         self._tell(counts, statistics)
 
-    def _tell(self, counts: dict, statistics: CaptionStatistics | None) -> None:
+    def _tell(self, counts: dict, statistics: str | None) -> None:
         removed = ", ".join(f"{count} {kind}" for kind, count in counts["removed"].items())
         print(
             f"Kept {counts['kept']} captions of {counts['images']} images; removed {sum(counts['removed'].values())}"

@@ -1,6 +1,6 @@
 """What a multimodal model is asked about an image."""
 
-from debias_diffusion.methods.sampling import draw_generator
+from debias_diffusion.data.batch import draw_generator
 
 # Fix-CLIP, section 6, verbatim.
 LONG = (

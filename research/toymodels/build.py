@@ -23,7 +23,7 @@ from debias_diffusion.encoders.loading import DIFFERENCE, STEPS, load_backbone
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.files import atomic_file, atomic_folder, write_json
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 from ..options import ToyModelsConfig
 from ..referring.grammar import STYLES, caption

@@ -1,5 +1,6 @@
 """One resumable piece of building the toy world: a loss, a number of steps, and a log."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
+from debias_diffusion.files import append
 from debias_diffusion.jobs import Job
-from debias_diffusion.training.logs import LOG, add_line, cut_log
 from debias_diffusion.training.optimizer import learning_rate, parameter_groups
+from debias_diffusion.training.progress import LOG, cut_log
 
 CHECKPOINT_EVERY = 500
 _LOG_EVERY = 100
@@ -60,7 +62,7 @@ def run_stage(
             losses.append(value.item())
             if (step + 1) % _LOG_EVERY == 0 or step + 1 == steps:
                 line = {"step": step + 1, "loss": round(sum(losses) / len(losses), 5)}
-                add_line(folder / LOG, line | {"seconds": round(time.monotonic() - started, 1)})
+                append(folder / LOG, json.dumps(line | {"seconds": round(time.monotonic() - started, 1)}))
                 losses = []
             if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
                 content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}

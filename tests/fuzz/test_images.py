@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from debias_diffusion.data.dataset import CaptionDataset
 from debias_diffusion.data.images import is_there
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.methods import find_method
 from debias_diffusion.text.tokens import CaptionTokenizer
+from debias_diffusion.training.batches import CaptionDataset
 
 # Pillow says what it makes the best of.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion.app.prompts import read_prompts
+from debias_diffusion.data.batch import draw_generator
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import find_method
-from debias_diffusion.methods.sampling import SAMPLERS, draw_generator
+from debias_diffusion.methods.sampling import SAMPLERS
 from debias_diffusion.text.chunks import PROGRAMS
 from debias_diffusion.text.schedules import find_schedules
 from debias_diffusion.text.sentences import join_sentences, sentence_ends, split_sentences

@@ -7,7 +7,12 @@ from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["debias_diffusion.training.loop", "debias_diffusion.app.generate", "debias_diffusion.app.shards", "jsonargparse"]
+    [
+        "debias_diffusion.training.two_tower",
+        "debias_diffusion.app.generate",
+        "debias_diffusion.app.shards",
+        "jsonargparse",
+    ]
 )
 PATIENCE = 300  # seconds, for what takes a few
 

@@ -24,7 +24,7 @@ from helpers.training_runs import config, killed_copy, without_clock
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SMALL = {

@@ -11,7 +11,7 @@ from helpers.tiny_clip import everyday
 from helpers.tiny_data import caption
 from torch import nn
 
-from debias_diffusion.data.dataset import Sample, collate
+from debias_diffusion.training.batches import Sample, collate
 from debias_diffusion.training.step import backward
 
 CPU = Accelerator(cpu=True)

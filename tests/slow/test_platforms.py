@@ -10,7 +10,7 @@ from helpers.modules import ROOT
 from helpers.training_runs import config, is_the_same_run
 
 from debias_diffusion.data import workers
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 
 def test_spawned_workers_read_what_forked_ones_read(world, finished_run, tmp_path, monkeypatch):

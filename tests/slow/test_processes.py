@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from helpers.processes import as_options
 from helpers.training_runs import config, is_the_same_run, losses, settings_of
 
 from debias_diffusion.training.config import TrainConfig
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 PROGRAM = [sys.executable, "-m", "debias_diffusion.app.cli"]
 # accelerate's own launcher starts several processes on GPUs only; underneath it is this one.
@@ -41,7 +42,7 @@ def printed(process: subprocess.Popen) -> str:
 
 
 def train_options(settings: TrainConfig) -> list[str]:
-    return ["train", *as_options({name: value for name, value in vars(settings).items() if name != "betas"})]
+    return ["train", *as_options({name: value for name, value in asdict(settings).items() if name != "betas"})]
 
 
 def wait_for_step(output: Path, step: int, process: subprocess.Popen) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.training_runs import config, losses
 
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
 
 
 @pytest.mark.needs("wandb")

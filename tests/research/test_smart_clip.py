@@ -16,18 +16,19 @@ from debias_diffusion.app.cli import main
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.image_features import PairSession
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, retrieve
 from debias_diffusion.methods import METHODS
-from debias_diffusion.methods.smart_clip import MASK_FILE, read_mask_network
-from debias_diffusion.training.loop import train
+from debias_diffusion.training.two_tower import train
+from research.smart_clip.method import MASK_FILE, SMART_CLIP, read_mask_network
+from research.smart_clip.options import MaskedRetrievalConfig
+from research.smart_clip.retrieval import MaskedSession, evaluate_masked_retrieval, masked_ranks
 
 CASES = {"smart-clip": {}, "smoothed": {"label_smoothing": 0.1, "sparsity": 7.0}, "kept": {"keep_states": 0.7}}
 square = partial(tiny_clip, quick_gelu=True, embed_dim=32)  # as wide as its text tower
 
 
 def setup(case, *samples):
-    step = prepared(square(), replace(METHODS["smart-clip"], **CASES[case]), *samples)
+    step = prepared(square(), replace(SMART_CLIP, **CASES[case]), *samples)
     step[0].logit_scale.data.fill_(100.0).log_()
     return step
 
@@ -65,12 +66,23 @@ def test_loss_and_gradients_are_smart_clips_however_the_batch_is_split(case, of_
     backbone, method, modules, batch = setup(case)
     loss = literal_loss(backbone, method, modules, batch)
     if method.keep_states:
-        features = method.encode(backbone, batch, modules)
+        features = method.features(backbone, batch, modules)
         drawn = batch.views["state_tokens"][:, 0, 0] >= 0
         assert 0 < drawn.sum() < 6 and not features["state_error"][~drawn].any()  # so a chunk may have none
         loss = loss + 0.7 * features["state_error"][drawn].mean()
     assert_split_exactly((backbone, method, modules, batch), loss, case, of_processes)
 
+
+def test_masked_ranks_count_ties_against_the_model():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        images, texts, masks = (torch.randint(*ends, (n, 3), generator=generator).double() for ends, n in SHAPES)
+        ranks, _ = masked_ranks(images, texts, masks, IMAGE_OF)
+        got = ranks["text_to_image"].tolist(), ranks["image_to_text"].tolist()
+        assert got == literal_ranks(images, texts, IMAGE_OF, masks)
+
+
+SHAPES, IMAGE_OF = (((-1, 2), 4), ((-1, 2), 6), ((0, 2), 6)), (0, 1, 1, 2, 3, 3)
 
 # ---- runs, and evaluations with masks
 
@@ -83,6 +95,13 @@ def smart_world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     square(tokenizer=byte_tokenizer(77)).save(folder / "base")
     return (str(folder / "base"), *make_tiny_data(folder))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, "smart-clip", SMART_CLIP)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +129,10 @@ def test_a_run_trains_and_saves_the_mask_network(run, tmp_path):
 def test_with_masks_ranks_are_those_of_masked_images(smart_world, run, tmp_path):
     base, data, images = smart_world
     settings = dict(output=str(tmp_path / "out"), data=data, images=images)
-    plain, masked = RetrievalConfig([str(run)], **settings), RetrievalConfig([str(run), base], **settings, masks=True)
-    with pytest.raises(UserError, match="Leave out --masks"):
-        evaluate_retrieval(replace(masked, encoders=[base]))
-    session = PairSession("retrieval", masked)
+    plain, masked = RetrievalConfig([str(run)], **settings), MaskedRetrievalConfig([str(run), base], **settings)
+    with pytest.raises(UserError, match="has a mask_network.safetensors. Give a run of"):
+        evaluate_masked_retrieval(replace(masked, encoders=[base]))
+    session = MaskedSession("masked_retrieval", masked)
     result = next(iter(session.by_encoder(partial(retrieve, session)).values()))
     backbone, (read, source) = load_two_tower(run), open_data(data, images)
     network = read_mask_network(str(run / "last"), backbone)
@@ -126,6 +145,7 @@ def test_with_masks_ranks_are_those_of_masked_images(smart_world, run, tmp_path)
     assert (result["ranks"]["text_to_image"], result["ranks"]["image_to_text"]) == expected
     pairs = zip(of_images.double() * masks, of_texts.double(), strict=True)
     assert result["similarities"] == pytest.approx([float(cosine(*pair)) for pair in pairs], abs=1e-5)
-    reports = [evaluate_retrieval(settings)["encoders"] for settings in (masked, plain)]  # in one cache
+    # In one cache.
+    reports = [evaluate_masked_retrieval(masked)["encoders"], evaluate_retrieval(plain)["encoders"]]
     label = next(iter(reports[1]))
     assert len(reports[0]) == 2 and reports[0][label]["recall_percent"] != reports[1][label]["recall_percent"]

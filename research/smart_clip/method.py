@@ -2,10 +2,13 @@
 
 smart-clip   one caption, cut after a random number of sentences, against the image under the caption's binary mask
 
-The mask network is saved beside the towers, for `--masks`; published scores are without. More: `research/recipes.md`.
+The mask network is saved beside the towers, for `evaluate masked-retrieval`; published scores are without. More:
+`research/recipes.md`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,20 +17,20 @@ import torch.nn.functional as F
 from open_clip.transformer import ResidualAttentionBlock
 from torch import Tensor, nn
 
-from ..clip.backbone import Backbone
-from ..clip.blocks import block_forward, full_attention
-from ..clip.text_tower import TextTower
-from ..clip.weight_files import check_finite, read_state, save_tensors
-from ..errors import UserError, explain_failure
-from ..limits import NonNegativeFloat, PositiveFloat
-from ..text.tokens import TokenBatch
-from .base import Batch
-from .dual_caption import DualCaption
-from .keep_states import KeepStates
-from .objectives import masked_cosines
+from debias_diffusion.clip.backbone import Backbone
+from debias_diffusion.clip.blocks import block_forward, full_attention
+from debias_diffusion.clip.text_tower import TextTower
+from debias_diffusion.clip.weight_files import check_finite, read_state, save_tensors
+from debias_diffusion.data.batch import Batch
+from debias_diffusion.errors import UserError, explain_failure
+from debias_diffusion.limits import NonNegativeFloat, PositiveFloat
+from debias_diffusion.methods import Term
+from debias_diffusion.methods.base import Losses
+from debias_diffusion.methods.dual_caption import DualCaption
 
 MASK_FILE = "mask_network.safetensors"  # beside the weights of a model
 _ALIGN = 10.0  # lambda_align
+_LEAST_SQUARE = 1e-12  # of the length under a mask, of an image feature of length 1
 
 
 class MaskNetwork(nn.Module):
@@ -53,10 +56,6 @@ class MaskNetwork(nn.Module):
         soft = (self.pool(states).softmax(dim=1) * states).sum(dim=1).sigmoid()
         return soft + ((soft >= 0.5).to(soft) - soft).detach()
 
-    def encode(self, backbone: Backbone, tokens: TokenBatch) -> Tensor:
-        """[batch, 2, embed_dim]: each caption's feature, not normalised, and its mask."""
-        return torch.stack([backbone.encode_text(tokens), self(backbone.text.final_states(tokens))], dim=1)
-
 
 def read_mask_network(folder: str, backbone: Backbone) -> MaskNetwork | None:
     """What a run has saved beside its model, or None. Raises UserError if it is damaged, or of another model."""
@@ -70,11 +69,55 @@ def read_mask_network(folder: str, backbone: Backbone) -> MaskNetwork | None:
     return network.to(backbone.logit_scale).eval()
 
 
+def masked_cosines(images: Tensor, texts: Tensor, masks: Tensor) -> Tensor:
+    """cos(masks_j * images_i, texts_j), [N, M]: images [N, dim], each under the mask of each text, both [M, dim].
+
+    As <image, mask * text> / sqrt(<image^2, mask^2>), two products, with no tensor [N, M, dim]; 0 under an empty mask.
+    """
+    images, texts = F.normalize(images, dim=-1), F.normalize(texts, dim=-1)
+    squares = images.square() @ masks.square().T
+    return images @ (masks * texts).T * squares.clamp(min=_LEAST_SQUARE).rsqrt()
+
+
+@dataclass(frozen=True)
+class MaskedLoss(Term):
+    """10 (L_i2t + L_t2i) + sparsity * mean |mask|: similarities are cos(mask_j * image_i, text_j).
+
+    Attributes:
+        sparsity: weight of the share of dimensions that masks keep.
+    """
+
+    sparsity: float
+    label_smoothing: float
+
+    def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
+        return {"mask": MaskNetwork(backbone.text)}
+
+    def encode(
+        self, backbone: Backbone, batch: Batch, features: Mapping[str, Tensor], modules: Any = None
+    ) -> dict[str, Tensor]:
+        """{"mask": [batch, embed_dim]}"""
+        with torch.no_grad():  # masks teach the text tower nothing
+            states = backbone.text.final_states(batch.tokens)
+        return {"mask": modules["mask"](states)}
+
+    def losses(self, features: Mapping[str, Tensor], scale: Tensor, bias: Tensor | None = None) -> Losses:
+        mask = features["mask"]
+        logits = scale * masked_cosines(features["image"], features["short_text"], mask)
+        labels, smoothing = torch.arange(len(mask), device=mask.device), self.label_smoothing
+        both = [F.cross_entropy(rows, labels, label_smoothing=smoothing) for rows in (logits, logits.T)]
+        masked = both[0] + both[1]
+        size = mask.abs().mean()  # with no gradient where a mask is 0
+        losses = {"masked_loss": _ALIGN * masked, "mask_size_loss": self.sparsity * size}
+        return losses, {"masked": masked.detach() / 2, "mask_size": size.detach()}
+
+    def describe(self) -> str:
+        return f"masks whose size has weight {self.sparsity:g}"
+
+
 @dataclass(frozen=True)
 class SmartClip(DualCaption):
-    """One caption against the image under its mask: similarities are cos(mask_j * image_i, text_j).
-
-        L = 10 (L_i2t + L_t2i) + sparsity * mean |mask|
+    """One caption against the image under its mask, in the place of the other losses; see `MaskedLoss`.
 
     Attributes:
         sparsity: weight of the share of dimensions that masks keep.
@@ -104,35 +147,17 @@ class SmartClip(DualCaption):
         backbone.logit_scale.requires_grad_(False)  # 100 throughout in the authors' code
         return super().prepare(backbone)
 
-    def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
-        return super().modules(backbone) | {"mask": MaskNetwork(backbone.text)}
+    @cached_property
+    def terms(self) -> list[Term]:
+        _, *others = super().terms  # but the first, of the long and the short caption
+        return [*others, MaskedLoss(self.sparsity, self.label_smoothing)]
+
+    @property
+    def rates(self) -> dict[str, float]:
+        return {"method/": self.new_rate}
 
     def save(self, folder: Path, modules: Any = None) -> None:
         save_tensors(modules["mask"].state_dict(), folder / MASK_FILE)
 
-    def rate(self, name: str) -> float:
-        return self.new_rate if name.startswith("method/") else 1.0
 
-    def encode(self, backbone: Backbone, batch: Batch, modules: Any = None) -> dict[str, Tensor]:
-        with torch.no_grad():  # masks teach the text tower nothing
-            states = backbone.text.final_states(batch.tokens)
-        return super().encode(backbone, batch, modules) | {"mask": modules["mask"](states)}
-
-    def losses(
-        self, features: dict[str, Tensor], scale: Tensor, bias: Tensor | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        mask = features["mask"]
-        logits = scale * masked_cosines(features["image"], features["short_text"], mask)
-        labels, smoothing = torch.arange(len(mask), device=mask.device), self.label_smoothing
-        both = [F.cross_entropy(rows, labels, label_smoothing=smoothing) for rows in (logits, logits.T)]
-        masked = both[0] + both[1]
-        size = mask.abs().mean()  # with no gradient where a mask is 0
-        losses, report = KeepStates.losses(self, features, scale, bias)
-        losses |= {"masked_loss": _ALIGN * masked, "mask_size_loss": self.sparsity * size}
-        return losses, report | {"masked": masked.detach() / 2, "mask_size": size.detach()}
-
-    def describe(self) -> str:
-        return f"{super().describe()}, masks whose size has weight {self.sparsity:g}"
-
-
-RECIPES = {"smart-clip": SmartClip("opening", "none", short_weight=1.0, components=0, label_smoothing=0.0)}
+SMART_CLIP = SmartClip("opening", "none", short_weight=1.0, components=0, label_smoothing=0.0)

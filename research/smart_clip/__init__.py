@@ -1,0 +1,1 @@
+"""SmartCLIP: its method with the mask network, and retrieval under masks."""
