@@ -58,7 +58,8 @@ class MaskedSession(PairSession):
     def compare(
         self, readable: Readable, texts: list[str], progress: str | Literal[False]
     ) -> tuple[dict[str, Tensor], Tensor]:
-        network, backbone = read_mask_network(self.encoders[readable.label].model.location, readable.backbone), readable.backbone
+        backbone = readable.backbone
+        network = read_mask_network(self.encoders[readable.label].model.location, backbone)
         if network is None:
             return super().compare(readable, texts, progress)
         features, masks = [], []
