@@ -5,7 +5,6 @@ import sys
 from urllib.parse import urlsplit
 
 from debias_diffusion.errors import UserError, explain_failure
-from debias_diffusion.files import read_file
 
 from ..prompt_options import AppConfig
 
@@ -17,33 +16,22 @@ OPEN = "Anyone who can reach this machine can use the demo: it has no password."
 
 
 def run_app(config: AppConfig) -> None:
-    """Opens the demo and serves it until interrupted.
-
-    Raises:
-        UserError: a setting cannot be used.
-    """
+    """Opens the demo and serves it until interrupted."""
     page, url = open_app(config)
     print(f"The demo is at {url} (Ctrl+C stops it)", flush=True)
     page.block_thread()
 
 
 def open_app(config: AppConfig):
-    """Opens the demo and returns at once.
-
-    Returns:
-        gradio's Blocks, whose `close()` stops the server; its address
+    """Opens the demo and returns at once: gradio's Blocks, whose `close()` stops the server, and its address.
 
     Raises:
-        OSError: the password file cannot be read.
         UserError: a setting cannot be used.
     """
     password = os.environ.get(PASSWORD) if config.user else None  # without a user it may be meant for another run
-    if config.password_file:
-        password = read_file(config.password_file).decode(errors="replace").partition("\n")[0].rstrip("\r")
-    if bool(config.user) != bool(password):
+    if config.user and not password:
         raise UserError(
-            "A user and a password go together. Give both, or neither; the password by --password-file or the "
-            f"environment variable {PASSWORD}."
+            f"A user needs a password. Give it by the environment variable {PASSWORD}, or leave out --user."
         )
     host = config.host.strip("[]")
     notice = "" if host in LOCAL or password else OPEN
@@ -62,7 +50,7 @@ def open_app(config: AppConfig):
     # A page of another site could otherwise reach a local demo under a name of its own (DNS rebinding).
     hosts = [*LOCAL, "[::1]"] if host in LOCAL else ["*"]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
-    middleware += [Middleware(OtherSitesRefused)] if host in LOCAL else []
+    middleware += [Middleware(refuse_other_sites)] if host in LOCAL else []
     blocks = page.build(models, config.budget, MOST_WAITING, notice)
     advice = "Give another --port, from 1 to 65535, or another --host."
     with explain_failure(f"Cannot listen on host {host!r}, port {config.port}", advice):
@@ -84,18 +72,17 @@ def open_app(config: AppConfig):
     return blocks, url
 
 
-class OtherSitesRefused:
+def refuse_other_sites(app):
     """ASGI middleware that serves this machine's pages and programs, and no page of another site."""
+    from starlette.responses import PlainTextResponse
 
-    def __init__(self, app):
-        self.app = app
+    refusal = PlainTextResponse("Pages of other sites cannot use this demo.", 403)
 
-    async def __call__(self, scope, receive, send):
-        from starlette.responses import PlainTextResponse
-
+    async def serve(scope, receive, send):
         refused = scope["type"] != "lifespan" and is_of_other_site(scope.get("method", ""), scope["headers"])
-        app = PlainTextResponse("Pages of other sites cannot use this demo.", 403) if refused else self.app
-        await app(scope, receive, send)
+        await (refusal if refused else app)(scope, receive, send)
+
+    return serve
 
 
 def is_of_other_site(method: str, headers: list[tuple[bytes, bytes]]) -> bool:

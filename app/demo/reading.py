@@ -26,19 +26,12 @@ MOST_SENTENCES = 40  # removed in turn: each takes a run of every encoder
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How one encoder reads a prompt when images are generated from it.
+    """How one encoder reads a prompt when images are generated from it."""
 
-    Attributes:
-        ids: the prompt's tokens, without BOS and EOS.
-        chunks: what it reads at once, by token numbers from 0, in order; at least one.
-        text: the prompt as it is tokenized.
-        warnings: what the prompt holds that is not read, in sentences.
-    """
-
-    ids: list[int]
-    chunks: list[Chunk]
-    text: str
-    warnings: tuple[str, ...] = ()
+    ids: list[int]  # of the prompt's tokens, without BOS and EOS
+    chunks: list[Chunk]  # what it reads at once, by token numbers from 0, in order; at least one
+    text: str  # the prompt as it is tokenized
+    warnings: tuple[str, ...]  # what the prompt holds that is not read, in sentences
 
     @property
     def read(self) -> int:
@@ -78,8 +71,7 @@ def count_tokens(
         last one has the character), and whether all, some or none of the encoders read it, the joined texts being the
         prompt as it is tokenized; the number of sentences; how each encoder reads the tokens, by label
 
-    Raises:
-        UserError: the prompt is too long, a weight is infinite, or no encoder is chosen.
+    Raises UserError as `check_texts`, and for a weight that is infinite.
     """
     options = check_texts(request, models)
     readings = {
@@ -113,8 +105,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         for each encoder `reading` in words, and `chunks`: for each `first` and `end` (token numbers from 0), and `sot`,
         `eot` and `words` of `look_at_tokens`, with positions in the prompt.
 
-    Raises:
-        UserError: the prompt is empty or too long, or no encoder is chosen.
+    Raises UserError for an empty prompt, and as `check_texts`.
     """
     from debias_diffusion.eval.attention import CaptionReader, look_at_tokens  # matplotlib takes a while to import
 
@@ -150,8 +141,7 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
         sentences are swapped; `distance`, by label, 1 - cosine of the embeddings before and after, from 0 to 2, exactly
         0 if the encoder reads the same tokens before and after. Empty for a prompt of one sentence.
 
-    Raises:
-        UserError: the prompt is empty or too long, or no encoder is chosen.
+    Raises UserError for an empty prompt, and as `check_texts`.
     """
     check_prompt(request.prompt)
     options = check_texts(request, models)
