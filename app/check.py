@@ -32,9 +32,7 @@ LONG = 34 * "A red bus passes the old stone house, and a man waits there in the 
 def check(config: CheckConfig) -> None:
     """Compares with stock diffusers, encodes, times, draws prompts in four ways, and writes `check.json`.
 
-    Raises:
-        UserError: the checkpoint cannot be loaded.
-        FailedError: some checks have failed, which stops no other; the file says how.
+    Raises FailedError if some checks have failed, which stops no other; the file says how.
     """
     device, checkpoint = pick_device(config.device), Checkpoint.parse(config.base)
     checkpoint.check_kind()

@@ -37,7 +37,7 @@ _NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
 
 
 def generate(config: GenerateConfig) -> Path:
-    """Renders one image, or one for each entry of a file of prompts, as PNGs.
+    """Renders one image, or one for each entry of a file of prompts, as PNGs; returns the image or the folder.
 
     A PNG's text chunk "settings" holds its settings as JSON, and "parameters" the same in the format of A1111's
     interface. Equal settings on one machine give equal files, byte for byte. Prints how prompts are read.
@@ -45,9 +45,6 @@ def generate(config: GenerateConfig) -> Path:
     A folder of several images is a job: finished ones are kept. At the end `index.jsonl` lists all images and
     `contact-sheet.png` shows them. Invalid entries are skipped and reported, the first on the console and all in
     `left-out.jsonl`.
-
-    Returns:
-        path of the image, or of the folder
 
     Raises:
         UserError: a setting or all prompts cannot be used (whatever can be checked early is checked before a model is

@@ -68,11 +68,9 @@ def model_card(
     backbone: "Backbone | None" = None,
     digest: str | None = None,
 ) -> str:
-    """Returns the card, with YAML front matter.
+    """The card of an export, with YAML front matter.
 
     Args:
-        config: of the export.
-        title: first line of the card.
         encoder: transformers' class of the text encoder; None where both towers are exported.
         backbone: the two-tower that is exported; None for a text encoder alone.
         digest: of the two-tower as evaluations read it; None for a text encoder alone, or if no scores are wanted.

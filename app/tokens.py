@@ -24,11 +24,7 @@ _CHUNKS, _CUT_OFF = (32, 36), 31  # of a terminal: green and cyan in turn, red
 
 
 def show_tokens(config: TokensConfig) -> None:
-    """Prints where a prompt is cut and how long its embeddings are: in one reading, or in all, those alike together.
-
-    Raises:
-        UserError: the checkpoint's tokenizers cannot be loaded, or the prompt cannot be read.
-    """
+    """Prints where a prompt is cut and how long its embeddings are: in one reading, or in all, those alike together."""
     check_prompt(config.prompt)
     encoders = load_tokenizers(Checkpoint.parse(config.base), config.spec)
     readings = [config.spec.reading] if config.spec.reading else get_args(Reading)
@@ -52,9 +48,6 @@ def load_tokenizers(checkpoint: Checkpoint, first: EncoderSpec) -> list[tuple[CL
 
     Args:
         first: the text encoder in the place of the checkpoint's first one, with the second that was fitted with it.
-
-    Raises:
-        UserError: the checkpoint is of another kind or incomplete.
     """
     given = {"text_encoder": None if first.kind is Kind.ORIGINAL else first}
     if checkpoint.check_kind(KINDS) == SDXL:

@@ -45,14 +45,7 @@ def write_pack(folder: Path) -> None:
 
 
 def write_node(config: "ComfyUIConfig") -> Path:
-    """Writes the pack, in place of an earlier one.
-
-    Returns:
-        the folder
-
-    Raises:
-        UserError: the folder holds anything but an earlier copy that nobody changed.
-    """
+    """Writes the pack, in place of an earlier one that nobody changed, and returns the folder."""
     from ..written_folder import written_folder  # needs the package
 
     output = Path(config.output)

@@ -30,9 +30,7 @@ def open_app(config: AppConfig):
     """
     password = os.environ.get(PASSWORD) if config.user else None  # without a user it may be meant for another run
     if config.user and not password:
-        raise UserError(
-            f"A user needs a password. Give it by the environment variable {PASSWORD}, or leave out --user."
-        )
+        raise UserError(f"A user needs a password: set the environment variable {PASSWORD}, or leave out the user.")
     host = config.host.strip("[]")
     notice = "" if host in LOCAL or password else OPEN
     if notice:
