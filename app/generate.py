@@ -33,7 +33,6 @@ from .prompts import WILDCARD, check_prompt, check_text, expand, parse_seed, rea
 
 LEFT_OUT = "left-out.jsonl"
 MOST_UNREAD = 10  # sentences on what is not read of prompts
-_NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
 
 
 def generate(config: GenerateConfig) -> Path:
@@ -122,13 +121,12 @@ def generate(config: GenerateConfig) -> Path:
 
 def _named(images: Sequence[ImageTask], job: Job) -> list[ImageTask]:
     """The images of a run with their names. Number and seed identify a file; the words after them are for people."""
-    finished = map(_NAME.fullmatch, job.names())
-    names = {(match[2], int(match[3])): match[1] for match in finished if match}
-    tasks = []
+    finished = [Path(name).stem for name in job.names()]
+    names, tasks = {tuple(name.split("-")[:2]): name for name in finished}, []
     for image in images:
-        number, seed = image.name, image.prompt.seed
-        name = "-".join(filter(None, (number, str(seed), _slug(image.prompt.prompt))))
-        tasks.append(replace(image, name=names.get((number, seed), name)))
+        place = image.name, str(image.prompt.seed)
+        name = "-".join(filter(None, (*place, _slug(image.prompt.prompt))))
+        tasks.append(replace(image, name=names.get(place, name)))
     return tasks
 
 

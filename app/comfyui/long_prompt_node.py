@@ -9,14 +9,8 @@ import torch
 
 try:
     from . import chunks
-except ImportError:  # not a copy that `debias-diffusion comfyui` wrote, which has that file
-    try:
-        from debias_diffusion.text import chunks
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "the long-prompt node lacks `chunks.py`, and debias-diffusion is not installed in ComfyUI's environment: "
-            "write the node's folder with `debias-diffusion comfyui --output ComfyUI/custom_nodes/long_prompt`"
-        ) from error
+except ImportError:
+    from debias_diffusion.text import chunks  # in the package: `debias-diffusion comfyui` writes a folder without it
 
 # By ComfyUI's names, in the order in which it concatenates their states.
 ENCODERS = {"l": "CLIP-L", "g": "bigG", "h": "CLIP-H"}

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from transformers import CLIPTokenizer
-
 from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, explain_failure
@@ -78,7 +76,7 @@ def check(request: Request, models: DemoModels, budget: int | None = None) -> Re
         raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
     check_prompt(request.prompt)
     for label, options in check_texts(request, models).items():
-        read_texts(models, label, options, request.prompt, request.negative_prompt, models.counter)
+        read_texts(models, label, options, request.prompt, request.negative_prompt)
     parse_seed(parse_seed(request.seed) + request.images - 1)  # of the last image
     request = request.with_defaults(models)
     height, width = models.size
@@ -128,19 +126,10 @@ def check_texts(request: Request, models: DemoModels) -> dict[str, LongPromptOpt
 
 
 def read_texts(
-    models: DemoModels,
-    label: str,
-    options: LongPromptOptions,
-    prompt: str,
-    negative_prompt: str | None = None,
-    tokenizer: CLIPTokenizer | None = None,
+    models: DemoModels, label: str, options: LongPromptOptions, prompt: str, negative_prompt: str | None = None
 ) -> Plan:
-    """How an encoder reads a prompt, by its tokenizer or another one of its vocabulary.
-
-    Raises UserError for weights that cannot be read.
-    """
-    pipe = models.encoders[label]
-    encoders = [(tokenizer or pipe.tokenizer, pipe.text_encoder.config.max_position_embeddings)]
+    """How an encoder reads a prompt, while another thread may generate. Raises UserError for unreadable weights."""
+    encoders = [(models.counter, models.encoders[label].text_encoder.config.max_position_embeddings)]
     with explain_failure("The prompt cannot be read"):
         return read([prompt], [negative_prompt] if negative_prompt else None, encoders, options)
 
