@@ -20,13 +20,9 @@ def toy_training(
     learning_rate: float = 5e-4,
     seed: int = 0,
 ) -> TrainConfig:
-    """Settings of the real `train`: the same budget and seed whatever the recipe.
+    """Settings of the real `train`: the same budget and seed whatever the recipe, which is one of RECIPES.
 
-    Args:
-        recipe: one of RECIPES.
-        model: the base CLIP.
-        data, images: pairs that `write_pairs` wrote, the first VALIDATION of them held out.
-        output: the run's folder.
+    The first VALIDATION of the pairs, which `write_pairs` wrote, are held out.
     """
     return TrainConfig(
         data=str(data),

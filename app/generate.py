@@ -194,9 +194,9 @@ def _fill(
     _write_lines(job.folder / LEFT_OUT, [{"where": where, "reason": why} for where, why in left_out.items()])
     if finished:
         titles = [f"{task.name.partition('-')[0]} · seed {task.prompt.seed}" for task in finished]
-        texts = [task.prompt.prompt for task in finished]
-        files = [job.folder / task.file for task in finished]
-        sheets = write_contact_sheets(job.folder, list(zip(files, titles, texts, strict=True)))
+        cells = zip(finished, titles, strict=True)
+        cells = [(job.folder / task.file, title, task.prompt.prompt) for task, title in cells]
+        sheets = write_contact_sheets(job.folder, cells)
         more = f" and {len(sheets) - 1} more page{'s' * (len(sheets) > 2)}" if len(sheets) > 1 else ""
         print(f"Contact sheet of all {len(finished):,}: {sheets[0]}{more}")
     if error:

@@ -169,11 +169,7 @@ def _prompt(entry: dict, default: ImagePrompt) -> ImagePrompt:
 
 
 def parse_seed(value) -> int:
-    """A seed from a setting, JSON or a cell; whole numbers may end in ".0", as tables saved from pandas have them.
-
-    Raises:
-        UserError: it is no whole number from 0 to 2^63 - 1.
-    """
+    """A seed from a setting, JSON or a cell; whole numbers may end in ".0", as tables saved from pandas have them."""
     digits = str(value).strip().removesuffix(".0")
     if isinstance(value, bool) or not re.fullmatch("[0-9]{1,19}", digits) or int(digits) > MAX_SEED:
         raise UserError(f"The seed must be a whole number from 0 to 2^63 - 1, got {str(value)[:80]!r}.")
@@ -184,9 +180,6 @@ def expand(image: ImageTask, wildcards: Path) -> ImageTask:
     """Draws, by the image's seed, one of `{a|b}` in its texts, and for `__NAME__` a line of NAME.txt in a folder.
 
     Without dynamicprompts, which does it, a warning names that, and the texts stay as they are.
-
-    Raises:
-        UserError: they cannot be read, or the prompt that results cannot be used.
     """
     texts = {name: text for name in _TEXTS if _DYNAMIC.search(text := getattr(image.prompt, name) or "")}
     if not texts:

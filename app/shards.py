@@ -32,9 +32,6 @@ def write_shards(config: ShardsConfig) -> Path:
 
     A shard is complete or not there, and the same pairs give the same bytes. Bad records are skipped and listed in
     `bad-records.jsonl`. A killed run continues with the missing shards.
-
-    Raises:
-        UserError: the data cannot be used, too many records are bad, or the output has other content.
     """
     captions, images = open_data(config.data, config.images)
     records, pairs = captions.records, len(captions.records) + len(captions.bad)

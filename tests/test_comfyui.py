@@ -123,7 +123,7 @@ def encode(clip, text, **options):
 
 
 def read_tokens(clip, text, names=("l", "g"), reading="overlap"):
-    return {name: read.tokens for name, read in read_text(clip, text, names, reading).items()}
+    return {name: read_text(clip, text, name, reading).tokens for name in names}
 
 
 def escape(text):

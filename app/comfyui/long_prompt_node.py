@@ -76,11 +76,7 @@ def encode_prompt(
         raise RuntimeError("the clip input is None. If its checkpoint holds no text encoder, use DualCLIPLoader")
     empty = empty_rows(clip)
     prompts = choose_texts(text, {"g": text_g, "l": text_l}, empty)
-    # Encoders of one text share its tokenization.
-    shared = {prompt: [name for name in empty if prompts[name] == prompt] for prompt in prompts.values()}
-    read = {}
-    for prompt, names in shared.items():
-        read |= read_text(clip, prompt, names, reading, breaks)
+    read = {name: read_text(clip, prompt, name, reading, breaks) for name, prompt in prompts.items()}
     positions = count_positions([read[name].tokens for name in empty], [len(row) for row in empty.values()], reading)
     if reading != "kohya":
         positions = max([positions, *(embeds.shape[1] for embeds, _ in match or [])])
@@ -168,9 +164,9 @@ def weighted_words(text: str, breaks: bool = False) -> tuple[list[Word], str, li
 
 
 def read_text(
-    clip: Clip, text: str, names: Sequence[str], reading: chunks.Reading = "overlap", breaks: bool = False
-) -> dict[str, EncoderText]:
-    """A text's tokens for each of the encoders `names`.
+    clip: Clip, text: str, name: str, reading: chunks.Reading = "overlap", breaks: bool = False
+) -> EncoderText:
+    """A text's tokens for the encoder `name`.
 
     ComfyUI's tokenizers do not say where in the text a token stands, so each piece is tokenized by itself. CLIP's
     tokens never reach across white space. Vectors of another width than an encoder's are left out for it, as ComfyUI
@@ -178,25 +174,20 @@ def read_text(
     """
     words, plain, places = weighted_words(text, breaks)
     escaped = [re.sub(r"[()]", r"\\\g<0>", plain[word.start : word.end]) for word in words]  # weights have been read
-    tokenized = [clip.tokenize(word, return_word_ids=True) for word in escaped]
-    texts = {}
-    for name in names:
-        embeddings = getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings()
-        width, comma = embeddings.weight.shape[-1], clip.tokenize(",")[name][0][1][0]
-        found = [
-            (token, word)
-            for word, rows in zip(words, tokenized, strict=True)
-            for row in rows[name]
-            for token, _, word_id in row
-            if word_id and (not torch.is_tensor(token) or token.shape[-1] == width)  # BOS, EOS, pads: 0
-        ]
-        ids, weights = [token for token, _ in found], [word.weight for _, word in found]
-        spans = [(word.start, word.end) for _, word in found]
-        cuts = rate_cuts(plain, found, reading, comma)
-        before = {sum(start < place for start, _ in spans) for place in places} - {0, len(ids)}
-        tokens = chunks.Tokens(ids, cuts, weights, tuple(sorted(before)))
-        texts[name] = EncoderText(tokens, spans, plain)
-    return texts
+    embeddings = getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings()
+    width, comma = embeddings.weight.shape[-1], clip.tokenize(",")[name][0][1][0]
+    found = [
+        (token, word)
+        for word, piece in zip(words, escaped, strict=True)
+        for row in clip.tokenize(piece, return_word_ids=True)[name]
+        for token, _, word_id in row
+        if word_id and (not torch.is_tensor(token) or token.shape[-1] == width)  # BOS, EOS, pads: 0
+    ]
+    ids, weights = [token for token, _ in found], [word.weight for _, word in found]
+    spans = [(word.start, word.end) for _, word in found]
+    cuts = rate_cuts(plain, found, reading, comma)
+    before = {sum(start < place for start, _ in spans) for place in places} - {0, len(ids)}
+    return EncoderText(chunks.Tokens(ids, cuts, weights, tuple(sorted(before))), spans, plain)
 
 
 def rate_cuts(plain: str, found: list[tuple[Any, Word]], reading: chunks.Reading, comma: int) -> list[chunks.Cut]:

@@ -1,8 +1,8 @@
 """Serves the demo, by default to this machine only, without requests to any other server."""
 
 import os
+import re
 import sys
-from urllib.parse import urlsplit
 
 from debias_diffusion.errors import UserError, explain_failure
 
@@ -12,7 +12,6 @@ MOST_WAITING = 100  # requests in the queue
 MOST_UPLOAD = "32mb"  # more than the largest image has uncompressed
 PASSWORD = "DEBIAS_DIFFUSION_PASSWORD"  # environment variable
 LOCAL = ("127.0.0.1", "localhost", "::1")
-OPEN = "Anyone who can reach this machine can use the demo: it has no password."
 
 
 def run_app(config: AppConfig) -> None:
@@ -32,8 +31,9 @@ def open_app(config: AppConfig):
     if config.user and not password:
         raise UserError(f"A user needs a password: set the environment variable {PASSWORD}, or leave out the user.")
     host = config.host.strip("[]")
-    notice = "" if host in LOCAL or password else OPEN
-    if notice:
+    is_open = host not in LOCAL and not password
+    notice = "Anyone who can reach this machine can use the demo: it has no password." if is_open else ""
+    if is_open:
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from debias_diffusion.devices import DTYPES, pick_device
@@ -89,9 +89,7 @@ def is_of_other_site(method: str, headers: list[tuple[bytes, bytes]]) -> bool:
     Only browsers send these headers, and no page can change them. Some send an Origin alone.
     """
     sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}  # names in lower case
-    try:
-        origin_is_local = urlsplit(sent["origin"]).hostname in LOCAL if "origin" in sent else True
-    except ValueError:  # no address
-        origin_is_local = False
+    local = r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?"
+    origin_is_local = re.fullmatch(local, sent.get("origin", "http://localhost"))
     follows_link = method == "GET" and sent.get("sec-fetch-mode") == "navigate"
     return not origin_is_local or (sent.get("sec-fetch-site") == "cross-site" and not follows_link)

@@ -78,13 +78,7 @@ def theme() -> gr.themes.Base:
 
 
 def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") -> gr.Blocks:
-    """The page and its endpoints for these models.
-
-    Args:
-        budget: denoising steps of one request.
-        most_waiting: requests in the queue; further ones are refused.
-        notice: what the page says at its top.
-    """
+    """The page and its endpoints for these models; `notice` stands at its top."""
     endpoints, defaults = _Endpoints(models, budget), Request.default(models)
     with _Page(title=TITLE, analytics_enabled=False, delete_cache=KEPT) as page:
         scene = gr.State(None)  # number of the toy world's scene that was chosen last, or None
