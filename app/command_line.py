@@ -92,12 +92,7 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
 
 
 def parse(program: str, options: type, example: str, arguments: list[str]) -> Any:
-    """An instance of the dataclass, from a command line and the files that it names; see `make_parser`.
-
-    Raises:
-        UserError: an argument cannot be read or used, is unknown or is missing.
-        SystemExit: help or the options were asked for, and are printed.
-    """
+    """An instance of the dataclass, from a command line and the files that it names; see `make_parser`."""
     try:
         values = make_parser(program, options, example).parse_args(arguments)
     except ArgumentError as error:

@@ -121,7 +121,15 @@ def _encode(
         tensors = [tensor[0].to("cpu", dtype) for tensor in (embeds, pooled)]
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise UserError(f"The embeddings of {files[name].image!r} are not finite. Give --dtype fp32.")
-        _write(output / name, *tensors, pipe.text_encoder.config.hidden_size, digests[name])
+        with atomic_file(output / name) as temporary:
+            if config.to == "diffusers":
+                content = dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
+                save_tensors(content, temporary, {DIGEST: digests[name]})
+                continue
+            width = pipe.text_encoder.config.hidden_size
+            states = {"hidden_state1": tensors[0][:, :width].numpy(), "hidden_state2": tensors[0][:, width:].numpy()}
+            with open(temporary, "wb") as file:
+                np.savez(file, **states, pool2=tensors[1].numpy(), **{DIGEST: np.array(digests[name])})
 
 
 class _Caption(NamedTuple):
@@ -151,11 +159,7 @@ def _read_captions(
 def _common_length(
     captions: Sequence[_Caption], encoders: Encoders, options: LongPromptOptions, asked: int | None
 ) -> int:
-    """The one length for all captions. Prints what of them is not read.
-
-    Raises:
-        UserError: captions are longer than was asked for, or than `LONGEST`.
-    """
+    """The one length for all captions, at most `LONGEST` or what was asked for. Prints what of them is not read."""
     too_long = [each for each in captions if (each.needed > asked if asked else each.positions > LONGEST)]
     lengths = {each.positions: each.record.caption for each in captions}
     shared = read([list(lengths.values())], None, encoders, options).positions
@@ -193,17 +197,6 @@ def _digest_in(path: Path) -> str | None:
         with open_regular(path) as file:
             return json.loads(file.readline())["file"] if path.name == INDEX else str(np.load(file)[DIGEST])
     return None
-
-
-def _write(path: Path, embeds: torch.Tensor, pooled: torch.Tensor, width: int, digest: str) -> None:
-    """Embeddings [positions, widths of both encoders], `width` of the first, and pooled ones [pooled width]."""
-    with atomic_file(path) as temporary:
-        if path.suffix == ".safetensors":
-            save_tensors({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, temporary, {DIGEST: digest})
-            return
-        states = {"hidden_state1": embeds[:, :width].numpy(), "hidden_state2": embeds[:, width:].numpy()}
-        with open(temporary, "wb") as file:
-            np.savez(file, **states, pool2=pooled.numpy(), **{DIGEST: np.array(digest)})
 
 
 def _named(names: Sequence[str]) -> str:

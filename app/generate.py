@@ -125,15 +125,11 @@ def _named(images: Sequence[ImageTask], job: Job) -> list[ImageTask]:
     names, tasks = {tuple(name.split("-")[:2]): name for name in finished}, []
     for image in images:
         place = image.name, str(image.prompt.seed)
-        name = "-".join(filter(None, (*place, _slug(image.prompt.prompt))))
-        tasks.append(replace(image, name=names.get(place, name)))
+        # letters and digits that every file system takes; there may be none
+        words = unicodedata.normalize("NFKD", image.prompt.prompt[:200]).encode("ascii", "ignore").decode().lower()
+        words = re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:40].rstrip("-")
+        tasks.append(replace(image, name=names.get(place, "-".join(filter(None, (*place, words))))))
     return tasks
-
-
-def _slug(text: str) -> str:
-    """The beginning of a text in letters and digits that every file system takes; may be empty."""
-    ascii_only = unicodedata.normalize("NFKD", text[:200]).encode("ascii", "ignore").decode().lower()
-    return re.sub(r"[^a-z0-9]+", "-", ascii_only).strip("-")[:40].rstrip("-")
 
 
 def _render_one(

@@ -66,11 +66,7 @@ class Request(ImageOptions):
 def check(request: Request, models: DemoModels, budget: int | None = None) -> Request:
     """The request, with its encoders in the page's order, and its scene only if the prompt is its caption.
 
-    Args:
-        budget: denoising steps allowed, over all images and encoders; None for any number.
-
-    Raises:
-        UserError: a value is not allowed with these models, or the request takes too many steps.
+    Raises UserError for what these models do not allow, and for more denoising steps than `budget`.
     """
     if request.scheduler not in models.schedulers:
         raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
@@ -110,11 +106,8 @@ def scene_of(number: int | None, prompt: str) -> tuple[Scene, Caption] | None:
 
 
 def check_texts(request: Request, models: DemoModels) -> dict[str, LongPromptOptions]:
-    """How each encoder of a request reads its texts, which may be empty.
-
-    Raises:
-        UserError: a text is too long or no text, an option cannot be used, or no encoder is chosen.
-    """
+    """How each encoder of a request reads its texts, which may be empty. Raises UserError for a text that is too long
+    or no text, an option that cannot be used, and encoders that are none."""
     if not request.encoders or not {*request.encoders} <= {*models.labels}:
         raise UserError(
             f"encoders is {str(request.encoders)[:80]}. Choose at least one of: {', '.join(models.labels)}."
