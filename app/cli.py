@@ -18,9 +18,9 @@ from . import options, prompt_options
 
 def evaluations() -> Registry[Command]:
     """The commands of `evaluate`: all evaluations in one, each by itself, and the page of results that are there."""
-    every = {"all": Command(AllConfig, "eval.page:evaluate_all", TOY, "eval"), **EVALUATIONS}
-    every["report"] = Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval")
-    return Registry("evaluation", every)
+    every = Command(AllConfig, "eval.page:evaluate_all", TOY, "eval")
+    report = Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval")
+    return Registry("evaluation", {"all": every, **EVALUATIONS, "report": report})
 
 
 COMMANDS = Registry(

@@ -61,7 +61,14 @@ def _export_model(config: ExportConfig, output: Path) -> list[str]:
     """Writes it, and returns the lines to print, the first after the output."""
     spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
     seen, (backbone, digest) = read_seen(spec), _load_two_tower(config, spec)
-    source = backbone if config.to in _BOTH_TOWERS else _load_text_encoder(config, spec, backbone)
+    if config.to in _BOTH_TOWERS:
+        source = backbone
+    elif backbone:  # bigG always keeps its projection
+        source = to_transformers(backbone, config.projection or keeps_projection(backbone))
+    else:
+        source = spec.load_text_encoder()
+        if config.projection and not isinstance(source[0], CLIPTextModelWithProjection):
+            raise UserError("This text encoder has no projection to export. Leave out --projection.")
     if config.to == "comfyui":
         lines = _write_comfyui(config, source[0], output, seen)
     else:
@@ -125,24 +132,11 @@ def _load_two_tower(config: ExportConfig, spec: EncoderSpec) -> tuple["Backbone 
     return backbone, digest
 
 
-_TextEncoder = tuple[TextEncoder, CLIPTokenizer]
-
-
-def _load_text_encoder(config: ExportConfig, spec: EncoderSpec, backbone: "Backbone | None") -> _TextEncoder:
-    """The text encoder, of the two-tower if there is one; bigG always keeps its projection."""
-    if backbone:
-        return to_transformers(backbone, config.projection or keeps_projection(backbone))
-    encoder, tokenizer = spec.load_text_encoder()
-    if config.projection and not isinstance(encoder, CLIPTextModelWithProjection):
-        raise UserError("This text encoder has no projection to export. Leave out --projection.")
-    return encoder, tokenizer
-
-
 # Each writes a format: (title of the card, class of the text encoder alone, lines to print, the first after the output)
 _Written = tuple[str, str | None, list[str]]
 
 
-def _write_transformers(config: ExportConfig, source: _TextEncoder, folder: Path) -> _Written:
+def _write_transformers(config: ExportConfig, source: tuple[TextEncoder, CLIPTokenizer], folder: Path) -> _Written:
     encoder, tokenizer = source
     write_text_encoder(encoder, tokenizer, folder)
     if type(encoder) is CLIPTextModel:  # the class of SDXL's first encoder

@@ -20,10 +20,7 @@ def toy_training(
     learning_rate: float = 5e-4,
     seed: int = 0,
 ) -> TrainConfig:
-    """Settings of the real `train`: the same budget and seed whatever the recipe, which is one of RECIPES.
-
-    The first VALIDATION of the pairs, which `write_pairs` wrote, are held out.
-    """
+    """Settings of the real `train`, alike for all RECIPES; the first VALIDATION pairs of `write_pairs` are held out."""
     return TrainConfig(
         data=str(data),
         images=str(images),

@@ -65,6 +65,10 @@ def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:
     yield f"{layout.tokens} tokens, {layout.positions} positions"
     if layout.schedules:
         yield printable(f"  at the first step; it changes with {', '.join(layout.schedules)}")
+
+    def paint(text: str, colour: int) -> str:
+        return f"\x1b[{colour}m{printable(text)}\x1b[0m" if coloured else printable(text)
+
     encoders = list(zip(layout.texts, layout.cut_off, strict=True))
     names = ["first text encoder", "second text encoder"]
     if len(set(encoders)) == 1:
@@ -73,14 +77,10 @@ def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:
         yield f"  {name}"
         for number, (text, count) in enumerate(chunks):
             mark = "" if coloured or number == len(chunks) - 1 else " |"
-            yield f"  {count:5}  {_paint(text, _CHUNKS[number % 2], coloured)}{mark}"
+            yield f"  {count:5}  {paint(text, _CHUNKS[number % 2])}{mark}"
         if n_rest:
-            yield f"  {n_rest:5}  cut off: {_paint(rest, _CUT_OFF, coloured)}"
+            yield f"  {n_rest:5}  cut off: {paint(rest, _CUT_OFF)}"
     for taken_out in layout.taken_out:
         yield printable(f"  taken out: {taken_out}")
     for warning in layout.warnings:
         yield printable(f"  {warning}")
-
-
-def _paint(text: str, colour: int, coloured: bool) -> str:
-    return f"\x1b[{colour}m{printable(text)}\x1b[0m" if coloured else printable(text)

@@ -82,10 +82,15 @@ def encode_prompt(
         positions = max([positions, *(embeds.shape[1] for embeds, _ in match or [])])
         positions += -positions % chunks.TRAINED_POSITIONS if multiple_of_77 else 0
     inputs = {name: split_rows(read[name].tokens, row, positions, reading) for name, row in empty.items()}
+    needed = 1 + max(max(given.kept) for given in inputs.values())
+    rows = {  # and empty ones: SDXL's states are cut to the shorter of its two encoders'
+        name: given.rows + [empty[name]] * (-(-needed // len(empty[name])) - len(given.rows))
+        for name, given in inputs.items()
+    }
     given = {name: size for name, size in sizes.items() if size}
     conditioning = [
         [join_encoders(embeds, [rows.kept for rows in inputs.values()], extras["pooled_output"]), extras]
-        for embeds, extras in clip.encode_from_tokens_scheduled(fill_rows(inputs, empty), add_dict=given)
+        for embeds, extras in clip.encode_from_tokens_scheduled(rows, add_dict=given)
     ]
     shown = [show_chunks(ENCODERS[name], inputs[name].split, read[name].spans, read[name].plain) for name in inputs]
     return conditioning, "\n\n".join(shown)
@@ -238,15 +243,6 @@ def show_chunks(title: str, split: Sequence[chunks.Chunk], spans: Sequence[tuple
         again = part(range(read.start, kept.start))
         lines.append(f"{number}. {len(read)} tokens: {f'[{again}] ' if again else ''}{part(kept)}")
     return "\n".join(lines)
-
-
-def fill_rows(inputs: dict[str, EncoderInput], empty: dict[str, list]) -> dict[str, list[list[WeightedToken]]]:
-    """The rows of each encoder, and empty ones: SDXL's states are cut to the shorter of its two encoders'."""
-    needed = 1 + max(max(given.kept) for given in inputs.values())
-    return {
-        name: given.rows + [empty[name]] * (-(-needed // len(empty[name])) - len(given.rows))
-        for name, given in inputs.items()
-    }
 
 
 def join_encoders(embeds: torch.Tensor, kept: Sequence[list[int]], pooled: torch.Tensor | None) -> torch.Tensor:

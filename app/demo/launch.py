@@ -89,7 +89,7 @@ def is_of_other_site(method: str, headers: list[tuple[bytes, bytes]]) -> bool:
     Only browsers send these headers, and no page can change them. Some send an Origin alone.
     """
     sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}  # names in lower case
-    local = r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?"
+    local = r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?/?"
     origin_is_local = re.fullmatch(local, sent.get("origin", "http://localhost"))
     follows_link = method == "GET" and sent.get("sec-fetch-mode") == "navigate"
     return not origin_is_local or (sent.get("sec-fetch-site") == "cross-site" and not follows_link)

@@ -112,6 +112,6 @@ class DemoModels:
     @property
     def weights(self) -> int:
         """Bytes of all weights."""
-        parts = {id(part): part for pipe in self.encoders.values() for part in pipe.components.values()}
-        models = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
+        parts = [part for pipe in self.encoders.values() for part in pipe.components.values()]
+        models = {part for part in parts if isinstance(part, torch.nn.Module)}
         return sum(weight.nbytes for model in models for weight in model.parameters())

@@ -83,8 +83,7 @@ def count_tokens(
 
 def _sentences(models: DemoModels, request: Request, options: dict[str, LongPromptOptions]) -> list[str]:
     """Of the prompt as it is written, without signs of weights."""
-    label = request.encoders[0]
-    text = read_texts(models, label, options[label], request.prompt).text
+    text = read_texts(models, *next(iter(options.items())), request.prompt).text
     return [sentence for sentence in split_sentences(text) if clean(sentence)]
 
 

@@ -121,7 +121,7 @@ def check_texts(request: Request, models: DemoModels) -> dict[str, LongPromptOpt
 def read_texts(
     models: DemoModels, label: str, options: LongPromptOptions, prompt: str, negative_prompt: str | None = None
 ) -> Plan:
-    """How an encoder reads a prompt, while another thread may generate. Raises UserError for unreadable weights."""
+    """How an encoder reads a prompt; another thread may generate. Raises UserError for weights that are no numbers."""
     encoders = [(models.counter, models.encoders[label].text_encoder.config.max_position_embeddings)]
     with explain_failure("The prompt cannot be read"):
         return read([prompt], [negative_prompt] if negative_prompt else None, encoders, options)
