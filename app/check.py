@@ -23,7 +23,7 @@ from debias_diffusion.pipelines.scheduling import EMBEDDINGS
 
 from .prompt_options import CheckConfig
 from .prompts import sheet_prompts
-from .sheet import digests, draw_ways, provenance, write_sheet
+from .sheet import draw_ways, provenance, write_sheet
 
 SHORT, OTHER = "a red bus in front of an old stone house", "two grey cats on a roof at night, ink drawing"
 LONG = 34 * "A red bus passes the old stone house, and a man waits there in the rain. "  # 612 tokens
@@ -32,9 +32,7 @@ LONG = 34 * "A red bus passes the old stone house, and a man waits there in the 
 def check(config: CheckConfig) -> None:
     """Compares with stock diffusers, encodes, times, draws prompts in four ways, and writes `check.json`.
 
-    Raises:
-        UserError: the checkpoint cannot be loaded.
-        FailedError: some checks have failed, which stops no other; the file says how.
+    Raises FailedError if some checks have failed, which stops no other; the file says how.
     """
     device, checkpoint = pick_device(config.device), Checkpoint.parse(config.base)
     checkpoint.check_kind()
@@ -58,7 +56,7 @@ def _draw_sheet(config: CheckConfig) -> dict[str, dict[str, str]]:
     prompts = [*sheet_prompts().values()][: config.limit]
     images = draw_ways(config, prompts)
     write_sheet(config, prompts, images, range(len(prompts)))
-    return digests(images)
+    return {way: {file.name: digest for file, digest in pairs} for way, pairs in images.items()}
 
 
 def _result(name: str, work: Callable) -> dict:

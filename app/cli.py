@@ -18,9 +18,9 @@ from . import options, prompt_options
 
 def evaluations() -> Registry[Command]:
     """The commands of `evaluate`: all evaluations in one, each by itself, and the page of results that are there."""
-    every = {"all": Command(AllConfig, "eval.page:evaluate_all", TOY, "eval"), **EVALUATIONS}
-    every["report"] = Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval")
-    return Registry("evaluation", every)
+    every = Command(AllConfig, "eval.page:evaluate_all", TOY, "eval")
+    report = Command(ReportConfig, "eval.page:evaluate_report", "scores", "eval")
+    return Registry("evaluation", {"all": every, **EVALUATIONS, "report": report})
 
 
 COMMANDS = Registry(
@@ -113,7 +113,11 @@ def _run(program: str, commands: Registry, arguments: list[str]) -> None:
     """Runs the command named by the first argument, or lists the commands."""
     first = arguments[0] if arguments else "--help"
     if first in ("-h", "--help"):
-        print(_list_commands(program, commands))
+        group = f"Measure what an encoder reads: {', '.join(evaluations())}."
+        print(f"usage: {program} COMMAND [options]\n")
+        for name, command in commands.items():
+            print(f"  {name:<{max(map(len, commands)) + 2}}{group if command is evaluations else command.summary}")
+        print(f"\n`{program} COMMAND --help` lists a command's options.")
     elif first == "--version":
         print(_versions())
     elif (command := commands.find(first)) is evaluations:
@@ -133,15 +137,6 @@ def _versions() -> str:
     devices += ["mps"] * torch.backends.mps.is_available() + [f"cpu ({os.cpu_count()} cores)"]
     system = f"Python {platform.python_version()}, {platform.platform()}"
     return "\n".join([f"debias-diffusion {version('debias-diffusion')}", system, named, ", ".join(devices)])
-
-
-def _list_commands(program: str, commands: Registry) -> str:
-    width = max(map(len, commands)) + 2
-    group = f"Measure what an encoder reads: {', '.join(evaluations())}."
-    summaries = {name: group if command is evaluations else command.summary for name, command in commands.items()}
-    lines = [f"  {name:<{width}}{summary}" for name, summary in summaries.items()]
-    footer = f"`{program} COMMAND --help` lists a command's options."
-    return "\n".join([f"usage: {program} COMMAND [options]\n", *lines, "", footer])
 
 
 def _run_command(program: str, command: Command, arguments: list[str]) -> None:

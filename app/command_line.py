@@ -7,7 +7,6 @@ YAML files have the names of the fields. Of several values of an option the last
 import dataclasses
 import inspect
 import json
-import os
 import re
 from argparse import SUPPRESS
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,7 +15,6 @@ from docstring_parser import parse as parse_docstring
 from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from debias_diffusion.errors import UserError, near_matches, reason
-from debias_diffusion.files import open_regular
 from debias_diffusion.limits import refusal
 from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.text.options import LongPromptOptions
@@ -35,15 +33,6 @@ class _HelpFormatter(DefaultHelpFormatter):
     def _get_help_string(self, action) -> str:
         default = action.default if isinstance(action.default, str) else json.dumps(action.default)
         return action.help if default in ("null", SUPPRESS, "") else f"{action.help} (default: {default})"
-
-
-class _ConfigFile(ActionConfigFile):
-    """Opens the file before jsonargparse does, which would wait at a FIFO."""
-
-    def __call__(self, parser, cfg, values, option_string=None):
-        if os.path.exists(file := os.path.expanduser(values)):
-            open_regular(file).close()
-        super().__call__(parser, cfg, values, option_string)
 
 
 def make_parser(program: str, options: type, example: str) -> ArgumentParser:
@@ -76,7 +65,7 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
         allow_abbrev=False,
         print_config="--print-config",
     )
-    parser.add_argument("--config", action=_ConfigFile, help="YAML file with any of these options.")
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these options.")
     groups = {
         name: title for title, names in getattr(options, "GROUPS", {}).items() for name in names if name in fields
     }
@@ -103,12 +92,7 @@ def make_parser(program: str, options: type, example: str) -> ArgumentParser:
 
 
 def parse(program: str, options: type, example: str, arguments: list[str]) -> Any:
-    """An instance of the dataclass, from a command line and the files that it names; see `make_parser`.
-
-    Raises:
-        UserError: an argument cannot be read or used, is unknown or is missing.
-        SystemExit: help or the options were asked for, and are printed.
-    """
+    """An instance of the dataclass, from a command line and the files that it names; see `make_parser`."""
     try:
         values = make_parser(program, options, example).parse_args(arguments)
     except ArgumentError as error:

@@ -25,10 +25,8 @@ _NAME = "contact-sheet"
 def write_contact_sheets(folder: Path, images: Sequence[tuple[Path, str, str]]) -> list[Path]:
     """Writes `contact-sheet.png`, and `contact-sheet-2.png` and so on for more than 48 images.
 
-    Removes further pages of an earlier call. Returns the pages.
-
-    Args:
-        images: (file, title, text of which the beginning is shown below the title), in order.
+    Removes further pages of an earlier call. Returns the pages. The images are (file, title, text of which the
+    beginning is shown below the title), in order.
     """
     import matplotlib  # takes a second
 

@@ -6,7 +6,6 @@ and what no longer fits is made again.
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -41,7 +40,6 @@ from .tokens import load_tokenizers
 INDEX, KOHYA = "index.jsonl", "_te_outputs.npz"
 DIGEST = "debias_diffusion"  # the digest's name in a file
 LONGEST = 302  # positions, unless more are asked for
-_OUTSIDE = {"..", "/"}  # parts of paths that lead out of the folder
 
 
 def encode_captions(config: EncodeConfig) -> Path:
@@ -53,7 +51,7 @@ def encode_captions(config: EncodeConfig) -> Path:
 
     Raises:
         UserError: the captions, the checkpoint or the options cannot be used; two images or captions would have one
-            file; captions are longer than the length; the disk is full; a file is there that this command did not make.
+            file; captions are longer than the length; a file is there that this command did not make.
     """
     folder, images = read_pair_folder(config.captions)
     output, spec, checkpoint = Path(config.output or images.root), config.spec, Checkpoint.parse(config.base)
@@ -67,38 +65,37 @@ def encode_captions(config: EncodeConfig) -> Path:
     records = [caption.record for caption in captions]
     usable_captions("The folder", records, bad, "Give a folder of images and captions.")
     positions = _common_length(captions, encoders, options, config.positions)
-    files = {_file(config.to, record): record for record in records}
+    names = [_file(config.to, record.image, record.caption) for record in records]
+    files = dict(zip(names, records, strict=True))
     if config.to == "kohya":
-        _refuse_shared(records, files, bad)
+        pairs = ((record, files[name]) for name, record in zip(names, records, strict=True))
+        twice = [record.detail for record in bad if record.kind == SAME_NAME]
+        if twice := twice + [f"{record.image} and {last.image}" for record, last in pairs if record != last]:
+            raise UserError(
+                f"kohya has one file, of one caption, for images of one name: {_named(twice)}. Rename all but one."
+            )
     report_all(bad, len(records) + len(bad), config.max_bad, output, "Mend them, or raise --max-bad.")
 
-    widths = [checkpoint.config(slot)["hidden_size"] for slot in ("text_encoder", "text_encoder_2")]
-    values = positions * sum(widths) + checkpoint.config("text_encoder_2")["projection_dim"]
-    names = [*files, *[INDEX] * (config.to == "diffusers")]
-    there = {name: _digest_in(output / name) for name in names if os.path.lexists(output / name)}
+    written = [*files, *[INDEX] * (config.to == "diffusers")]
+    there = {name: _digest_in(output / name) for name in written if os.path.lexists(output / name)}
     if foreign := [name for name, digest in there.items() if digest is None and not config.overwrite]:
         raise UserError(
             f"{len(foreign):,} files in {str(output)!r} are not of this command: {_named(foreign)}. Give --overwrite to"
             " replace them, or another --output."
         )
     output.mkdir(parents=True, exist_ok=True)
-    inside = [each.where for each in bad if config.to == "kohya" and not _OUTSIDE & {*PurePosixPath(each.where).parts}]
-    left_out = {f"{os.path.splitext(name)[0]}{KOHYA}" for name in inside} - files.keys()
-    if stale := [name for name in sorted(left_out) if _digest_in(output / name)]:
+    left_out = {_file("kohya", each.where) for each in bad if config.to == "kohya" and not _leads_out(each.where)}
+    if stale := [name for name in sorted(left_out - files.keys()) if _digest_in(output / name)]:
         for name in stale:  # or sd-scripts would train these images on their old captions
             (output / name).unlink()
         print(f"Removed, because their captions are left out: {_named(stale)}")
-    size, free = values * DTYPES[config.dtype].itemsize, shutil.disk_usage(output).free
-    total = len(files) * size
-    print(f"{len(files):,} files of {positions} positions in {output}: {total / 1e9:.2f} GB; {free / 1e9:.1f} GB free")
-    if total - sum(os.lstat(output / name).st_size for name in there) > free:
-        raise UserError("The disk has no room for them. Make some, or give --dtype fp16, or another --output.")
-
+    print(f"{len(files):,} files of {positions} positions in {output}")
     device = pick_device(config.device)
     with explain_memory(device, "Give --device cpu."):
         _encode(config, device, files, positions, there, output)
     if config.to == "diffusers":
-        rows = ({"image": each.image, "caption": each.caption, "file": _file(config.to, each)} for each in records)
+        pairs = zip(names, records, strict=True)
+        rows = ({"image": record.image, "caption": record.caption, "file": name} for name, record in pairs)
         write_text(output / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"Wrote {output}")
     return output
@@ -124,7 +121,15 @@ def _encode(
         tensors = [tensor[0].to("cpu", dtype) for tensor in (embeds, pooled)]
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise UserError(f"The embeddings of {files[name].image!r} are not finite. Give --dtype fp32.")
-        _write(output / name, *tensors, pipe.text_encoder.config.hidden_size, digests[name])
+        with atomic_file(output / name) as temporary:
+            if config.to == "diffusers":
+                content = dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
+                save_tensors(content, temporary, {DIGEST: digests[name]})
+                continue
+            width = pipe.text_encoder.config.hidden_size
+            states = {"hidden_state1": tensors[0][:, :width].numpy(), "hidden_state2": tensors[0][:, width:].numpy()}
+            with open(temporary, "wb") as file:
+                np.savez(file, **states, pool2=tensors[1].numpy(), **{DIGEST: np.array(digests[name])})
 
 
 class _Caption(NamedTuple):
@@ -143,7 +148,7 @@ def _read_captions(
     """The captions that can be encoded, at any length. Adds the others to `bad`."""
     for record in tqdm(records, "reading captions", disable=len(records) < 10_000):
         with leave_out(record.image, bad):
-            if _OUTSIDE & {*PurePosixPath(record.image).parts} or not is_there(images, record.image):
+            if _leads_out(record.image) or not is_there(images, record.image):
                 raise ValueError(f"no such image: {record.image} in the folder")
             plan = read([record.caption], None, encoders, options)
             plan.refuse_schedules()
@@ -154,11 +159,7 @@ def _read_captions(
 def _common_length(
     captions: Sequence[_Caption], encoders: Encoders, options: LongPromptOptions, asked: int | None
 ) -> int:
-    """The one length for all captions. Prints what of them is not read.
-
-    Raises:
-        UserError: captions are longer than was asked for, or than `LONGEST`.
-    """
+    """The one length for all captions, at most `LONGEST` or what was asked for. Prints what of them is not read."""
     too_long = [each for each in captions if (each.needed > asked if asked else each.positions > LONGEST)]
     lengths = {each.positions: each.record.caption for each in captions}
     shared = read([list(lengths.values())], None, encoders, options).positions
@@ -177,21 +178,14 @@ def _common_length(
     return asked or shared
 
 
-def _file(form: str, record: Record) -> str:
+def _file(form: str, image: str, caption: str = "") -> str:
     """Where a caption's embeddings lie in the output: kohya's after the image, the others' after the caption."""
-    if form == "kohya":
-        return f"{os.path.splitext(record.image)[0]}{KOHYA}"
-    return f"{bytes_digest([record.caption.encode()])[:32]}.safetensors"
+    digest = bytes_digest([caption.encode()])[:32]
+    return f"{os.path.splitext(image)[0]}{KOHYA}" if form == "kohya" else f"{digest}.safetensors"
 
 
-def _refuse_shared(records: Sequence[Record], files: dict[str, Record], bad: Sequence[BadRecord]) -> None:
-    """Raises UserError where kohya has one file for two images, or for two captions of one image."""
-    pairs = ((record, files[_file("kohya", record)]) for record in records)
-    twice = [f"{record.image} and {last.image}" for record, last in pairs if record != last]
-    if twice := [record.detail for record in bad if record.kind == SAME_NAME] + twice:
-        raise UserError(
-            f"kohya has one file, of one caption, for images of one name: {_named(twice)}. Rename all but one."
-        )
+def _leads_out(path: str) -> bool:
+    return bool({"..", "/"} & {*PurePosixPath(path).parts})
 
 
 def _digest_in(path: Path) -> str | None:
@@ -203,17 +197,6 @@ def _digest_in(path: Path) -> str | None:
         with open_regular(path) as file:
             return json.loads(file.readline())["file"] if path.name == INDEX else str(np.load(file)[DIGEST])
     return None
-
-
-def _write(path: Path, embeds: torch.Tensor, pooled: torch.Tensor, width: int, digest: str) -> None:
-    """Embeddings [positions, widths of both encoders], `width` of the first, and pooled ones [pooled width]."""
-    with atomic_file(path) as temporary:
-        if path.suffix == ".safetensors":
-            save_tensors({"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}, temporary, {DIGEST: digest})
-            return
-        states = {"hidden_state1": embeds[:, :width].numpy(), "hidden_state2": embeds[:, width:].numpy()}
-        with open(temporary, "wb") as file:
-            np.savez(file, **states, pool2=pooled.numpy(), **{DIGEST: np.array(digest)})
 
 
 def _named(names: Sequence[str]) -> str:

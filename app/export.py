@@ -41,19 +41,34 @@ _COMFYUI_NOTE = (
 
 
 def export(config: ExportConfig) -> Path:
-    """Writes the folder or file, complete or not at all, and prints how to use it.
-
-    Raises:
-        UserError: the model cannot be loaded, the format cannot hold it, the output belongs to something else, or the
-            upload failed.
-    """
+    """Writes the folder or file, complete or not at all, prints how to use it, and uploads it if that is wanted."""
     output = Path(config.output)
     _check(config, output)
     if config.to == "modular":
-        return _export_block(config, output)
+        with written_folder(output, "export") as folder:
+            write_block(folder)
+            (folder / "README.md").write_text(BLOCK_CARD.format(place=config.push_to_hub or output), encoding="utf-8")
+        lines = ["long prompts of any length for SDXL in diffusers' modular pipelines; README.md says how to load it."]
+    else:
+        lines = _export_model(config, output)
+    print(f"Wrote {output}: {lines[0]}", *lines[1:], sep="\n")
+    if config.push_to_hub:
+        print(f"Uploaded to {_push_folder(output, config.push_to_hub)} (a new repository is private).")
+    return output
+
+
+def _export_model(config: ExportConfig, output: Path) -> list[str]:
+    """Writes it, and returns the lines to print, the first after the output."""
     spec = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained))))
     seen, (backbone, digest) = read_seen(spec), _load_two_tower(config, spec)
-    source = backbone if config.to in _BOTH_TOWERS else _load_text_encoder(config, spec, backbone)
+    if config.to in _BOTH_TOWERS:
+        source = backbone
+    elif backbone:  # bigG always keeps its projection
+        source = to_transformers(backbone, config.projection or keeps_projection(backbone))
+    else:
+        source = spec.load_text_encoder()
+        if config.projection and not isinstance(source[0], CLIPTextModelWithProjection):
+            raise UserError("This text encoder has no projection to export. Leave out --projection.")
     if config.to == "comfyui":
         lines = _write_comfyui(config, source[0], output, seen)
     else:
@@ -65,23 +80,7 @@ def export(config: ExportConfig) -> Path:
             write_seen(folder, seen)
     if backbone and backbone.image_attention and config.to not in _BOTH_TOWERS:
         lines.insert(1, "The suppressed heads are the image tower's. This text encoder is that of the base model.")
-    return _finish(config, output, lines)
-
-
-def _finish(config: ExportConfig, output: Path, lines: list[str]) -> Path:
-    """Says what was written, and uploads it if that is wanted."""
-    print(f"Wrote {output}: {lines[0]}", *lines[1:], sep="\n")
-    if config.push_to_hub:
-        print(f"Uploaded to {_push_folder(output, config.push_to_hub)} (a new repository is private).")
-    return output
-
-
-def _export_block(config: ExportConfig, output: Path) -> Path:
-    with written_folder(output, "export") as folder:
-        write_block(folder)
-        (folder / "README.md").write_text(BLOCK_CARD.format(place=config.push_to_hub or output), encoding="utf-8")
-    lines = ["long prompts of any length for SDXL in diffusers' modular pipelines; README.md says how to load it."]
-    return _finish(config, output, lines)
+    return lines
 
 
 def _check(config: ExportConfig, output: Path) -> None:
@@ -133,24 +132,11 @@ def _load_two_tower(config: ExportConfig, spec: EncoderSpec) -> tuple["Backbone 
     return backbone, digest
 
 
-_TextEncoder = tuple[TextEncoder, CLIPTokenizer]
-
-
-def _load_text_encoder(config: ExportConfig, spec: EncoderSpec, backbone: "Backbone | None") -> _TextEncoder:
-    """The text encoder, of the two-tower if there is one; bigG always keeps its projection."""
-    if backbone:
-        return to_transformers(backbone, config.projection or keeps_projection(backbone))
-    encoder, tokenizer = spec.load_text_encoder()
-    if config.projection and not isinstance(encoder, CLIPTextModelWithProjection):
-        raise UserError("This text encoder has no projection to export. Leave out --projection.")
-    return encoder, tokenizer
-
-
 # Each writes a format: (title of the card, class of the text encoder alone, lines to print, the first after the output)
 _Written = tuple[str, str | None, list[str]]
 
 
-def _write_transformers(config: ExportConfig, source: _TextEncoder, folder: Path) -> _Written:
+def _write_transformers(config: ExportConfig, source: tuple[TextEncoder, CLIPTokenizer], folder: Path) -> _Written:
     encoder, tokenizer = source
     write_text_encoder(encoder, tokenizer, folder)
     if type(encoder) is CLIPTextModel:  # the class of SDXL's first encoder
@@ -187,12 +173,13 @@ def _write_clip(config: ExportConfig, backbone: "Backbone", folder: Path) -> _Wr
 
 def _write_comfyui(config: ExportConfig, encoder: TextEncoder, output: Path, seen: Seen) -> list[str]:
     sizes = encoder.config
+    width, blocks = sizes.hidden_size, sizes.num_hidden_layers
     if sizes.vocab_size != VOCABULARY:
         raise UserError(
             f"{config.model!r} has a vocabulary of {sizes.vocab_size}, and ComfyUI knows only CLIP's of {VOCABULARY}. "
             "Export it with --to transformers."
         )
-    known = _COMFYUI_ENCODERS.get((sizes.hidden_size, sizes.num_hidden_layers))
+    known = _COMFYUI_ENCODERS.get((width, blocks))
     if known and known[1] != sizes.hidden_act:
         raise UserError(
             f"ComfyUI runs every {known[0]} with the activation {known[1]}, whatever the file says, and this one was "
@@ -202,32 +189,21 @@ def _write_comfyui(config: ExportConfig, encoder: TextEncoder, output: Path, see
     program = f"debias-diffusion {version('debias-diffusion')}"
     record = {SEEN: json.dumps(seen)} if seen else {}
     write_file(encoder, output, {"note": _COMFYUI_NOTE, "exported_with": program} | record)
-    width = sizes.hidden_size
     lines = [f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."]
     if not known:
-        lines.append(
-            f"ComfyUI has no text encoder of width {width} and {sizes.num_hidden_layers} blocks to load it into."
-        )
+        lines.append(f"ComfyUI has no text encoder of width {width} and {blocks} blocks to load it into.")
     put = "put it into ComfyUI/models/text_encoders, and choose it in DualCLIPLoader together with SDXL's clip_g."
     return [*lines, f"Next: {put}", _COMFYUI_NOTE]
 
 
 def _push_folder(folder: Path, name: str) -> str:
-    """Uploads a folder as the hub repository `name` and returns its address.
-
-    A new repository is private. An existing one keeps its visibility and its other files.
-
-    Raises:
-        UserError: the repository cannot be created or written. The message says that the local folder is complete.
-    """
+    """Uploads a folder as the hub repository `name`, which keeps its other files, and returns its address."""
     from huggingface_hub import HfApi
 
     failure = f"The folder {str(folder)!r} is complete, but could not be uploaded to {name!r}"
     advice = f"Log in with `hf auth login`, check the network, and run `hf upload {name} {folder}`."
     with explain_failure(failure, advice):
-        hub = HfApi()
+        hub, message = HfApi(), "Exported by debias-diffusion"
         address = hub.create_repo(name, private=True, exist_ok=True)
-        hub.upload_folder(
-            repo_id=name, folder_path=folder, commit_message="Exported by debias-diffusion", ignore_patterns=MARK
-        )
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=MARK)
         return str(address)

@@ -20,14 +20,7 @@ def toy_training(
     learning_rate: float = 5e-4,
     seed: int = 0,
 ) -> TrainConfig:
-    """Settings of the real `train`: the same budget and seed whatever the recipe.
-
-    Args:
-        recipe: one of RECIPES.
-        model: the base CLIP.
-        data, images: pairs that `write_pairs` wrote, the first VALIDATION of them held out.
-        output: the run's folder.
-    """
+    """Settings of the real `train`, alike for all RECIPES; the first VALIDATION pairs of `write_pairs` are held out."""
     return TrainConfig(
         data=str(data),
         images=str(images),

@@ -33,11 +33,10 @@ from .prompts import WILDCARD, check_prompt, check_text, expand, parse_seed, rea
 
 LEFT_OUT = "left-out.jsonl"
 MOST_UNREAD = 10  # sentences on what is not read of prompts
-_NAME = re.compile(r"((\d{5,})-(\d+)(-.*)?)\.png")
 
 
 def generate(config: GenerateConfig) -> Path:
-    """Renders one image, or one for each entry of a file of prompts, as PNGs.
+    """Renders one image, or one for each entry of a file of prompts, as PNGs; returns the image or the folder.
 
     A PNG's text chunk "settings" holds its settings as JSON, and "parameters" the same in the format of A1111's
     interface. Equal settings on one machine give equal files, byte for byte. Prints how prompts are read.
@@ -45,9 +44,6 @@ def generate(config: GenerateConfig) -> Path:
     A folder of several images is a job: finished ones are kept. At the end `index.jsonl` lists all images and
     `contact-sheet.png` shows them. Invalid entries are skipped and reported, the first on the console and all in
     `left-out.jsonl`.
-
-    Returns:
-        path of the image, or of the folder
 
     Raises:
         UserError: a setting or all prompts cannot be used (whatever can be checked early is checked before a model is
@@ -125,20 +121,15 @@ def generate(config: GenerateConfig) -> Path:
 
 def _named(images: Sequence[ImageTask], job: Job) -> list[ImageTask]:
     """The images of a run with their names. Number and seed identify a file; the words after them are for people."""
-    finished = map(_NAME.fullmatch, job.names())
-    names = {(match[2], int(match[3])): match[1] for match in finished if match}
-    tasks = []
+    finished = [Path(name).stem for name in job.names()]
+    names, tasks = {tuple(name.split("-")[:2]): name for name in finished}, []
     for image in images:
-        number, seed = image.name, image.prompt.seed
-        name = "-".join(filter(None, (number, str(seed), _slug(image.prompt.prompt))))
-        tasks.append(replace(image, name=names.get((number, seed), name)))
+        place = image.name, str(image.prompt.seed)
+        # letters and digits that every file system takes; there may be none
+        words = unicodedata.normalize("NFKD", image.prompt.prompt[:200]).encode("ascii", "ignore").decode().lower()
+        words = re.sub(r"[^a-z0-9]+", "-", words).strip("-")[:40].rstrip("-")
+        tasks.append(replace(image, name=names.get(place, "-".join(filter(None, (*place, words))))))
     return tasks
-
-
-def _slug(text: str) -> str:
-    """The beginning of a text in letters and digits that every file system takes; may be empty."""
-    ascii_only = unicodedata.normalize("NFKD", text[:200]).encode("ascii", "ignore").decode().lower()
-    return re.sub(r"[^a-z0-9]+", "-", ascii_only).strip("-")[:40].rstrip("-")
 
 
 def _render_one(
@@ -199,9 +190,9 @@ def _fill(
     _write_lines(job.folder / LEFT_OUT, [{"where": where, "reason": why} for where, why in left_out.items()])
     if finished:
         titles = [f"{task.name.partition('-')[0]} · seed {task.prompt.seed}" for task in finished]
-        texts = [task.prompt.prompt for task in finished]
-        files = [job.folder / task.file for task in finished]
-        sheets = write_contact_sheets(job.folder, list(zip(files, titles, texts, strict=True)))
+        cells = zip(finished, titles, strict=True)
+        cells = [(job.folder / task.file, title, task.prompt.prompt) for task, title in cells]
+        sheets = write_contact_sheets(job.folder, cells)
         more = f" and {len(sheets) - 1} more page{'s' * (len(sheets) > 2)}" if len(sheets) > 1 else ""
         print(f"Contact sheet of all {len(finished):,}: {sheets[0]}{more}")
     if error:

@@ -19,11 +19,7 @@ TAKEN = (
 
 
 def take_settings(config: GenerateConfig) -> GenerateConfig:
-    """The options, with the settings of the image `config.like` where none is given. Prints which, and what is left.
-
-    Raises:
-        UserError: the image has no settings, has one that cannot be used, or no prompt where none is given.
-    """
+    """The options, with the settings of the image `config.like` where none is given. Prints which, and what is left."""
     program, values, left = read_image(config.like, loras=config.loras is not None)
     classes, sampler = {SAMPLERS[cls]: cls for cls in get_args(Scheduler)}, str(values.get("scheduler", ""))
     values["scheduler"] = config.scheduler or classes.get(sampler)

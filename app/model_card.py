@@ -19,7 +19,7 @@ from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.ablation.saved import read_ablation
 from debias_diffusion.encoders.resolve import MODELS_OF_RUN, may_be_hub_id, open_clip_models, resolve
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import read_file, read_json_object
 from debias_diffusion.jobs import Job
 from debias_diffusion.training.config import CHOOSING, TrainConfig, method_settings
@@ -68,11 +68,9 @@ def model_card(
     backbone: "Backbone | None" = None,
     digest: str | None = None,
 ) -> str:
-    """Returns the card, with YAML front matter.
+    """The card of an export, with YAML front matter.
 
     Args:
-        config: of the export.
-        title: first line of the card.
         encoder: transformers' class of the text encoder; None where both towers are exported.
         backbone: the two-tower that is exported; None for a text encoder alone.
         digest: of the two-tower as evaluations read it; None for a text encoder alone, or if no scores are wanted.
@@ -157,7 +155,6 @@ def _read_run(model: str) -> dict | None:
 
 def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
     """The results of `evaluate`, of the exported model alone, each with its command."""
-    from debias_diffusion.errors import explain_failure
     from debias_diffusion.eval.registry import with_reports
     from debias_diffusion.eval.report import escaped
 
@@ -166,24 +163,24 @@ def _read_scores(config: ExportConfig, digest: str | None) -> list[dict]:
         file = Path(config.scores, f"{name}.json")
         if not file.is_file():
             continue
-        digest_there = digest or ""  # nothing measures two towers of a text encoder alone
+        wanted = digest or ""  # nothing measures two towers of a text encoder alone
         if evaluation.needs == "text encoder":
-            digest_there = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained)))).digest
+            wanted = EncoderSpec.parse(":".join(filter(None, (config.model, config.pretrained)))).digest
         report = read_json_object(file)
         with explain_failure(f"{str(file)!r} is no result of `debias-diffusion evaluate {name}`"):
             digests = report["digests"]["encoders"]
-            encoders = {label: one for label, one in report["encoders"].items() if digests.get(label) == digest_there}
+            encoders = {label: one for label, one in report["encoders"].items() if digests.get(label) == wanted}
+            if not encoders:
+                raise UserError(
+                    f"{str(file)!r} was measured with another model than --model, by weights, configuration and "
+                    f"tokenizer. Evaluate that model ({evaluation.needs}), or leave out --scores."
+                )
             section = {
                 "title": evaluation.title,
-                "tables": evaluation.tables(report | {"encoders": encoders, "compared": []}) if encoders else [],
+                "tables": evaluation.tables(report | {"encoders": encoders, "compared": []}),
                 "notes": list(map(escaped, report["notes"])),
                 "command": shell_command(f"debias-diffusion evaluate {name}", report["settings"], evaluation.options),
             }
-        if not encoders:
-            raise UserError(
-                f"{str(file)!r} was measured with another model than --model, by weights, configuration and tokenizer. "
-                f"Evaluate that model ({evaluation.needs}), or leave out --scores."
-            )
         sections.append(section)
     if not sections:
         raise UserError(

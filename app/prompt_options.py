@@ -218,8 +218,7 @@ class AppConfig(OfCheckpoint, InPrecision):
             in overlapping chunks, separate:NAME in separate ones; cut:NAME cuts them at 77 tokens.
         host: Address to listen on. The default is this machine only; 0.0.0.0 or :: lets others in.
         port: Port to listen on. The default is the first free one from 7860.
-        user: For the login, with a password in password_file or the environment variable DEBIAS_DIFFUSION_PASSWORD.
-        password_file: File whose first line is the password.
+        user: For the login, with the password in the environment variable DEBIAS_DIFFUSION_PASSWORD.
         budget: Denoising steps of one request, over all its images and encoders.
     """
 
@@ -228,7 +227,6 @@ class AppConfig(OfCheckpoint, InPrecision):
     host: str = "127.0.0.1"
     port: between(int, 1, 65535) | None = None
     user: str | None = None
-    password_file: str | None = None
     budget: PositiveInt = 1000  # 6 images by 5 encoders in 30 steps
 
     def __post_init__(self):

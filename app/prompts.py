@@ -105,12 +105,15 @@ def _csv_entries(path: Path, text: str) -> Iterator[tuple[int, dict]]:
     """A broken row ends the file: where the next one begins is a guess, and skipping it could drop many prompts."""
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = _columns(_without_empty_end(next(rows, [])))
+        names = next(rows, [])
+        while names and not names[-1].strip():  # rows may end with commas
+            names.pop()
+        header = _columns(names)
         if "prompt" not in header:
             raise UserError("There is no column 'prompt'.")
         line = rows.line_num + 1
-        for row in map(_without_empty_end, rows):
-            if len(row) > len(header):
+        for row in rows:
+            if "".join(row[len(header) :]).strip():
                 raise csv.Error(f"it has {len(row)} cells, and the first line names {len(header)} columns")
             entry = {name: cell for name, cell in zip(header, row, strict=False) if cell.strip()}
             if entry:
@@ -121,13 +124,6 @@ def _csv_entries(path: Path, text: str) -> Iterator[tuple[int, dict]]:
             f"The file of prompts {str(path)!r} is no CSV at line {rows.line_num}: {reason(error)}. Name columns in "
             "the first line, with commas between them; write a quotation mark within a cell twice."
         ) from error
-
-
-def _without_empty_end(cells: list[str]) -> list[str]:
-    """A row may end early, or with commas."""
-    while cells and not cells[-1].strip():
-        cells = cells[:-1]
-    return cells
 
 
 def _columns(names: Iterable[str]) -> list[str]:
@@ -173,11 +169,7 @@ def _prompt(entry: dict, default: ImagePrompt) -> ImagePrompt:
 
 
 def parse_seed(value) -> int:
-    """A seed from a setting, JSON or a cell; whole numbers may end in ".0", as tables saved from pandas have them.
-
-    Raises:
-        UserError: it is no whole number from 0 to 2^63 - 1.
-    """
+    """A seed from a setting, JSON or a cell; whole numbers may end in ".0", as tables saved from pandas have them."""
     digits = str(value).strip().removesuffix(".0")
     if isinstance(value, bool) or not re.fullmatch("[0-9]{1,19}", digits) or int(digits) > MAX_SEED:
         raise UserError(f"The seed must be a whole number from 0 to 2^63 - 1, got {str(value)[:80]!r}.")
@@ -188,9 +180,6 @@ def expand(image: ImageTask, wildcards: Path) -> ImageTask:
     """Draws, by the image's seed, one of `{a|b}` in its texts, and for `__NAME__` a line of NAME.txt in a folder.
 
     Without dynamicprompts, which does it, a warning names that, and the texts stay as they are.
-
-    Raises:
-        UserError: they cannot be read, or the prompt that results cannot be used.
     """
     texts = {name: text for name in _TEXTS if _DYNAMIC.search(text := getattr(image.prompt, name) or "")}
     if not texts:

@@ -33,33 +33,18 @@ RESULTS_FOLDER = "evaluation"
 
 @dataclass(frozen=True)
 class Setup:
-    """The models to start from, and how much is done with them; a test makes them small.
-
-    Attributes:
-        clip, sdxl, features: base model, SDXL checkpoint with the same text encoder, network of FID and DINO score.
-        pairs: to train on, besides the held-out ones.
-        training: arguments of `toy_training`.
-        denoising_steps: of an image.
-    """
+    """The models to start from, and how much is done with them; a test makes them small."""
 
     clip: str = "toy/clip"
-    sdxl: str = "toy/sdxl"
-    features: str = "toy/features"
-    pairs: int = 4000
-    training: dict = field(default_factory=dict)
+    sdxl: str = "toy/sdxl"  # with the same text encoder
+    features: str = "toy/features"  # network of FID and DINO score
+    pairs: int = 4000  # to train on, besides the held-out ones
+    training: dict = field(default_factory=dict)  # arguments of `toy_training`
     denoising_steps: int = 20
 
 
 def quickstart(config: QuickstartConfig, setup: Setup | None = None) -> Path:
-    """Runs every step that is not finished yet, and prints a summary.
-
-    Returns:
-        The path of report.html.
-
-    Raises:
-        UserError: a setting cannot be used, differs from the one that the folder was begun with, the output folder
-            holds something else, or the toy models are missing.
-    """
+    """Runs every step that is not finished yet, prints a summary, and returns the path of report.html."""
     output = Path(config.output)
     check_free(output)
     # Other settings of a step give it other results in the same place; these two would replace those of all steps.

@@ -5,12 +5,12 @@ import json
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
@@ -32,9 +32,6 @@ def write_shards(config: ShardsConfig) -> Path:
 
     A shard is complete or not there, and the same pairs give the same bytes. Bad records are skipped and listed in
     `bad-records.jsonl`. A killed run continues with the missing shards.
-
-    Raises:
-        UserError: the data cannot be used, too many records are bad, or the output has other content.
     """
     captions, images = open_data(config.data, config.images)
     records, pairs = captions.records, len(captions.records) + len(captions.bad)
@@ -67,24 +64,14 @@ def divide(count: int, size: int, name: str) -> dict[str, range]:
     return {name.format(number): range(start, min(start + size, count)) for number, start in enumerate(starts)}
 
 
-@dataclass
-class _Read(Dataset):
-    """What `read` makes of each record's image, or a BadRecord."""
-
-    records: Sequence[Record]
-    read: Callable[[str], object]
-
-    def __getitem__(self, index: int):
-        return read_or_bad(self.records[index], self.read)
-
-
 @contextmanager
 def read_images(
     records: Sequence[Record], read: Callable[[str], object], indices: Sequence[int], workers: int, **bar
 ) -> Iterator[Iterator]:
     """What `read` makes of the images at `indices`, or BadRecords, in order. `bar`: options of the progress bar."""
     # Results come in the sampler's order, whichever worker is ready first.
-    loader = DataLoader(_Read(records, read), batch_size=None, sampler=indices, num_workers=count_workers(workers))
+    options = {"sampler": indices, "num_workers": count_workers(workers), "collate_fn": partial(read_or_bad, read=read)}
+    loader = DataLoader(records, batch_size=None, **options)
     with load_batches(loader) as results, tqdm(results, unit=" images", **bar) as shown:
         yield iter(shown)
 

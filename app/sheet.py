@@ -50,8 +50,3 @@ def provenance(config: CheckConfig) -> dict:
     """What a result must say of itself: machine, versions, settings, and the digest of the weights."""
     machine, base = machine_name(pick_device(config.device)), Checkpoint.parse(config.base).digest
     return {"machine": machine, "versions": versions(), "settings": asdict(config), "base": base}
-
-
-def digests(images: Images) -> dict[str, dict[str, str]]:
-    """{way: {file: sha256}}"""
-    return {way: {file.name: digest for file, digest in pairs} for way, pairs in images.items()}

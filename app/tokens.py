@@ -24,11 +24,7 @@ _CHUNKS, _CUT_OFF = (32, 36), 31  # of a terminal: green and cyan in turn, red
 
 
 def show_tokens(config: TokensConfig) -> None:
-    """Prints where a prompt is cut and how long its embeddings are: in one reading, or in all, those alike together.
-
-    Raises:
-        UserError: the checkpoint's tokenizers cannot be loaded, or the prompt cannot be read.
-    """
+    """Prints where a prompt is cut and how long its embeddings are: in one reading, or in all, those alike together."""
     check_prompt(config.prompt)
     encoders = load_tokenizers(Checkpoint.parse(config.base), config.spec)
     readings = [config.spec.reading] if config.spec.reading else get_args(Reading)
@@ -52,9 +48,6 @@ def load_tokenizers(checkpoint: Checkpoint, first: EncoderSpec) -> list[tuple[CL
 
     Args:
         first: the text encoder in the place of the checkpoint's first one, with the second that was fitted with it.
-
-    Raises:
-        UserError: the checkpoint is of another kind or incomplete.
     """
     given = {"text_encoder": None if first.kind is Kind.ORIGINAL else first}
     if checkpoint.check_kind(KINDS) == SDXL:
@@ -72,6 +65,10 @@ def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:
     yield f"{layout.tokens} tokens, {layout.positions} positions"
     if layout.schedules:
         yield printable(f"  at the first step; it changes with {', '.join(layout.schedules)}")
+
+    def paint(text: str, colour: int) -> str:
+        return f"\x1b[{colour}m{printable(text)}\x1b[0m" if coloured else printable(text)
+
     encoders = list(zip(layout.texts, layout.cut_off, strict=True))
     names = ["first text encoder", "second text encoder"]
     if len(set(encoders)) == 1:
@@ -80,14 +77,10 @@ def _lines(layout: PromptLayout, coloured: bool) -> Iterator[str]:
         yield f"  {name}"
         for number, (text, count) in enumerate(chunks):
             mark = "" if coloured or number == len(chunks) - 1 else " |"
-            yield f"  {count:5}  {_paint(text, _CHUNKS[number % 2], coloured)}{mark}"
+            yield f"  {count:5}  {paint(text, _CHUNKS[number % 2])}{mark}"
         if n_rest:
-            yield f"  {n_rest:5}  cut off: {_paint(rest, _CUT_OFF, coloured)}"
+            yield f"  {n_rest:5}  cut off: {paint(rest, _CUT_OFF)}"
     for taken_out in layout.taken_out:
         yield printable(f"  taken out: {taken_out}")
     for warning in layout.warnings:
         yield printable(f"  {warning}")
-
-
-def _paint(text: str, colour: int, coloured: bool) -> str:
-    return f"\x1b[{colour}m{printable(text)}\x1b[0m" if coloured else printable(text)

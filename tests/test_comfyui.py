@@ -6,6 +6,7 @@ real transformers encoders behind the two calls that the node makes, and as much
 need. The vocabulary is CLIP's own, the only one that ComfyUI has.
 """
 
+import inspect
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 
 from debias_diffusion.app.comfyui.long_prompt_node import READINGS, encode_prompt, read_text
-from debias_diffusion.app.comfyui.schema import INPUTS, LongPromptEncode
+from debias_diffusion.app.comfyui.schema import LongPromptEncode
 from debias_diffusion.encoders.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut
@@ -122,7 +123,7 @@ def encode(clip, text, **options):
 
 
 def read_tokens(clip, text, names=("l", "g"), reading="overlap"):
-    return {name: read.tokens for name, read in read_text(clip, text, names, reading).items()}
+    return {name: read_text(clip, text, name, reading).tokens for name in names}
 
 
 def escape(text):
@@ -347,6 +348,10 @@ def test_other_encoders_and_texts_without_one_are_refused(load, tokenizing):
         encode(make(encoders(width, width_2, 77)[:1]), SHORT, text_g=SHORT)
 
 
-def test_the_older_declaration_has_the_inputs_of_the_new_one():
-    declared = LongPromptEncode.INPUT_TYPES()
-    assert {**declared["required"], **declared["optional"]}.keys() == INPUTS.keys()
+def test_the_declaration_has_the_arguments_of_the_function():
+    declared, arguments = LongPromptEncode.INPUT_TYPES(), inspect.signature(encode_prompt).parameters
+    names = [*declared["required"], *declared["optional"]]
+    assert set(names) == arguments.keys() - {"sizes"} | SIZES.keys()
+    for name, (_, looks) in declared["optional"].items():
+        default = getattr(arguments.get(name), "default", 0)
+        assert looks.get("default") == default, name

@@ -4,7 +4,6 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from debias_diffusion.app import encode
 from debias_diffusion.app.encode import INDEX, encode_captions
 from debias_diffusion.app.prompt_options import EncodeConfig
 from debias_diffusion.errors import UserError
@@ -175,20 +173,6 @@ def test_longer_captions_are_read_where_positions_say_so_and_cut_ones_are_named(
     assert {len(loaded_by_kohya(tmp_path / image)[0]) for image in TEXTS} == {377}
     run(tmp_path, reading="kohya")
     assert "Cut at 227 positions, as the reading says: 1 captions: a.png" in capsys.readouterr().out
-
-
-def test_room_is_counted_before_anything_is_written(tmp_path, monkeypatch, capsys):
-    put(tmp_path, TEXTS)
-    size = run(tmp_path) and sum(array.nbytes for array in loaded_by_kohya(tmp_path / "a.png"))
-    monkeypatch.setattr(encode.shutil, "disk_usage", lambda folder: SimpleNamespace(free=size))
-    run(tmp_path, reading="separate")  # takes the place of what is there
-    for path in (tmp_path / f"a{SUFFIX}", tmp_path / f"b/c.d{SUFFIX}"):
-        path.unlink()
-    with pytest.raises(UserError, match="The disk has no room for them. .*--dtype fp16"):
-        run(tmp_path)
-    assert not written(tmp_path)
-    run(tmp_path, dtype="fp16")
-    assert loaded_by_kohya(tmp_path / "a.png")[0].dtype == np.float16
 
 
 def test_embeddings_that_are_not_finite_are_refused(tmp_path, copy_of):

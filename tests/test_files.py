@@ -10,10 +10,7 @@ from helpers.odd_files import ODD, put_odd
 from PIL import Image
 
 from debias_diffusion import files
-from debias_diffusion.app.command_line import parse
 from debias_diffusion.app.contact_sheet import write_contact_sheets
-from debias_diffusion.app.demo.launch import open_app
-from debias_diffusion.app.prompt_options import AppConfig, GenerateConfig
 from debias_diffusion.app.prompts import read_prompts
 from debias_diffusion.clip.weight_files import read_state
 from debias_diffusion.data.images import ImageFolder
@@ -123,9 +120,7 @@ OPENED = {  # by the name of a file that a user may give, what opens it
     "data.json": lambda file: open_data(file, file.parent),
     "data.jsonl": lambda file: open_data(file, file.parent),
     "data.tar": open_data,
-    "options.yaml": lambda file: parse("generate", GenerateConfig, "", ["--config", str(file)]),
     "columns.yaml": lambda file: read_yaml(file, list[Column]),
-    "password": lambda file: open_app(AppConfig(password_file=str(file), user="me")),
     "image.png": lambda file: write_contact_sheets(file.parent, [(file, "", "")]),
     "weights.safetensors": read_state,
     "weights.pt": read_state,

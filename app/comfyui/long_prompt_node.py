@@ -9,14 +9,8 @@ import torch
 
 try:
     from . import chunks
-except ImportError:  # not a copy that `debias-diffusion comfyui` wrote, which has that file
-    try:
-        from debias_diffusion.text import chunks
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "the long-prompt node lacks `chunks.py`, and debias-diffusion is not installed in ComfyUI's environment: "
-            "write the node's folder with `debias-diffusion comfyui --output ComfyUI/custom_nodes/long_prompt`"
-        ) from error
+except ImportError:
+    from debias_diffusion.text import chunks  # in the package: `debias-diffusion comfyui` writes a folder without it
 
 # By ComfyUI's names, in the order in which it concatenates their states.
 ENCODERS = {"l": "CLIP-L", "g": "bigG", "h": "CLIP-H"}
@@ -82,20 +76,21 @@ def encode_prompt(
         raise RuntimeError("the clip input is None. If its checkpoint holds no text encoder, use DualCLIPLoader")
     empty = empty_rows(clip)
     prompts = choose_texts(text, {"g": text_g, "l": text_l}, empty)
-    # Encoders of one text share its tokenization.
-    shared = {prompt: [name for name in empty if prompts[name] == prompt] for prompt in prompts.values()}
-    read = {}
-    for prompt, names in shared.items():
-        read |= read_text(clip, prompt, names, reading, breaks)
+    read = {name: read_text(clip, prompt, name, reading, breaks) for name, prompt in prompts.items()}
     positions = count_positions([read[name].tokens for name in empty], [len(row) for row in empty.values()], reading)
     if reading != "kohya":
         positions = max([positions, *(embeds.shape[1] for embeds, _ in match or [])])
         positions += -positions % chunks.TRAINED_POSITIONS if multiple_of_77 else 0
     inputs = {name: split_rows(read[name].tokens, row, positions, reading) for name, row in empty.items()}
+    needed = 1 + max(max(given.kept) for given in inputs.values())
+    rows = {  # and empty ones: SDXL's states are cut to the shorter of its two encoders'
+        name: given.rows + [empty[name]] * (-(-needed // len(empty[name])) - len(given.rows))
+        for name, given in inputs.items()
+    }
     given = {name: size for name, size in sizes.items() if size}
     conditioning = [
         [join_encoders(embeds, [rows.kept for rows in inputs.values()], extras["pooled_output"]), extras]
-        for embeds, extras in clip.encode_from_tokens_scheduled(fill_rows(inputs, empty), add_dict=given)
+        for embeds, extras in clip.encode_from_tokens_scheduled(rows, add_dict=given)
     ]
     shown = [show_chunks(ENCODERS[name], inputs[name].split, read[name].spans, read[name].plain) for name in inputs]
     return conditioning, "\n\n".join(shown)
@@ -174,9 +169,9 @@ def weighted_words(text: str, breaks: bool = False) -> tuple[list[Word], str, li
 
 
 def read_text(
-    clip: Clip, text: str, names: Sequence[str], reading: chunks.Reading = "overlap", breaks: bool = False
-) -> dict[str, EncoderText]:
-    """A text's tokens for each of the encoders `names`.
+    clip: Clip, text: str, name: str, reading: chunks.Reading = "overlap", breaks: bool = False
+) -> EncoderText:
+    """A text's tokens for the encoder `name`.
 
     ComfyUI's tokenizers do not say where in the text a token stands, so each piece is tokenized by itself. CLIP's
     tokens never reach across white space. Vectors of another width than an encoder's are left out for it, as ComfyUI
@@ -184,25 +179,20 @@ def read_text(
     """
     words, plain, places = weighted_words(text, breaks)
     escaped = [re.sub(r"[()]", r"\\\g<0>", plain[word.start : word.end]) for word in words]  # weights have been read
-    tokenized = [clip.tokenize(word, return_word_ids=True) for word in escaped]
-    texts = {}
-    for name in names:
-        embeddings = getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings()
-        width, comma = embeddings.weight.shape[-1], clip.tokenize(",")[name][0][1][0]
-        found = [
-            (token, word)
-            for word, rows in zip(words, tokenized, strict=True)
-            for row in rows[name]
-            for token, _, word_id in row
-            if word_id and (not torch.is_tensor(token) or token.shape[-1] == width)  # BOS, EOS, pads: 0
-        ]
-        ids, weights = [token for token, _ in found], [word.weight for _, word in found]
-        spans = [(word.start, word.end) for _, word in found]
-        cuts = rate_cuts(plain, found, reading, comma)
-        before = {sum(start < place for start, _ in spans) for place in places} - {0, len(ids)}
-        tokens = chunks.Tokens(ids, cuts, weights, tuple(sorted(before)))
-        texts[name] = EncoderText(tokens, spans, plain)
-    return texts
+    embeddings = getattr(clip.cond_stage_model, f"clip_{name}").transformer.get_input_embeddings()
+    width, comma = embeddings.weight.shape[-1], clip.tokenize(",")[name][0][1][0]
+    found = [
+        (token, word)
+        for word, piece in zip(words, escaped, strict=True)
+        for row in clip.tokenize(piece, return_word_ids=True)[name]
+        for token, _, word_id in row
+        if word_id and (not torch.is_tensor(token) or token.shape[-1] == width)  # BOS, EOS, pads: 0
+    ]
+    ids, weights = [token for token, _ in found], [word.weight for _, word in found]
+    spans = [(word.start, word.end) for _, word in found]
+    cuts = rate_cuts(plain, found, reading, comma)
+    before = {sum(start < place for start, _ in spans) for place in places} - {0, len(ids)}
+    return EncoderText(chunks.Tokens(ids, cuts, weights, tuple(sorted(before))), spans, plain)
 
 
 def rate_cuts(plain: str, found: list[tuple[Any, Word]], reading: chunks.Reading, comma: int) -> list[chunks.Cut]:
@@ -253,15 +243,6 @@ def show_chunks(title: str, split: Sequence[chunks.Chunk], spans: Sequence[tuple
         again = part(range(read.start, kept.start))
         lines.append(f"{number}. {len(read)} tokens: {f'[{again}] ' if again else ''}{part(kept)}")
     return "\n".join(lines)
-
-
-def fill_rows(inputs: dict[str, EncoderInput], empty: dict[str, list]) -> dict[str, list[list[WeightedToken]]]:
-    """The rows of each encoder, and empty ones: SDXL's states are cut to the shorter of its two encoders'."""
-    needed = 1 + max(max(given.kept) for given in inputs.values())
-    return {
-        name: given.rows + [empty[name]] * (-(-needed // len(empty[name])) - len(given.rows))
-        for name, given in inputs.items()
-    }
 
 
 def join_encoders(embeds: torch.Tensor, kept: Sequence[list[int]], pooled: torch.Tensor | None) -> torch.Tensor:

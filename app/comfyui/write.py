@@ -31,12 +31,11 @@ def write_pack(folder: Path) -> None:
         license_text, version = installed.read_text("licenses/LICENSE"), installed.version
     node = [_HERE / name for name in ("__init__.py", "schema.py", "long_prompt_node.py")]
     shared = [package / "text" / name for name in ("chunks.py", "sentences.py")]
-    places = {
-        ".": [*node, *shared, examples / "README.md", examples / "icon.svg"],
-        WORKFLOWS: sorted(examples.glob("*.json")),
-        HELP: [examples / "DebiasLongPromptEncode.md"],
-    }
-    for place, files in places.items():
+    for place, files in (
+        (".", [*node, *shared, examples / "README.md", examples / "icon.svg"]),
+        (WORKFLOWS, sorted(examples.glob("*.json"))),
+        (HELP, [examples / "DebiasLongPromptEncode.md"]),
+    ):
         (folder / place).mkdir(parents=True, exist_ok=True)
         for file in files:
             shutil.copyfile(file, folder / place / file.name)
@@ -45,14 +44,7 @@ def write_pack(folder: Path) -> None:
 
 
 def write_node(config: "ComfyUIConfig") -> Path:
-    """Writes the pack, in place of an earlier one.
-
-    Returns:
-        the folder
-
-    Raises:
-        UserError: the folder holds anything but an earlier copy that nobody changed.
-    """
+    """Writes the pack, in place of an earlier one that nobody changed, and returns the folder."""
     from ..written_folder import written_folder  # needs the package
 
     output = Path(config.output)

@@ -1,11 +1,10 @@
 """Serves the demo, by default to this machine only, without requests to any other server."""
 
 import os
+import re
 import sys
-from urllib.parse import urlsplit
 
 from debias_diffusion.errors import UserError, explain_failure
-from debias_diffusion.files import read_file
 
 from ..prompt_options import AppConfig
 
@@ -13,41 +12,28 @@ MOST_WAITING = 100  # requests in the queue
 MOST_UPLOAD = "32mb"  # more than the largest image has uncompressed
 PASSWORD = "DEBIAS_DIFFUSION_PASSWORD"  # environment variable
 LOCAL = ("127.0.0.1", "localhost", "::1")
-OPEN = "Anyone who can reach this machine can use the demo: it has no password."
 
 
 def run_app(config: AppConfig) -> None:
-    """Opens the demo and serves it until interrupted.
-
-    Raises:
-        UserError: a setting cannot be used.
-    """
+    """Opens the demo and serves it until interrupted."""
     page, url = open_app(config)
     print(f"The demo is at {url} (Ctrl+C stops it)", flush=True)
     page.block_thread()
 
 
 def open_app(config: AppConfig):
-    """Opens the demo and returns at once.
-
-    Returns:
-        gradio's Blocks, whose `close()` stops the server; its address
+    """Opens the demo and returns at once: gradio's Blocks, whose `close()` stops the server, and its address.
 
     Raises:
-        OSError: the password file cannot be read.
         UserError: a setting cannot be used.
     """
     password = os.environ.get(PASSWORD) if config.user else None  # without a user it may be meant for another run
-    if config.password_file:
-        password = read_file(config.password_file).decode(errors="replace").partition("\n")[0].rstrip("\r")
-    if bool(config.user) != bool(password):
-        raise UserError(
-            "A user and a password go together. Give both, or neither; the password by --password-file or the "
-            f"environment variable {PASSWORD}."
-        )
+    if config.user and not password:
+        raise UserError(f"A user needs a password: set the environment variable {PASSWORD}, or leave out the user.")
     host = config.host.strip("[]")
-    notice = "" if host in LOCAL or password else OPEN
-    if notice:
+    is_open = host not in LOCAL and not password
+    notice = "Anyone who can reach this machine can use the demo: it has no password." if is_open else ""
+    if is_open:
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from debias_diffusion.devices import DTYPES, pick_device
@@ -62,7 +48,7 @@ def open_app(config: AppConfig):
     # A page of another site could otherwise reach a local demo under a name of its own (DNS rebinding).
     hosts = [*LOCAL, "[::1]"] if host in LOCAL else ["*"]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
-    middleware += [Middleware(OtherSitesRefused)] if host in LOCAL else []
+    middleware += [Middleware(refuse_other_sites)] if host in LOCAL else []
     blocks = page.build(models, config.budget, MOST_WAITING, notice)
     advice = "Give another --port, from 1 to 65535, or another --host."
     with explain_failure(f"Cannot listen on host {host!r}, port {config.port}", advice):
@@ -84,18 +70,17 @@ def open_app(config: AppConfig):
     return blocks, url
 
 
-class OtherSitesRefused:
+def refuse_other_sites(app):
     """ASGI middleware that serves this machine's pages and programs, and no page of another site."""
+    from starlette.responses import PlainTextResponse
 
-    def __init__(self, app):
-        self.app = app
+    refusal = PlainTextResponse("Pages of other sites cannot use this demo.", 403)
 
-    async def __call__(self, scope, receive, send):
-        from starlette.responses import PlainTextResponse
-
+    async def serve(scope, receive, send):
         refused = scope["type"] != "lifespan" and is_of_other_site(scope.get("method", ""), scope["headers"])
-        app = PlainTextResponse("Pages of other sites cannot use this demo.", 403) if refused else self.app
-        await app(scope, receive, send)
+        await (refusal if refused else app)(scope, receive, send)
+
+    return serve
 
 
 def is_of_other_site(method: str, headers: list[tuple[bytes, bytes]]) -> bool:
@@ -104,9 +89,7 @@ def is_of_other_site(method: str, headers: list[tuple[bytes, bytes]]) -> bool:
     Only browsers send these headers, and no page can change them. Some send an Origin alone.
     """
     sent = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}  # names in lower case
-    try:
-        origin_is_local = urlsplit(sent["origin"]).hostname in LOCAL if "origin" in sent else True
-    except ValueError:  # no address
-        origin_is_local = False
+    local = r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?/?"
+    origin_is_local = re.fullmatch(local, sent.get("origin", "http://localhost"))
     follows_link = method == "GET" and sent.get("sec-fetch-mode") == "navigate"
     return not origin_is_local or (sent.get("sec-fetch-site") == "cross-site" and not follows_link)

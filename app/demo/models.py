@@ -37,11 +37,8 @@ class DemoModels:
     meanwhile.
 
     Args:
-        base: SDXL checkpoint, see `Checkpoint.parse`.
-        encoders: replacements of the first text encoder, each anything `load_text_encoder` takes, or "original" for
-            the checkpoint's own; "cut:" or another of READINGS before a name says how it reads.
-        device: device of all models.
-        dtype: dtype of all models; `default_dtype(device)` if None.
+        base, encoders: see `AppConfig`.
+        dtype: of all models; `default_dtype(device)` if None.
 
     Attributes:
         renderer: of the checkpoint, with its own settings.
@@ -67,29 +64,18 @@ class DemoModels:
         self.is_toy, self.size, self.base = base == TOY_BASE, checkpoint.size, str(checkpoint.file or base)
         if os.path.exists(self.base):
             self.base = os.path.basename(self.base)
-        if not self.is_toy and (weights := checkpoint.count_weights()):
-            taken = weights * self.renderer.dtype.itemsize / 1e9
-            # of SDXL: counted, see docs/cost.md
-            more = "; an image of 1024 x 1024 pixels, up to 3.2 GB more" if self.size == (1024, 1024) else ""
-            print(
-                f"Loading {base}: {weights / 1e6:,.0f} million weights take {taken:.2f} GB on {device}{more}",
-                flush=True,
-            )
-        by_model = {spec.name: spec for spec in specs}
         # The first one comes with the checkpoint; the others replace its encoders.
-        models = sorted(by_model.values(), key=lambda spec: (spec.kind is not Kind.ORIGINAL, bool(spec.fitted_second)))
+        models = {spec.name: spec for spec in specs}.values()
+        models = sorted(models, key=lambda spec: (spec.kind is not Kind.ORIGINAL, bool(spec.fitted_second)))
         pipes = {spec.name: self.renderer.pipeline(spec) for spec in models}
-        short = dict(zip(by_model, labels(list(by_model.values()), readings=False), strict=True))
+        short = {spec.name: label for spec, label in zip(models, labels(models, readings=False), strict=True)}
         short[ORIGINAL] = ORIGINAL  # as requests and images name it
         self.encoders: dict[str, StableDiffusionXLLongPromptPipeline] = {}
-        self._specs: dict[str, EncoderSpec] = {}
-        self._readings: dict[str, Reading] = {}  # by label, where its name says how it reads
+        self._specs: dict[str, tuple[EncoderSpec, bool]] = {}  # and whether its name says how it reads
         for name, spec in zip(encoders, specs, strict=True):
-            label = short[spec.name]
-            if name != spec.name:
-                label = f"{label}, {READINGS[spec.reading]}"
-                self._readings[label] = spec.reading
-            self.encoders[label], self._specs[label] = pipes[spec.name], spec
+            label, has_reading = short[spec.name], name != spec.name
+            label = f"{label}, {READINGS[spec.reading]}" if has_reading else label
+            self.encoders[label], self._specs[label] = pipes[spec.name], (spec, has_reading)
         self.labels = list(self.encoders)
         self._free, native = threading.Lock(), sampler(type(pipes[models[0].name].scheduler).__name__)
         self.schedulers = {native: None} | {
@@ -101,12 +87,8 @@ class DemoModels:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """The models for the caller alone. The page's queue lets one request through at a time, but a stopped request
-        leaves it before its last step has ended.
-
-        Raises:
-            UserError: the device runs out of memory within the context.
-        """
+        """The models for the caller alone; running out of memory becomes a UserError. The page's queue lets one request
+        through at a time, but a stopped request leaves it before its last step has ended."""
         vae, renderer = self.encoders[self.labels[0]].vae, self.renderer
         with self._free, explain_memory(renderer.device, "Choose smaller images or a shorter prompt."):
             try:
@@ -117,7 +99,8 @@ class DemoModels:
 
     def spec(self, label: str, chosen: Reading) -> EncoderSpec:
         """The encoder, as it reads a request with this reading."""
-        return replace(self._specs[label], reading=self._readings.get(label, chosen))
+        spec, has_reading = self._specs[label]
+        return spec if has_reading else replace(spec, reading=chosen)
 
     def title(self, label: str, chosen: Reading = "overlap") -> str:
         """What the page calls the encoder, as it reads a request with this reading."""
@@ -129,6 +112,6 @@ class DemoModels:
     @property
     def weights(self) -> int:
         """Bytes of all weights."""
-        parts = {id(part): part for pipe in self.encoders.values() for part in pipe.components.values()}
-        models = [part for part in parts.values() if isinstance(part, torch.nn.Module)]
+        parts = [part for pipe in self.encoders.values() for part in pipe.components.values()]
+        models = {part for part in parts if isinstance(part, torch.nn.Module)}
         return sum(weight.nbytes for model in models for weight in model.parameters())

@@ -78,13 +78,7 @@ def theme() -> gr.themes.Base:
 
 
 def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") -> gr.Blocks:
-    """The page and its endpoints for these models.
-
-    Args:
-        budget: denoising steps of one request.
-        most_waiting: requests in the queue; further ones are refused.
-        notice: what the page says at its top.
-    """
+    """The page and its endpoints for these models; `notice` stands at its top."""
     endpoints, defaults = _Endpoints(models, budget), Request.default(models)
     with _Page(title=TITLE, analytics_enabled=False, delete_cache=KEPT) as page:
         scene = gr.State(None)  # number of the toy world's scene that was chosen last, or None
@@ -121,10 +115,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
                     count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
                     scheduler = gr.Dropdown([*models.schedulers], value=defaults.scheduler, label="Scheduler")
-                    choices = [
-                        ("as the reading does", ""),
-                        *((name, name) for name in get_args(Emphasis) if name != "a1111"),
-                    ]
+                    names = [name for name in get_args(Emphasis) if name != "a1111"]
+                    choices = [("as the reading does", ""), *names]
                     emphasis = gr.Dropdown(choices, value="", label="Weights: (word:1.3), [word], BREAK")
                     hint = "An encoder whose name says how it reads always reads so."
                     choices = [(title.capitalize(), name) for name, title in READINGS.items()]
@@ -246,9 +238,8 @@ class _Endpoints:
         for place, (token, read_by) in enumerate(counted):
             tokens += [(CUT, None)] * (place in cuts) + [(token, READ_BY[read_by])]
         title = f"Tokens: {len(counted):,}, sentences: {sentences:,}" + f"; {CUT} an encoder's next chunk" * bool(cuts)
-        lines = [
-            f"- **{escape(self.models.title(label, reading))}** {each.in_words()}" for label, each in readings.items()
-        ]
+        titles = {label: title for title, label in self.titled(reading)}
+        lines = [f"- **{escape(titles[label])}** {each.in_words()}" for label, each in readings.items()]
         lines += dict.fromkeys(f"- {escape(each)}" for reading in readings.values() for each in reading.warnings)
         return gr.HighlightedText(tokens, label=title), "\n".join(lines if tokens else [])
 
@@ -262,10 +253,7 @@ class _Endpoints:
             _attention(title, shares[label]) if label in shares else gr.HighlightedText(visible=False)
             for title, label in self.titled(reading)
         ]
-        rows = [
-            [": ".join(filter(None, (row["edit"], row["text"]))), *(f"{far:.4f}" for far in row["distance"].values())]
-            for row in moved
-        ]
+        rows = [[edit, *(f"{far:.4f}" for far in by_label.values())] for edit, by_label in moved.items()]
         titles = [self.models.title(label, reading).partition(" (")[0] for label in shares]
         headers, widths = ["1 - cosine after", *titles], ["180px", *["92px"] * len(shares)]
         table = gr.Dataframe(rows, headers=headers, column_widths=widths, visible=bool(rows))

@@ -5,7 +5,6 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from transformers import CLIPTokenizer
 
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.caption_edits import swap_first
@@ -20,25 +19,17 @@ from ..prompts import check_prompt
 from .models import DemoModels
 from .request import Request, check_texts, read_texts
 
-ReadBy = Literal["all", "some", "none"]
 MOST_SENTENCES = 40  # removed in turn: each takes a run of every encoder
 
 
 @dataclass(frozen=True)
 class PromptReading:
-    """How one encoder reads a prompt when images are generated from it.
+    """How one encoder reads a prompt when images are generated from it."""
 
-    Attributes:
-        ids: the prompt's tokens, without BOS and EOS.
-        chunks: what it reads at once, by token numbers from 0, in order; at least one.
-        text: the prompt as it is tokenized.
-        warnings: what the prompt holds that is not read, in sentences.
-    """
-
-    ids: list[int]
-    chunks: list[Chunk]
-    text: str
-    warnings: tuple[str, ...] = ()
+    ids: list[int]  # of the prompt's tokens, without BOS and EOS
+    chunks: list[Chunk]  # what it reads at once, by token numbers from 0, in order; at least one
+    text: str  # the prompt as it is tokenized
+    warnings: tuple[str, ...]  # what the prompt holds that is not read, in sentences
 
     @property
     def read(self) -> int:
@@ -57,18 +48,15 @@ class PromptReading:
         return f"reads all {count} tokens in {len(chunks):,} {kind} chunks: {places}"
 
 
-def read_prompt(
-    models: DemoModels, label: str, prompt: str, options: LongPromptOptions, tokenizer: CLIPTokenizer | None = None
-) -> PromptReading:
-    """How an encoder reads a prompt, see `read_texts`."""
-    plan = read_texts(models, label, options, cleaned(prompt, options), tokenizer=tokenizer)
+def read_prompt(models: DemoModels, label: str, prompt: str, options: LongPromptOptions) -> PromptReading:
+    plan = read_texts(models, label, options, cleaned(prompt, options))
     part = plan.prompts.encoders[0].parts[0]
     return PromptReading(part.tokens.ids + part.rest, part.chunks, plan.text, tuple(plan.unread.values()))
 
 
 def count_tokens(
     models: DemoModels, request: Request
-) -> tuple[list[tuple[str, ReadBy]], int, dict[str, PromptReading]]:
+) -> tuple[list[tuple[str, Literal["all", "some", "none"]]], int, dict[str, PromptReading]]:
     """A request's tokens, by the first encoder's tokenizer; an empty prompt has none.
 
     Fast enough for every key stroke, and safe while another thread generates.
@@ -78,14 +66,10 @@ def count_tokens(
         last one has the character), and whether all, some or none of the encoders read it, the joined texts being the
         prompt as it is tokenized; the number of sentences; how each encoder reads the tokens, by label
 
-    Raises:
-        UserError: the prompt is too long, a weight is infinite, or no encoder is chosen.
+    Raises UserError as `check_texts`, and for a weight that is infinite.
     """
     options = check_texts(request, models)
-    readings = {
-        label: read_prompt(models, label, request.prompt, of_label, models.counter)
-        for label, of_label in options.items()
-    }
+    readings = {label: read_prompt(models, label, request.prompt, its) for label, its in options.items()}
     text = next(iter(readings.values())).text
     offsets = models.counter.backend_tokenizer.encode(text, add_special_tokens=False).offsets
     starts = [0, *(start for start, _ in offsets[1:])] if offsets else []
@@ -99,8 +83,7 @@ def count_tokens(
 
 def _sentences(models: DemoModels, request: Request, options: dict[str, LongPromptOptions]) -> list[str]:
     """Of the prompt as it is written, without signs of weights."""
-    label = request.encoders[0]
-    text = read_texts(models, label, options[label], request.prompt, tokenizer=models.counter).text
+    text = read_texts(models, *next(iter(options.items())), request.prompt).text
     return [sentence for sentence in split_sentences(text) if clean(sentence)]
 
 
@@ -113,8 +96,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
         for each encoder `reading` in words, and `chunks`: for each `first` and `end` (token numbers from 0), and `sot`,
         `eot` and `words` of `look_at_tokens`, with positions in the prompt.
 
-    Raises:
-        UserError: the prompt is empty or too long, or no encoder is chosen.
+    Raises UserError for an empty prompt, and as `check_texts`.
     """
     from debias_diffusion.eval.attention import CaptionReader, look_at_tokens  # matplotlib takes a while to import
 
@@ -137,7 +119,7 @@ def attention(models: DemoModels, request: Request) -> dict[str, dict]:
 
 
 @torch.no_grad()
-def movement(models: DemoModels, request: Request) -> list[dict]:
+def movement(models: DemoModels, request: Request) -> dict[str, dict[str, float]]:
     """How far each encoder's embedding moves when a sentence is removed, and when sentences 1 and 4 are swapped.
 
     The embedding is the hidden state at EOT after the final norm (transformers' pooler_output), or the projected
@@ -146,22 +128,20 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
     Only the first 40 sentences are removed. With fewer than four sentences, the first and the last are swapped.
 
     Returns:
-        first the swap, then each sentence removed, in order: `edit`, in words; `text`, the removed sentence, "" where
-        sentences are swapped; `distance`, by label, 1 - cosine of the embeddings before and after, from 0 to 2, exactly
-        0 if the encoder reads the same tokens before and after. Empty for a prompt of one sentence.
+        by the edit in words, first the swap, then each sentence removed, in order: by label, 1 - cosine of the
+        embeddings before and after, from 0 to 2, exactly 0 if the encoder reads the same tokens before and after. Empty
+        for a prompt of one sentence.
 
-    Raises:
-        UserError: the prompt is empty or too long, or no encoder is chosen.
+    Raises UserError for an empty prompt, and as `check_texts`.
     """
     check_prompt(request.prompt)
     options = check_texts(request, models)
     sentences = _sentences(models, request, options)
     if len(sentences) < 2:
-        return []
-    edits = [("", "", sentences), (f"sentences 1 and {min(4, len(sentences))} swapped", "", swap_first(4, sentences))]
+        return {}
+    edits = {f"sentences 1 and {min(4, len(sentences))} swapped": swap_first(4, sentences)}
     for place, sentence in enumerate(sentences[:MOST_SENTENCES]):
-        rest = [*sentences[:place], *sentences[place + 1 :]]
-        edits.append((f"sentence {place + 1} removed", sentence, rest))
+        edits[f"sentence {place + 1} removed: {sentence}"] = [*sentences[:place], *sentences[place + 1 :]]
 
     def embedding(label: str, parts: list[str]) -> tuple[list[list[int]], torch.Tensor]:
         """The ids that an encoder reads in each chunk, and the mean of their embeddings."""
@@ -174,10 +154,11 @@ def movement(models: DemoModels, request: Request) -> list[dict]:
             features.append(getattr(output, "text_embeds", getattr(output, "pooler_output", None))[0].cpu().double())
         return rows, torch.stack([feature / feature.norm() for feature in features]).mean(dim=0)
 
-    rows = [{"edit": edit, "text": text, "distance": {}} for edit, text, _ in edits[1:]]
+    moved: dict[str, dict[str, float]] = {edit: {} for edit in edits}
     for label in request.encoders:
-        (ids, before), *edited = (embedding(label, parts) for _, _, parts in edits)
-        for row, (edited_ids, after) in zip(rows, edited, strict=True):
-            moved = max(0.0, 1.0 - torch.cosine_similarity(before, after, dim=0).item())
-            row["distance"][label] = 0.0 if edited_ids == ids else moved
-    return rows
+        ids, before = embedding(label, sentences)
+        for edit, parts in edits.items():
+            edited_ids, after = embedding(label, parts)
+            distance = max(0.0, 1.0 - torch.cosine_similarity(before, after, dim=0).item())
+            moved[edit][label] = 0.0 if edited_ids == ids else distance
+    return moved

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image
 
@@ -21,31 +20,18 @@ from .models import DemoModels
 from .reading import read_prompt
 from .request import Request, check
 
-
-class Step(NamedTuple):
-    """The progress of a request: its finished share, from 0 to 1, and in words where it is."""
-
-    done_share: float
-    place: str
+Step = tuple[float, str]  # the finished share of a request, from 0 to 1, and in words where it is
 
 
 @dataclass(frozen=True)
 class RenderedImage:
-    """A finished image.
+    """A finished image."""
 
-    Attributes:
-        label: the encoder.
-        seed: of the noise.
-        image: the image.
-        text: chunks of its PNG, with its settings, also in the format of A1111's interface.
-        read: in words, how much of the prompt the encoder read.
-    """
-
-    label: str
+    label: str  # of the encoder
     seed: int
     image: Image.Image
-    text: dict[str, str]
-    read: str
+    text: dict[str, str]  # chunks of its PNG, with its settings
+    read: str  # in words, how much of the prompt the encoder read
 
     def save(self, folder: str | Path) -> Path:
         """Writes the PNG with its settings, and returns its path."""
@@ -55,24 +41,15 @@ class RenderedImage:
         return path
 
 
-class _StoppedError(Exception):
-    pass
-
-
 def render_request(
     models: DemoModels, request: Request, budget: int = AppConfig.budget
 ) -> Iterator[Step | RenderedImage]:
-    """Generates the images of a request: the first one by each encoder, then the second one by each, and so on.
+    """Checks a request and generates its images: the first one by each encoder, then the second one, and so on.
 
     Images equal those of `debias-diffusion generate` with the same settings, bit for bit, whatever was generated
     before. Once the iterator is closed, no further step is taken; closing it does not wait for the current one.
 
-    Args:
-        request: not yet checked.
-        budget: denoising steps allowed, see `check`.
-
-    Raises:
-        UserError: the request cannot be generated, takes too many steps, or the device runs out of memory.
+    Raises UserError as `check`, and if the device runs out of memory.
     """
     request = check(request, models, budget)
     items: queue.SimpleQueue = queue.SimpleQueue()
@@ -80,7 +57,7 @@ def render_request(
 
     def report(item: Step | RenderedImage) -> None:
         if closed.is_set():
-            raise _StoppedError
+            raise GeneratorExit  # ends the work; nobody reads its items any more
         items.put(item)
 
     def work() -> None:
@@ -88,8 +65,6 @@ def render_request(
         try:
             with models.alone():
                 _render_all(models, request, report)
-        except _StoppedError:
-            pass
         except BaseException as error:
             end = error
         items.put(end)
@@ -113,7 +88,7 @@ def _render_all(models: DemoModels, request: Request, report: Callable[[Step | R
     def report_step(place: int, step: int, steps: int) -> None:
         number, label = places[place]
         title = models.title(label, request.reading)
-        report(Step((place + step / steps) / len(places), f"{title}, image {number}, step {step} of {steps}"))
+        report(((place + step / steps) / len(places), f"{title}, image {number}, step {step} of {steps}"))
 
     for place, (number, label) in enumerate(places):
         report_step(place, 0, request.steps)

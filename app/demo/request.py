@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
-
-from transformers import CLIPTokenizer
 
 from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.encoders.spec import ORIGINAL
@@ -31,14 +28,12 @@ class Request(ImageOptions):
     """Everything that decides the images. Raises UserError for a value that its type does not allow.
 
     Attributes:
-        prompt: the prompt.
         encoders: labels of the encoders, which take turns.
         negative_prompt: "" for none.
         seed: of the first image's noise; image i, from 0, has seed + i.
         images: images by each encoder.
         scheduler: one of `DemoModels.schedulers`.
-        emphasis: what weights such as (word:1.3) and BREAK do, see `LongPromptOptions`.
-        reading: how long prompts are read, likewise. Encoders whose name says how they read always read so.
+        emphasis, reading: see `LongPromptOptions`. Encoders whose name says how they read always read so.
         scene: number of the toy world's scene that has the prompt as its caption. It changes no image; it is for
             saying what an image shows.
     """
@@ -59,30 +54,25 @@ class Request(ImageOptions):
         return cls("", models.labels, scheduler=next(iter(models.schedulers))).with_defaults(models)
 
     def with_defaults(self, models: DemoModels) -> "Request":
-        """With the checkpoint's own numbers in the place of None. Raises UserError for a size that it cannot render."""
+        """With the checkpoint's own numbers in the place of None."""
         sampling = self.renderer(models).sampling
         names = ("steps", "guidance_scale", "height", "width")
         return replace(self, **{name: getattr(sampling, name) for name in names})
 
     def renderer(self, models: DemoModels) -> Renderer:
-        """The renderer of its images."""
         return models.renderer.with_sampling(Sampling.of(vars(self) | {"scheduler": models.schedulers[self.scheduler]}))
 
 
 def check(request: Request, models: DemoModels, budget: int | None = None) -> Request:
     """The request, with its encoders in the page's order, and its scene only if the prompt is its caption.
 
-    Args:
-        budget: denoising steps allowed, over all images and encoders; None for any number.
-
-    Raises:
-        UserError: a value is not allowed with these models, or the request takes too many steps.
+    Raises UserError for what these models do not allow, and for more denoising steps than `budget`.
     """
     if request.scheduler not in models.schedulers:
         raise UserError(f"Unknown scheduler {request.scheduler[:80]!r}. Choose from: {', '.join(models.schedulers)}.")
     check_prompt(request.prompt)
     for label, options in check_texts(request, models).items():
-        read_texts(models, label, options, request.prompt, request.negative_prompt, models.counter)
+        read_texts(models, label, options, request.prompt, request.negative_prompt)
     parse_seed(parse_seed(request.seed) + request.images - 1)  # of the last image
     request = request.with_defaults(models)
     height, width = models.size
@@ -116,15 +106,12 @@ def scene_of(number: int | None, prompt: str) -> tuple[Scene, Caption] | None:
 
 
 def check_texts(request: Request, models: DemoModels) -> dict[str, LongPromptOptions]:
-    """How each encoder of a request reads its texts, which may be empty.
-
-    Raises:
-        UserError: a text is too long or no text, an option cannot be used, or no encoder is chosen.
-    """
-    unknown = [repr(label) for label in request.encoders if label not in models.labels]
-    if unknown or not request.encoders:
-        problem = f"{unknown[0][:80]} is no encoder" if unknown else "No encoder is chosen"
-        raise UserError(f"{problem}. Choose at least one of: {', '.join(models.labels)}.")
+    """How each encoder of a request reads its texts, which may be empty. Raises UserError for a text that is too long
+    or no text, an option that cannot be used, and encoders that are none."""
+    if not request.encoders or not {*request.encoders} <= {*models.labels}:
+        raise UserError(
+            f"encoders is {str(request.encoders)[:80]}. Choose at least one of: {', '.join(models.labels)}."
+        )
     check_text("prompt", request.prompt)
     check_text("negative prompt", request.negative_prompt)
     renderer = request.renderer(models)
@@ -132,65 +119,45 @@ def check_texts(request: Request, models: DemoModels) -> dict[str, LongPromptOpt
 
 
 def read_texts(
-    models: DemoModels,
-    label: str,
-    options: LongPromptOptions,
-    prompt: str,
-    negative_prompt: str | None = None,
-    tokenizer: CLIPTokenizer | None = None,
+    models: DemoModels, label: str, options: LongPromptOptions, prompt: str, negative_prompt: str | None = None
 ) -> Plan:
-    """How an encoder reads a prompt, by its tokenizer or another one of its vocabulary.
-
-    Raises UserError for weights that cannot be read.
-    """
-    pipe = models.encoders[label]
-    encoders = [(tokenizer or pipe.tokenizer, pipe.text_encoder.config.max_position_embeddings)]
+    """How an encoder reads a prompt; another thread may generate. Raises UserError for weights that are no numbers."""
+    encoders = [(models.counter, models.encoders[label].text_encoder.config.max_position_embeddings)]
     with explain_failure("The prompt cannot be read"):
         return read([prompt], [negative_prompt] if negative_prompt else None, encoders, options)
 
 
 def from_image(path: str | Path, models: DemoModels) -> tuple[Request, list[str]]:
-    """The request of an image by this demo, by `debias-diffusion generate`, or by a program that `read_image` knows.
+    """The checked request of an image that `read_image` knows, and in words what had to change: missing encoders are
+    left out; a missing scheduler and the size of a toy are replaced by the demo's own.
 
-    Only the text of the file is read. Missing encoders are left out; a missing scheduler and the size of a toy are
-    replaced by the demo's own.
-
-    Returns:
-        the request, checked; in words, what had to change because this demo is another program or has other models
-
-    Raises:
-        UserError: the file is no image with settings, or these cannot be used.
+    Raises UserError if the file is no image with settings, or these cannot be used.
     """
-    image = read_image(path)
+    _, settings, notes = read_image(path)
     with explain_failure("The image's settings cannot be used"):  # there is no end to what a hostile file says
-        request, notes = _restored(image.settings, models)
-        return request, image.left + notes
-
-
-def _restored(settings: dict[str, Any], models: DemoModels) -> tuple[Request, list[str]]:
-    values = {field.name: settings[field.name] for field in fields(Request) if field.name in settings}
-    values["seed"] = parse_seed(parse_seed(settings.get("seed", 0)) - int(settings.get("image", 1)) + 1)
-    values["reading"] = settings.get("chosen_reading", settings.get("reading", "overlap"))
-    values["negative_prompt"] = settings.get("negative_prompt") or ""
-    notes, base = [], settings.get("base")
-    if base is not None and models.base not in (base, Path(base).name):
-        notes.append(f"It was generated with the SDXL checkpoint {base[:80]!r}; this demo has {models.base}.")
-    # `generate` writes an encoder as it was passed, which may be a path that ends in the label.
-    known = {
-        name: next((end for end in (name, Path(name).name) if end in models.labels), None)
-        for name in settings.get("encoders", [settings["encoder"] or ORIGINAL] if "encoder" in settings else [])
-    }
-    if missing := ", ".join(name for name, label in known.items() if label is None):
-        notes.append(f"The encoder {missing[:80]!r} is not here and is left out.")
-    values["encoders"] = list(dict.fromkeys(filter(None, known.values()))) or models.labels
-    native = next(iter(models.schedulers))
-    if values.setdefault("scheduler", native) not in models.schedulers:
-        notes.append(f"There is no scheduler {values['scheduler'][:80]!r} here; {native} is used.")
-        values["scheduler"] = native
-    size = values.get("height"), values.get("width")
-    if models.renderer.checkpoint.defaults.fixed_size and size not in (models.size, (None, None)):
-        notes.append("Images have another size here.")
-        values["height"], values["width"] = models.size
-    here = [None, *(models.spec(label, "overlap").fitted_second for label in values["encoders"])]
-    notes += [f"The {name} is not used here." for name in UNUSED if settings.get(name) not in here]
-    return check(replace(Request.default(models), **values), models), notes
+        values = {field.name: settings[field.name] for field in fields(Request) if field.name in settings}
+        values["seed"] = parse_seed(parse_seed(settings.get("seed", 0)) - int(settings.get("image", 1)) + 1)
+        values["reading"] = settings.get("chosen_reading", settings.get("reading", "overlap"))
+        values["negative_prompt"] = settings.get("negative_prompt") or ""
+        base = settings.get("base")
+        if base is not None and models.base not in (base, Path(base).name):
+            notes.append(f"It was generated with the SDXL checkpoint {base[:80]!r}; this demo has {models.base}.")
+        # `generate` writes an encoder as it was passed, which may be a path that ends in the label.
+        known = {
+            name: next((end for end in (name, Path(name).name) if end in models.labels), None)
+            for name in settings.get("encoders", [settings["encoder"] or ORIGINAL] if "encoder" in settings else [])
+        }
+        if missing := ", ".join(name for name, label in known.items() if label is None):
+            notes.append(f"The encoder {missing[:80]!r} is not here and is left out.")
+        values["encoders"] = list(dict.fromkeys(filter(None, known.values()))) or models.labels
+        native = next(iter(models.schedulers))
+        if values.setdefault("scheduler", native) not in models.schedulers:
+            notes.append(f"There is no scheduler {values['scheduler'][:80]!r} here; {native} is used.")
+            values["scheduler"] = native
+        size = values.get("height"), values.get("width")
+        if models.renderer.checkpoint.defaults.fixed_size and size not in (models.size, (None, None)):
+            notes.append("Images have another size here.")
+            values["height"], values["width"] = models.size
+        here = [None, *(models.spec(label, "overlap").fitted_second for label in values["encoders"])]
+        notes += [f"The {name} is not used here." for name in UNUSED if settings.get(name) not in here]
+        return check(replace(Request.default(models), **values), models), notes

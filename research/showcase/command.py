@@ -16,7 +16,6 @@ from debias_diffusion.app.sheet import (
     WAYS,
     WHOLE,
     Images,
-    digests,
     draw_ways,
     provenance,
     write_sheet,
@@ -96,7 +95,8 @@ def showcase(config: ShowcaseConfig) -> Path:
     prompts = read_showcase_prompts()[: config.limit]
     texts = [prompt.text for prompt in prompts]
     images = draw_ways(config, texts)
-    result, marks, tables = provenance(config) | {"images": digests(images)}, None, []
+    digests = {way: {file.name: digest for file, digest in pairs} for way, pairs in images.items()}
+    result, marks, tables = provenance(config) | {"images": digests}, None, []
     if config.marks:
         marks = read_marks(config.marks, prompts, images)
         result["marks"] = summarize(marks, prompts)
