@@ -58,7 +58,10 @@ class MaskedSession(PairSession):
     def compare(
         self, readable: Readable, texts: list[str], progress: str | Literal[False]
     ) -> tuple[dict[str, Tensor], Tensor]:
-        network, backbone = read_mask_network(self.encoders[readable.label].model.location, readable.backbone), readable.backbone
+        network, backbone = (
+            read_mask_network(self.encoders[readable.label].model.location, readable.backbone),
+            readable.backbone,
+        )
         if network is None:
             return super().compare(readable, texts, progress)
         features, masks = [], []
