@@ -26,7 +26,7 @@ OWN = {
     "synthesize": Command(
         SynthesizeConfig,
         "synthesize.command:synthesize",
-        "--model llava-hf/llama3-llava-next-8b-hf --images images --output pairs",
+        "--model llava-hf/llama3-llava-next-8b-hf --server http://localhost:8000 --images images --output pairs",
         "eval",
     ),
     "referring": Command(

@@ -50,7 +50,7 @@ USABLE = {
     evaluate.RobustnessConfig: CLIP | {"data": "d"},
     app.ShardsConfig: {"data": "d", "output": "o"},
     ShowcaseConfig: {"base": "b"},
-    SynthesizeConfig: {"model": "m", "output": "o", "images": "i"},
+    SynthesizeConfig: {"model": "m", "server": "http://s", "output": "o", "images": "i"},
     TrainConfig: {"data": "d", "output": "o", "model": "toy/clip"},
 }
 # Rules between options, and what an option may be; ranges of numbers are below.

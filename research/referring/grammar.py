@@ -13,6 +13,7 @@ from debias_diffusion.toyworld.grammar import (
     Caption,
     Described,
     Sentence,
+    describe,
     describe_thing,
     full_caption,
     long_caption,
@@ -59,11 +60,6 @@ def facts(caption: Caption) -> Facts:
     return resolve({at: getattr(sentence, "claim", None) for at, sentence in enumerate(caption.sentences)})
 
 
-def describe_plainly(scene: Scene, things: Sequence[Thing], rng: random.Random) -> Described:
-    """Each object in one sentence, as in the captions of the package."""
-    return [[_whole(thing, rng)] for thing in things], []
-
-
 def refer_back(scene: Scene, things: Sequence[Thing], rng: random.Random) -> Described:
     """Half of the objects or more in two or three sentences, of which the later ones refer back."""
     things = rng.sample(things, len(things))
@@ -84,7 +80,7 @@ def refer_back(scene: Scene, things: Sequence[Thing], rng: random.Random) -> Des
     return blocks, later
 
 
-STYLES = {"plain": describe_plainly, "referring": refer_back}
+STYLES = {"plain": describe, "referring": refer_back}
 
 
 def caption(split: str, index: int, style: str = "referring") -> Caption:

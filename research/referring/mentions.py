@@ -83,9 +83,10 @@ def mention_kinds(caption: Caption, chunks: Sequence[Sequence[int]]) -> dict[str
 
     `ALONE` is in one sentence; `ACROSS` means that a cut into `chunks` divides the sentences that mention it together.
     """
+    needed = {place: known["kind"].sentences | known["colour"].sentences for place, known in facts(caption).items()}
     return {
-        place: ALONE if len(needed) == 1 else WITHIN if any(needed <= set(chunk) for chunk in chunks) else ACROSS
-        for place, needed in sentences_needed(caption).items()
+        place: ALONE if len(at) == 1 else WITHIN if any(at <= set(chunk) for chunk in chunks) else ACROSS
+        for place, at in needed.items()
     }
 
 
@@ -96,8 +97,3 @@ def knowable(caption: Caption, chunks: Sequence[Sequence[int]]) -> set[str]:
         for place, known in facts(caption).items()
         if all(any(known[name].sentences <= set(chunk) for chunk in chunks) for name in ("kind", "colour"))
     }
-
-
-def sentences_needed(caption: Caption) -> dict[str, frozenset[int]]:
-    """{place: the numbers of the sentences that mention the kind and the colour of the object there together}"""
-    return {place: known["kind"].sentences | known["colour"].sentences for place, known in facts(caption).items()}

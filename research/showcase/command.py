@@ -33,7 +33,6 @@ from .options import ShowcaseConfig
 
 HERE = Path(__file__).parent
 GRID = 10  # prompts of the contact sheet, with marks
-ENDS = ("value", "low", "high")
 MARKING = "marking"  # folder of the images to mark
 
 Marks = dict[str, list[list[bool] | None]]  # by way, for each prompt whether each fact is right; None: not all marked
@@ -103,10 +102,12 @@ def showcase(config: ShowcaseConfig) -> Path:
         tables = mark_tables(result["marks"])
     if judge:
         judged = ask_about_facts(judge, prompts, images)
-        result["agreement"] = agreement(judged, marks) if marks else None
+        if marks:
+            result["agreement"] = agreement(judged, marks)
+            tables.append(error_table("where the person marked", result["agreement"]))
         marks = {way: [(p > 0.5).tolist() for p in of_way] for way, of_way in judged.items()}
         result["judged"] = summarize(marks, prompts)
-        tables += mark_tables(result["judged"], " by the judge") + agreement_tables(result["agreement"])
+        tables += mark_tables(result["judged"], " by the judge")
     print(*tables, sep="\n\n", end="\n\n" * bool(tables))
     write_json(output / "showcase.json", result)
     write_sheet(config, texts, images, grid(prompts, marks))
@@ -201,7 +202,9 @@ def mark_tables(summary: dict, by: str = "") -> list[Table]:
     for number in next(iter(all_ways))["by_sentence"]:
         rows[f"sentence {number}"] = [way["by_sentence"][number] for way in all_ways]
     title = f"{summary['facts']} facts of {len(summary['prompts'])} prompts: right{by}, % (95%)"
-    cells = [[name, *(cell(*(part[end] for end in ENDS)) for part in parts)] for name, parts in rows.items()]
+    cells = [
+        [name, *(cell(part["value"], part["low"], part["high"]) for part in parts)] for name, parts in rows.items()
+    ]
     compared = [
         [
             f"{way} - {CUT}",
@@ -231,25 +234,13 @@ def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], image
 
 
 def agreement(judged: Judged, marks: Marks) -> dict:
-    """How often the judge says what the person has marked, in percent with the interval over prompts, and its `errors`
-    by the marks."""
-    p, mark, group = np.array(
+    """The judge's `errors` by what the person has marked."""
+    p, mark = np.array(
         [
-            (p, mark, number)
+            pair
             for way in WAYS
-            for number, (of_prompt, given) in enumerate(zip(judged[way], marks[way], strict=True))
-            for p, mark in zip(of_prompt, given or (), strict=False)
+            for of_prompt, given in zip(judged[way], marks[way], strict=True)
+            for pair in zip(of_prompt, given or (), strict=False)
         ]
     ).T
-    agrees = 100.0 * ((p > 0.5) == (mark > 0))
-    low, high = hits_interval(agrees, group)
-    found = {"facts": len(agrees), "value": float(agrees.mean()), "low": low, "high": high}
-    return found | errors(p[mark == 0], p[mark == 1])
-
-
-def agreement_tables(found: dict | None) -> list[Table]:
-    """What `agreement` found; nothing without marks."""
-    if found is None:
-        return []
-    row = ["the judge says what the person marked, %", found["facts"], cell(*(found[end] for end in ENDS))]
-    return [Table(["agreement", "facts", "% (95%)"], [row]), error_table("where the person marked", found)]
+    return errors(p[mark == 0], p[mark == 1])

@@ -22,6 +22,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.image_tower import MaskedPatches
 from debias_diffusion.data.retrieval import recall_ranks
 from debias_diffusion.encoders.spec import load_two_tower
+from debias_diffusion.eval.retrieval import hits
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, draw_mask
 from debias_diffusion.methods.keep_states import relative_error, without_eot
@@ -94,8 +95,7 @@ def discards(run: str) -> bool:
 
 
 def _hits(images: Tensor, texts: Tensor) -> list[float]:
-    ranks = recall_ranks(images, texts)["text_to_image"]
-    return [100.0 * (rank == 1) for rank in np.asarray(ranks).tolist()]
+    return hits(recall_ranks(images, texts)["text_to_image"], 1).tolist()
 
 
 def _batched(texts: Sequence[str], tokenize, encode) -> Tensor:

@@ -7,7 +7,6 @@
 0, is written as an ablation that every command takes as a model.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,7 +34,8 @@ def suppress_best_heads(model: str, folder: Path, pairs: int = PAIRS) -> Ablatio
     records = captions.records[:pairs]
     features, _, _ = encode_images(backbone, records, images, 100, "cpu", f"images, {model}")
     texts = {edit: [edit_caption(record.caption, edit) for record in records] for edit in EDITS}
-    batches = {edit: [backbone.tokenize(part) for part in _split(of_edit)] for edit, of_edit in texts.items()}
+    starts = range(0, len(records), BATCH)
+    batches = {edit: [backbone.tokenize(part[at : at + BATCH]) for at in starts] for edit, part in texts.items()}
     problem = Problem(Population(backbone.text, 0.0), features, batches)
     blocks, heads = problem.shape
     read = every_mask(blocks - 1, heads)
@@ -45,10 +45,6 @@ def suppress_best_heads(model: str, folder: Path, pairs: int = PAIRS) -> Ablatio
     folder.mkdir(parents=True, exist_ok=True)
     write_ablation(folder / FILE, model, backbone, ablation)
     return ablation
-
-
-def _split(texts: list[str]) -> Iterator[list[str]]:
-    return (texts[start : start + BATCH] for start in range(0, len(texts), BATCH))
 
 
 if __name__ == "__main__":

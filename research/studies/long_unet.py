@@ -16,8 +16,7 @@ from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import scene
-from research.toymodels.stage import run_stage
-from research.toymodels.unet import Pairs, denoising_loss, encode_pairs, in_training
+from research.toymodels.unet import Pairs, encode_pairs, train_unet
 
 from .harness import CPU, read_options
 
@@ -35,8 +34,6 @@ if __name__ == "__main__":
     options = read_options(__doc__, output="runs/long-sdxl", pairs=8000, steps=1000)
     pipe = Renderer("toy/sdxl", Sampling(), CPU).pipeline(EncoderSpec.parse(ORIGINAL))
     by_turns = [encode_whole(pipe, positions, options.pairs // 2) for positions in POSITIONS]
-    denoise = denoising_loss(pipe, 64, 3, compiled=False)
-    with in_training(pipe.unet):
-        stage = Path(f"{options.output}-stage")
-        run_stage(stage, pipe.unet, lambda step: denoise(by_turns[step % 2], step), steps=options.steps, peak=3e-4)
+    settings = {"steps": options.steps, "seed": 3, "peak": 3e-4, "warmup": 200, "compiled": False}
+    train_unet(Path(f"{options.output}-stage"), pipe, by_turns, **settings)
     pipe.save_pretrained(options.output)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import save_tensors
-from debias_diffusion.data.retrieval import encode_images, recall_ranks
+from debias_diffusion.data.retrieval import encode_images, recall_at_k
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import load_two_tower
@@ -105,8 +105,7 @@ def score(backbone: Backbone, images: Tensor, captions: list[str], causal: bool)
     for edit in EDITS:
         texts = [edit_caption(caption, edit) for caption in captions]
         parts = [encode(backbone, texts[start : start + 100], causal) for start in range(0, len(texts), 100)]
-        ranks = recall_ranks(images, torch.cat(parts))["text_to_image"]
-        recall[edit] = 100 * (ranks == 1).double().mean().item()
+        recall[edit] = recall_at_k(images, torch.cat(parts), [1])["text_to_image"]["R@1"]
     return recall
 
 

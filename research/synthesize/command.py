@@ -1,18 +1,17 @@
-"""`python -m research synthesize`: captions for images, written by a multimodal model and cleaned."""
+"""`python -m research synthesize`: captions for images, written by a multimodal model on a server and cleaned."""
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
-from math import ceil
 from pathlib import Path
 
 from PIL import Image
 
 from debias_diffusion.app.shards import divide, read_images, write_tar
 from debias_diffusion.app.written_folder import check_free
-from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
+from debias_diffusion.data.bad_records import BadRecord, report_all
 from debias_diffusion.data.caption_statistics import describe_captions
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.check import look_for_images
@@ -20,14 +19,12 @@ from debias_diffusion.data.image_folder import list_images
 from debias_diffusion.data.records import PackedRecords, Record
 from debias_diffusion.data.shards import FINISHED, is_shards
 from debias_diffusion.data.sources import data_digest, open_data
-from debias_diffusion.devices import pick_precision
-from debias_diffusion.eval.report import versions
+from debias_diffusion.eval.multimodal import ServerModel
+from debias_diffusion.eval.report import image_url, versions
 from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
-from debias_diffusion.processes import Processes
 from debias_diffusion.text.sentences import split_sentences
 
-from .chat_model import Asked, ChatModel, Server, answers, model_digest
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
 from .options import SynthesizeConfig
@@ -42,15 +39,24 @@ Row = dict[str, str]
 def synthesize(config: SynthesizeConfig) -> Path:
     """Captions all images and writes what is kept and what is removed. Returns the output folder.
 
-    The images are divided into parts, each an item of the job: its rows, and for shards its shard too. Started by
-    `accelerate launch`, the processes share the parts. A killed run continues with the missing parts, and the same
-    command gives the same files, whatever the number of processes.
+    The images are divided into parts, each an item of the job: its rows, and for shards its shard too. A killed run
+    continues with the missing parts, and the same answers give the same files.
 
     Raises:
         UserError: the model or the data cannot be used, there are no images, too many are unreadable, or the output
-            has other settings.
+            has other settings. FailedError: the server does not answer.
     """
     return _Synthesis(config).run()
+
+
+class Captioner(ServerModel):
+    """A model on a server that describes images."""
+
+    def describe(self, asked: Sequence[tuple[Image.Image, str]], max_tokens: int) -> list[str]:
+        """The answer to each image and prompt, cut at `max_tokens`."""
+        options = {"max_tokens": max_tokens}
+        choices = self._pool.map(lambda one: self._ask(image_url(one[0]), one[1], options), asked)
+        return [choice["message"]["content"] or "" for choice in choices]
 
 
 class _Synthesis:
@@ -64,26 +70,18 @@ class _Synthesis:
 
     def __init__(self, config: SynthesizeConfig):
         self.config, self.output = config, Path(config.output)
-        self.processes = Processes.connect(config.device)
-        self.precision = pick_precision(config.precision, self.processes.device)
         self.into_shards = config.data is not None and is_shards(Path(config.data))
 
     def run(self) -> Path:
-        processes = self.processes
-        with processes.only_main_prints():
-            processes.from_main(lambda: check_free(self.output))
-            model = processes.from_main(lambda: model_digest(self.config.model, self.config.server))
-            inputs = {"data": self._read(), "model": model}
-            self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
-            names = ("kind", "max_new_tokens", "seed", "per_part")
-            settings = {name: getattr(self.config, name) for name in names} | {"precision": self.precision}
-            opened = Job.open(self.output, "synthesize", settings, inputs) if processes.is_main else nullcontext()
-            with opened as self.job:
-                missing = processes.from_main(self._missing)
-                for made in processes.gathered_by_round(self._made(missing), ceil(len(missing) / processes.count)):
-                    if processes.is_main:
-                        self._write(made)
-                processes.from_main(lambda: self._finish(settings | inputs))
+        check_free(self.output)
+        self.model = Captioner(self.config.server, self.config.model, self.config.batch)
+        inputs = {"data": self._read()}
+        self.parts = divide(len(self.records), self.config.per_part, "parts/part-{:06}.jsonl")
+        names = ("model", "kind", "max_new_tokens", "seed", "per_part")
+        settings = {name: getattr(self.config, name) for name in names}
+        with Job.open(self.output, "synthesize", settings, inputs) as self.job:
+            self._make(self._missing())
+            self._finish(settings | inputs)
         return self.output
 
     def _read(self) -> str:
@@ -105,46 +103,28 @@ class _Synthesis:
         print(f"{len(items) - len(missing)} of {len(items)} parts are finished.")
         return missing
 
-    def _made(self, missing: Sequence[str]) -> Iterator[list[tuple[str, list[Row]]]]:
-        """This process's share of the missing parts, one after the other."""
-        mine, config, count = missing[self.processes.index :: self.processes.count], self.config, self.processes.count
-        if not mine:
-            return
-        if config.server:
-            model = Server(config.server, config.model, config.batch)
-        else:
-            model = ChatModel(config.model, self.processes.device, self.precision, config.batch)
-        indices = [index for part in mine for index in self.parts[part]]
-        shared = f", each of {count} processes" if count > 1 else ""
-        bar = {"desc": f"writing captions{shared}", "total": len(indices), "disable": not self.processes.is_main}
-        with read_images(self.records, self.images.open, indices, config.workers, **bar) as opened:
-            for part in mine:
-                yield [(part, self._rows(model, self.parts[part], opened))]
+    def _make(self, missing: Sequence[str]) -> None:
+        """Writes the missing parts."""
+        indices = [index for part in missing for index in self.parts[part]]
+        bar = {"desc": "writing captions", "total": len(indices)}
+        with read_images(self.records, self.images.open, indices, self.config.workers, **bar) as opened:
+            for part in missing:
+                rows = self._rows(self.parts[part], opened)
+                if self.into_shards:
+                    write_tar(self.job, _shard(part), self._members(part, rows))
+                with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
+                    temporary.write_bytes(b"".join(map(_line, rows)))
 
-    def _write(self, made: Sequence[tuple[str, list[Row]]]) -> None:
-        for part, rows in made:
-            if self.into_shards:
-                write_tar(self.job, _shard(part), self._members(part, rows))
-            with self.job.write(part, kept=sum("caption" in row for row in rows)) as temporary:
-                temporary.write_bytes(b"".join(map(_line, rows)))
-
-    def _rows(self, model: ChatModel | Server, part: range, opened: Iterator[Image.Image | BadRecord]) -> list[Row]:
+    def _rows(self, part: range, opened: Iterator[Image.Image | BadRecord]) -> list[Row]:
         """What becomes of the images of a part, in order."""
-        rows: dict[int, Row] = {}
-
-        def asked() -> Iterator[Asked]:
-            for index, image in zip(part, islice(opened, len(part)), strict=True):
-                record, shapes = self.records[index], image
-                if not isinstance(image, BadRecord):  # the processor refuses some, such as one of a single pixel
-                    shapes = read_or_bad(record, lambda _, size=image.size: model.shapes(size))
-                if isinstance(shapes, BadRecord):
-                    rows[index] = asdict(shapes)
-                else:
-                    yield Asked(image, self._prompt(record), index)
-
-        for index, text in answers(model, asked(), self.config.max_new_tokens):
-            rows[index] = self._judged(self.records[index], text)
-        return [rows[index] for index in part]
+        rows: list[Row] = []
+        pairs = zip([self.records[index] for index in part], opened, strict=False)
+        while group := [*islice(pairs, self.config.batch)]:
+            asked = [(image, self._prompt(record)) for record, image in group if not isinstance(image, BadRecord)]
+            texts = iter(self.model.describe(asked, self.config.max_new_tokens))
+            for record, image in group:
+                rows.append(asdict(image) if isinstance(image, BadRecord) else self._judged(record, next(texts)))
+        return rows
 
     def _prompt(self, record: Record) -> str:
         return draw_instruction(self.config.kind, self.config.seed, record.sample_id)

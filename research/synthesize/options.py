@@ -4,19 +4,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.limits import NonNegativeInt, PositiveInt, Precision, Seed
-from debias_diffusion.options import AllowsBad, OnDevice
+from debias_diffusion.limits import NonNegativeInt, PositiveInt, Seed
+from debias_diffusion.options import AllowsBad
 
 
 @dataclass
-class SynthesizeConfig(AllowsBad, OnDevice):
+class SynthesizeConfig(AllowsBad):
     """Write captions for images with a multimodal model, clean them, and leave pairs that `train` reads.
 
     Give --data, --images, or both: --images alone for a folder of images without captions.
 
     Attributes:
-        model: Image-text-to-text model of transformers with a chat template: a folder or hub id. Fix-CLIP's is
-            llava-hf/llama3-llava-next-8b-hf. With --server, its name there.
+        model: Multimodal model, by its name on the server. Fix-CLIP's is llava-hf/llama3-llava-next-8b-hf.
+        server: Address of an OpenAI-compatible server that has the model, such as http://localhost:8000 of vLLM.
         output: Folder to write: captions.jsonl (for shards: shards), removed.jsonl, report.html. A stopped run
             continues there with the same settings.
         data: Pairs whose images are captioned: any data that `train` reads but toy scenes. Their captions become short
@@ -24,25 +24,22 @@ class SynthesizeConfig(AllowsBad, OnDevice):
         images: Folder that image paths in the data file start from; without --data, the folder of the images.
         kind: long asks for a detailed description, with one of Fix-CLIP's 20 prompts. short asks for one sentence: the
             short caption beside the data's caption, or the caption where there is none.
-        server: Address of an OpenAI-compatible server that has the model, such as http://localhost:8000 of vLLM.
-        batch: Images that are asked about at once, in each process.
+        batch: Images that are asked about at once.
         max_new_tokens: Where an answer is cut. An unfinished last sentence is dropped.
         seed: Of the choice of prompts.
-        precision: fp32, bf16 or fp16 of the model. auto is bf16 (fp16 where there is none) on a GPU and fp32 elsewhere.
-        per_part: Images in a part. A stopped run repeats at most one part for each process.
-        workers: Processes that read images, for each process that asks; 0 reads them there. auto fits the cores.
+        per_part: Images in a part. A stopped run repeats at most one part.
+        workers: Processes that read images; 0 reads them in the one that asks. auto fits the cores.
     """
 
     model: str
+    server: str
     output: str
     data: str | None = None
     images: str | None = None
     kind: Literal["long", "short"] = "long"
-    server: str | None = None
     batch: PositiveInt = 8
     max_new_tokens: PositiveInt = 300
     seed: Seed = 0
-    precision: Precision = "auto"
     per_part: PositiveInt = 1000
     workers: NonNegativeInt | Literal["auto"] = "auto"
 

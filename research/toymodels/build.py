@@ -7,7 +7,7 @@ goes on from its last checkpoint. On two cores all of it takes some two hours, h
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from ..referring.grammar import STYLES, caption
 from . import sdxl
 from .clip import train_clip
 from .feature_network import train_features
-from .prepared_unet import encode_pairs_in_chunks, train_prepared_unet
+from .prepared_unet import disturbed, encode_pairs_in_chunks
 from .scores import score_checker, score_clip, score_sdxl
 from .second_text_encoder import train_second_text_encoder
 from .unet import Pairs, encode_pairs, train_unet
@@ -39,23 +39,10 @@ from .vocabulary import learn_tokenizer
 
 _MERGES = 400
 _VOCABULARY_FROM = 5000  # captions
+_PAIRS = 60_000  # that the UNet learns from; the prepared one, from half as many more in two chunks
+_TRAINED_ON = 4000  # pairs of the fine-tuning
+_SCORED, _DRAWN = 1000, 300  # scenes
 _MOST = 127  # of 8 bits with a sign
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much each stage does; a test makes them small."""
-
-    clip: dict = field(default_factory=dict)
-    second: dict = field(default_factory=dict)
-    vae: dict = field(default_factory=dict)
-    features: dict = field(default_factory=dict)
-    unet: dict = field(default_factory=dict)
-    prepared_unet: dict = field(default_factory=dict)
-    fine_tuning: dict = field(default_factory=dict)
-    pairs: int = 60_000  # that the UNet learns from; the prepared one, from half as many more in two chunks
-    trained_on: int = 4000  # pairs of the fine-tuning
-    scored: int = 1000
 
 
 class Build:
@@ -63,11 +50,10 @@ class Build:
 
     Args:
         output: where checkpoints and logs go.
-        sizes: how much each stage does.
     """
 
-    def __init__(self, output: Path, sizes: Sizes):
-        self.output, self.sizes = output, sizes
+    def __init__(self, output: Path):
+        self.output = output
 
     def _model(self, stage: str, make: Callable[[], nn.Module]) -> Path:
         """The folder of a stage's model, which is made if it is not there."""
@@ -84,22 +70,22 @@ class Build:
         return learn_tokenizer(texts, _MERGES)
 
     def clip(self) -> Backbone:
-        place = self._model("clip", lambda: train_clip(self.output / "clip", self.tokenizer(), **self.sizes.clip))
+        place = self._model("clip", lambda: train_clip(self.output / "clip", self.tokenizer()))
         return load_backbone(str(place))
 
     def second(self) -> CLIPTextModelWithProjection:
         def make() -> CLIPTextModelWithProjection:
             folder, clip = self.output / "second", self.clip()
-            return train_second_text_encoder(folder, clip, clip.tokenizer.tokenizer, **self.sizes.second)
+            return train_second_text_encoder(folder, clip, clip.tokenizer.tokenizer)
 
         return CLIPTextModelWithProjection.from_pretrained(self._model("second", make))
 
     def vae(self) -> AutoencoderKL:
-        place = self._model("vae", lambda: train_vae(self.output / "vae", **self.sizes.vae))
+        place = self._model("vae", lambda: train_vae(self.output / "vae"))
         return AutoencoderKL.from_pretrained(place).eval()
 
     def features(self) -> ViTModel:
-        place = self._model("features", lambda: train_features(self.output / "features", **self.sizes.features))
+        place = self._model("features", lambda: train_features(self.output / "features"))
         return ViTModel.from_pretrained(place, add_pooling_layer=False)
 
     def sdxl(self) -> StableDiffusionXLPipeline:
@@ -107,19 +93,21 @@ class Build:
         pipe = sdxl.assemble(text_encoder, self.second(), tokenizer, self.vae())
 
         def make() -> UNet2DConditionModel:
-            train_unet(self.output / "unet", pipe, self._pairs(pipe), **self.sizes.unet)
+            train_unet(self.output / "unet", pipe, [self._pairs(pipe)])
             return pipe.unet
 
         return self._with_unet(pipe, self._model("unet", make))
 
     def prepared_sdxl(self) -> StableDiffusionXLPipeline:
         """The same with a UNet that was prepared for joined chunks and shifted states."""
-        pipe, count = self.sdxl(), self.sizes.pairs
+        pipe = self.sdxl()
 
         def make() -> UNet2DConditionModel:
-            chunks = self._saved("pairs-in-chunks", lambda: encode_pairs_in_chunks(pipe, count // 2, start=count))
-            folder = self.output / "prepared-unet"
-            train_prepared_unet(folder, pipe, self._pairs(pipe), chunks, **self.sizes.prepared_unet)
+            chunks = self._saved("pairs-in-chunks", lambda: encode_pairs_in_chunks(pipe, _PAIRS // 2, start=_PAIRS))
+            change = partial(disturbed, width=pipe.text_encoder.config.hidden_size)
+            settings = {"steps": 8000, "seed": 1, "peak": 5e-4, "warmup": 200, "change": change}
+            by_turns = self._pairs(pipe), chunks
+            train_unet(self.output / "prepared-unet", pipe, by_turns, **settings)
             return pipe.unet
 
         return self._with_unet(pipe, self._model("prepared-unet", make))
@@ -129,7 +117,7 @@ class Build:
         return pipe
 
     def _pairs(self, pipe: StableDiffusionXLPipeline) -> Pairs:
-        return self._saved("pairs", lambda: encode_pairs(pipe, self.sizes.pairs))
+        return self._saved("pairs", lambda: encode_pairs(pipe, _PAIRS))
 
     def _saved(self, name: str, encode: Callable[[], Pairs]) -> Pairs:
         """The pairs in a file, which are encoded if it is not there."""
@@ -141,9 +129,9 @@ class Build:
 
     def fine_tuned(self, recipe: str) -> Backbone:
         """`train` continues by itself where it was stopped, and does nothing where it has ended."""
-        data, images = write_pairs(self.output / "data", VALIDATION, self.sizes.trained_on)
+        data, images = write_pairs(self.output / "data", VALIDATION, _TRAINED_ON)
         base, output = str(self.output / "clip" / "model"), self.output / recipe
-        train(toy_training(recipe, base, data, images, output, **self.sizes.fine_tuning))
+        train(toy_training(recipe, base, data, images, output))
         return load_backbone(str(output / "last"))
 
 
@@ -154,14 +142,13 @@ def ship(build: Build, weights: Path) -> None:
     """
     clip, pipe, prepared, features = build.clip(), build.sdxl(), build.prepared_sdxl(), build.features()
     tuned = {recipe: build.fine_tuned(recipe) for recipe in RECIPES}
-    count = build.sizes.scored
     scores = {
         "split": "development",
-        "toy/clip": score_clip(clip, "development", count),
-        **{f"toy/{recipe}": score_clip(backbone, "development", count) for recipe, backbone in tuned.items()},
-        "checker": score_checker(pipe.vae, "development", count),
-        "toy/sdxl": _score_drawing(pipe, min(count, 300)),
-        "prepared-sdxl": _score_drawing(prepared, min(count, 300)),
+        "toy/clip": score_clip(clip, "development", _SCORED),
+        **{f"toy/{recipe}": score_clip(backbone, "development", _SCORED) for recipe, backbone in tuned.items()},
+        "checker": score_checker(pipe.vae, "development", _SCORED),
+        "toy/sdxl": _score_drawing(pipe),
+        "prepared-sdxl": _score_drawing(prepared),
     }
     with atomic_folder(build.output / "prepared-sdxl") as folder:
         sdxl.save(prepared, folder)
@@ -178,13 +165,13 @@ def ship(build: Build, weights: Path) -> None:
         write_json(folder / "scores.json", scores)
 
 
-def _score_drawing(pipe: StableDiffusionXLPipeline, count: int) -> dict[str, dict[str, float]]:
-    return {style: score_sdxl(pipe, "development", count, style=style)[0] for style in STYLES}
+def _score_drawing(pipe: StableDiffusionXLPipeline) -> dict[str, dict[str, float]]:
+    return {style: score_sdxl(pipe, "development", _DRAWN, style=style)[0] for style in STYLES}
 
 
 def build(config: ToyModelsConfig) -> None:
-    """Makes and ships all models at their full sizes."""
-    ship(Build(Path(config.output), Sizes()), Path(config.weights))
+    """Makes and ships all models."""
+    ship(Build(Path(config.output)), Path(config.weights))
 
 
 def save_fine_tuned(tuned: Backbone, base: Backbone, folder: Path) -> None:

@@ -15,7 +15,6 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.transform import PreprocessCfg
-from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import CLIPTokenizer
@@ -160,14 +159,3 @@ def draw_indices(scenes: int, batch: int, seed: int, step: int) -> np.ndarray:
     """`batch` of `scenes` scenes, all arrangements of the same objects together, so that places must be told apart."""
     first = np.random.default_rng([seed, step]).choice(scenes // ARRANGEMENTS, batch // ARRANGEMENTS, replace=False)
     return (first[:, None] * ARRANGEMENTS + np.arange(ARRANGEMENTS)).ravel()
-
-
-@torch.inference_mode()
-def encode(
-    backbone: Backbone, pictures: Sequence[Image.Image], texts: Sequence[str], batch: int = 250
-) -> tuple[Tensor, Tensor]:
-    """Features of pictures [len(pictures), embed_dim] and of texts [len(texts), embed_dim]."""
-    pixels = torch.stack([backbone.preprocess(picture) for picture in pictures])
-    image = [backbone.encode_image(part) for part in pixels.split(batch)]
-    text = [backbone.encode_text(backbone.tokenize(texts[i : i + batch])) for i in range(0, len(texts), batch)]
-    return torch.cat(image), torch.cat(text)

@@ -5,7 +5,6 @@ It is the plain one, trained further; it shows how much of a result depends on s
 
 import random
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from diffusers import StableDiffusionXLPipeline
@@ -18,8 +17,7 @@ from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.scenes import generator
 
-from .stage import run_stage
-from .unet import Pairs, denoising_loss, encode_pairs, encode_texts, in_training
+from .unet import Pairs, encode_pairs, encode_texts
 
 # What fine-tuning does to the first encoder's hidden states, in shares of their spread: research/toy-world-making.md.
 _SHIFT, _MIXING = 0.9, 0.5  # at most
@@ -78,7 +76,7 @@ def _encode_chunks(
     return torch.stack(joined), pooled
 
 
-def disturbed(hidden_states: Tensor, width: int, rng: torch.Generator) -> Tensor:
+def disturbed(hidden_states: Tensor, rng: torch.Generator, width: int) -> Tensor:
     """The first `width` channels as another encoder of the same origin might give them: shifted and mixed at random.
 
     Each sample is disturbed in its own way and strength, all its tokens alike.
@@ -92,25 +90,3 @@ def disturbed(hidden_states: Tensor, width: int, rng: torch.Generator) -> Tensor
     mixing = torch.randn(len(first), width, width, generator=rng) / width**0.5
     strength = torch.rand(len(first), 1, 1, generator=rng)
     return torch.cat([first + strength * (_SHIFT * shift + _MIXING * (centred @ mixing)), second], dim=-1)
-
-
-def train_prepared_unet(
-    folder: Path,
-    pipe: StableDiffusionXLPipeline,
-    pairs: Pairs,
-    pairs_in_chunks: Pairs,
-    *,
-    steps: int = 8000,
-    batch: int = 64,
-    seed: int = 1,
-    compiled: bool = True,
-) -> None:
-    """Trains the pipeline's UNet further in place, by turns on one chunk and on two, the first encoder disturbed."""
-    by_turns, width = (pairs, pairs_in_chunks), pipe.text_encoder.config.hidden_size
-    denoise = denoising_loss(pipe, batch, seed, compiled)
-
-    def loss(step: int) -> Tensor:
-        return denoise(by_turns[step % 2], step, lambda states, rng: disturbed(states, width, rng))
-
-    with in_training(pipe.unet):
-        run_stage(folder, pipe.unet, loss, steps=steps, peak=5e-4)

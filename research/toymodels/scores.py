@@ -8,32 +8,29 @@ from PIL import Image, ImageFilter
 from tqdm import tqdm
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.retrieval import recall_at_k
+from debias_diffusion.data.retrieval import encode_images, encode_texts, recall_at_k
+from debias_diffusion.data.toy_scenes import read_toy_scenes
+from debias_diffusion.eval.caption_edits import edit_caption
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.checker import compare, read_image
-from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.render import render
-from debias_diffusion.toyworld.scenes import PLACES, Scene, draw_scene, generator, scene
+from debias_diffusion.toyworld.scenes import PLACES, Scene, draw_scene, generator
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 
 from ..referring.grammar import short_prompt
-from .clip import encode
 from .unet import TIME_IDS
 from .vae import SIZE, as_input, picture_tensor
 
 
+@torch.no_grad()
 def score_clip(backbone: Backbone, split: str, count: int = 1000) -> dict[str, dict[str, float]]:
     """R@1 in percent with whole captions, with sentences 1 and 4 swapped, and without sentence 1."""
-    captions = [[sentence.text for sentence in caption(split, index).sentences] for index in range(count)]
-    edited = {
-        "keep": captions,
-        "move4": [[s[3], *s[1:3], s[0], *s[4:]] for s in captions],
-        "remove": [s[1:] for s in captions],
-    }
-    pictures = [render(scene(split, index)) for index in range(count)]
-    scores = {}
-    for edit, sentences in edited.items():
-        recall = recall_at_k(*encode(backbone, pictures, [" ".join(s) for s in sentences]), ks=(1,))
+    captions, scenes = read_toy_scenes(f"toy/{split}")
+    records, scores = captions.records[:count], {}
+    images, _, _ = encode_images(backbone, records, scenes, 250, "cpu")
+    for edit in ("keep", "move4", "remove"):
+        texts = encode_texts(backbone, [edit_caption(record.caption, edit) for record in records], 250, "cpu")
+        recall = recall_at_k(images, texts, ks=(1,))
         scores[edit] = {"t2i_r1": recall["text_to_image"]["R@1"], "i2t_r1": recall["image_to_text"]["R@1"]}
     return scores
 

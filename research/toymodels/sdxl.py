@@ -64,18 +64,16 @@ def assemble(
     text_encoder_2: CLIPTextModelWithProjection,
     tokenizer: CLIPTokenizer,
     vae: AutoencoderKL,
-    unet: UNet2DConditionModel | None = None,
 ) -> StableDiffusionXLPipeline:
-    """The parts as a stock pipeline; an untrained UNet where there is none."""
+    """The parts as a stock pipeline, with an untrained UNet."""
     width = text_encoder.config.hidden_size + text_encoder_2.config.hidden_size
-    unet = unet or new_unet(width, text_encoder_2.config.projection_dim)
     return StableDiffusionXLPipeline(
         vae=vae,
         text_encoder=text_encoder,
         text_encoder_2=text_encoder_2,
         tokenizer=_padded_with(tokenizer, "<|endoftext|>"),
         tokenizer_2=_padded_with(tokenizer, "!"),
-        unet=unet,
+        unet=new_unet(width, text_encoder_2.config.projection_dim),
         scheduler=new_scheduler(),
         force_zeros_for_empty_prompt=True,
         add_watermarker=False,

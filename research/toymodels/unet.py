@@ -1,6 +1,6 @@
 """Training of the toy world's UNet as SDXL's was: scenes with captions truncated to one chunk of 77 tokens."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ _NAMES = ("latents", "hidden_states", "pooled")
 Pairs = dict[str, Tensor]  # by _NAMES: [N, 16, 6, 6], [N, tokens, D] and [N, P]
 # (captions, their numbers) -> (hidden_states [captions, tokens, D], pooled [captions, P])
 EncodeTexts = Callable[[list[Caption], Iterable[int]], tuple[Tensor, Tensor]]
+Change = Callable[[Tensor, torch.Generator], Tensor]  # of hidden states, [batch, tokens, D]
 
 
 def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
@@ -78,17 +79,23 @@ def encode_pairs(
 def train_unet(
     folder: Path,
     pipe: StableDiffusionXLPipeline,
-    pairs: Pairs,
+    by_turns: Sequence[Pairs],
     *,
     steps: int = 16_000,
     batch: int = 64,
     seed: int = 0,
+    peak: float = 1e-3,
+    warmup: int = 500,
     compiled: bool = True,
+    change: Change | None = None,
 ) -> None:
-    """Trains the pipeline's UNet in place on what `encode_pairs` gave."""
-    loss = denoising_loss(pipe, batch, seed, compiled)
+    """Trains the pipeline's UNet in place on what `encode_pairs` gave; of several a step takes the next one."""
+    loss = denoising_loss(pipe, batch, seed, compiled, change)
     with in_training(pipe.unet):
-        run_stage(folder, pipe.unet, lambda step: loss(pairs, step), steps=steps, peak=1e-3, warmup=500)
+        turns = len(by_turns)
+        run_stage(
+            folder, pipe.unet, lambda step: loss(by_turns[step % turns], step), steps=steps, peak=peak, warmup=warmup
+        )
 
 
 @contextmanager
@@ -102,17 +109,20 @@ def in_training(unet: UNet2DConditionModel) -> Iterator[None]:
         unet.eval().set_attn_processor(processors)
 
 
-def denoising_loss(pipe: StableDiffusionXLPipeline, batch: int, seed: int, compiled: bool) -> Callable[..., Tensor]:
-    """The mean squared error of v: a function of pairs, of the step's number and, if given, of a change of the states.
+def denoising_loss(
+    pipe: StableDiffusionXLPipeline, batch: int, seed: int, compiled: bool, change: Change | None = None
+) -> Callable[[Pairs, int], Tensor]:
+    """The mean squared error of v: a function of pairs and of the step's number.
 
     Args:
         compiled: by torch.compile, which takes a minute once and a third off each step on two cores.
+        change: of the hidden states that the UNet reads.
     """
     scheduler = DDPMScheduler.from_config(pipe.scheduler.config)
     unet = torch.compile(pipe.unet) if compiled else pipe.unet
     times_of = torch.tensor([TIME_IDS], dtype=torch.float).expand(batch, 6)
 
-    def loss(pairs: Pairs, step: int, change: Callable[[Tensor, torch.Generator], Tensor] | None = None) -> Tensor:
+    def loss(pairs: Pairs, step: int) -> Tensor:
         rng = torch.Generator().manual_seed(seed * 1_000_003 + step)
         chosen = torch.randint(len(pairs["latents"]), (batch,), generator=rng)
         latents, hidden_states, pooled = (pairs[name][chosen].float() for name in _NAMES)

@@ -13,21 +13,34 @@ from PIL import Image
 MODEL = "tiny"
 
 
-@contextmanager
 def serve(model, processor, failures=(), logprobs=True):
-    """Yields (address, requests so far). Requests fail first with the codes of `failures`, one after the other."""
-    requests, failures, lock = [], [*failures], threading.Lock()
+    """As `serve_replies`, with the likeliest first tokens of a model."""
 
-    def top(body):
-        image, text = body["messages"][0]["content"]
-        picture = Image.open(io.BytesIO(base64.b64decode(image["image_url"]["url"].partition(",")[2]))).convert("RGB")
-        content = [{"type": "image"}, {"type": "text", "text": text["text"]}]
+    def top(picture, prompt, body):
+        content = [{"type": "image"}, {"type": "text", "text": prompt}]
         chat = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         inputs = processor(text=chat, images=picture, return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
             best = model(**inputs).logits[0, -1].log_softmax(-1).topk(body.get("top_logprobs", 1))
         words = [processor.tokenizer.decode([index]) for index in best.indices.tolist()]
         return [{"token": word, "logprob": value} for word, value in zip(words, best.values.tolist(), strict=True)]
+
+    return serve_replies(top, failures, logprobs)
+
+
+@contextmanager
+def serve_replies(reply, failures=(), logprobs=True):
+    """Yields (address, requests so far). Requests fail first with the codes of `failures`, one after the other.
+
+    Args:
+        reply: (image, prompt, request) to the tokens that may come first, the likeliest first; it is the whole answer.
+    """
+    requests, failures, lock = [], [*failures], threading.Lock()
+
+    def replied(body):
+        image, text = body["messages"][0]["content"]
+        content = base64.b64decode(image["image_url"]["url"].partition(",")[2])
+        return reply(Image.open(io.BytesIO(content)).convert("RGB"), text["text"], body)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -38,7 +51,7 @@ def serve(model, processor, failures=(), logprobs=True):
             with lock:
                 requests.append(body)
                 code = failures.pop(0) if failures else 200
-                found = top(body) if code == 200 else None
+                found = replied(body) if code == 200 else None
             message = {"message": {"content": found and found[0]["token"]}}
             message |= {"logprobs": {"content": [{"top_logprobs": found}]}} if logprobs else {}
             self.answer(code, {"choices": [message]} if found else {"error": "Unexpected fields: logprobs"})

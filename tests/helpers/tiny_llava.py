@@ -1,4 +1,4 @@
-"""A tiny LLaVA-NeXT with a tokenizer and a chat template: random, or taught a few scenes."""
+"""A tiny random LLaVA-NeXT with a tokenizer and a chat template."""
 
 import numpy as np
 import torch
@@ -12,14 +12,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from debias_diffusion.toyworld.grammar import short_prompt
-from debias_diffusion.toyworld.render import render
-from research.synthesize.instructions import LONG, SHORT
-
 TILE = 32  # pixels
 # Two tiles for wide and high images, one for the others, and always the whole image.
 GRID = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE]]
-SPLIT, SCENES = "development", (0, 3, 4, 8)  # of four backgrounds
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% for part in message['content'] %}"
@@ -69,55 +64,11 @@ def tiny_llava(processor, width=64):
     return model.eval()
 
 
-def scenes():
-    """Images of toy scenes of few objects, and their captions."""
-    pairs = [short_prompt(SPLIT, index) for index in SCENES]
-    return [render(scene) for scene, _ in pairs], [caption.text for _, caption in pairs]
-
-
 def noise(rng):
     """Coloured clouds, wide or high."""
     height, width = rng.permutation([32, int(rng.integers(32, 65))])
     coarse = rng.integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(coarse).resize((int(width), int(height)), Image.Resampling.BICUBIC)
-
-
-def teach(model, processor, images, captions, steps):
-    """Overfits all but the vision tower on these pairs, whatever the prompt. Returns the last loss.
-
-    An image of noise in each step also has one of the captions, so that any image gets a whole one.
-    """
-    model.model.vision_tower.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0)
-    rng, newline = np.random.default_rng(0), processor.tokenizer.encode("\n")[0]
-    model.train()
-    for _ in range(steps):
-        shown = [*images, noise(rng)]
-        answers = [*captions, *rng.choice(captions, 1)]
-        asked = zip(rng.choice((*LONG, *SHORT), len(answers)), answers, strict=True)
-        texts = [f"<s><image>{prompt}\n{answer}</s>" for prompt, answer in asked]
-        batch = processor(images=shown, text=texts, padding=True, return_tensors="pt")
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        for row in labels:
-            row[: int((row == newline).nonzero()[0]) + 1] = -100
-        loss = model(**batch, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    model.eval()
-    return float(loss.detach())
-
-
-def build(folder, steps=130):
-    """Writes a model that knows four toy scenes (with 0 steps: none). Returns the last loss."""
-    images, captions = scenes()
-    processor = make_processor([*captions, *LONG, *SHORT])
-    model = tiny_llava(processor)
-    loss = teach(model, processor, images, captions, steps) if steps else 0.0
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return loss
 
 
 def judge(questions):
