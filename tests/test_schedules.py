@@ -8,7 +8,6 @@ import functools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import HeunDiscreteScheduler, StableDiffusionXLControlNetPAGPipeline
@@ -206,21 +205,3 @@ def test_encoding_alone_and_other_readings(pipe):
     assert layout.texts[0][0] == ("a cat", 2)  # at the first step
     with pytest.warns(UserWarning, match=r"'\[cat\|dog\]' does not change from step to step"):
         type(pipe)(**pipe.components).encode_prompt("a [cat|dog]")
-
-
-# ---- options of one call
-
-
-def test_options_of_one_call():
-    pipe = Pipelines("StableDiffusionPipeline").ours
-    prompt, options = "a (red:1.4) [cat:dog:1]", {"reading": "a1111", "zero_empty_negative": True}
-    expected = draw(pipe.set_long_prompt(**options), prompt)
-    before = pipe.set_long_prompt(strict=True)._long_prompt
-    assert np.array_equal(draw(pipe, prompt, long_prompt=options), expected)
-    draw(pipe, LONG, long_prompt={})  # what is left out has its default
-    assert pipe._long_prompt is before
-    with pytest.raises(ValueError, match="reading is 'a1112'"):
-        draw(pipe, prompt, long_prompt={"reading": "a1112"})
-    with pytest.raises(ValueError, match="`strict` allows one"):
-        draw(pipe, LONG, long_prompt={"strict": True})
-    assert pipe._long_prompt is before

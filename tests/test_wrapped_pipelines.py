@@ -25,7 +25,7 @@ from debias_diffusion.pipelines import (
     with_long_prompts,
     write_custom_pipeline,
 )
-from debias_diffusion.text.encoding import encode_texts, last_states
+from debias_diffusion.text.encoding import encode_texts
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 T5_SIZES = T5Config(vocab_size=10, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
@@ -173,28 +173,7 @@ def test_pickled_and_saved_as_the_class_that_was_wrapped(tmp_path):
     assert index[0] == index[1] and index[0]["_class_name"] == "StableDiffusionXLPipeline"
 
 
-def test_a_folder_saved_by_a_class_of_ours_loads_in_diffusers(sdxl, tmp_path):
-    assemble(StableDiffusionXLLongPromptPipeline, sdxl).save_pretrained(tmp_path)
-    assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionXLPipeline
-
-
 # ---- the same reading for those who train
-
-
-def test_a_training_loop_reads_as_the_pipelines_do(sdxl, sd15):
-    captions = [LONG, SHORT, f"(red:1.4) ((cat)) BREAK:0.7 [a] dog++, {SHORT}"]
-    pairs = [(sdxl["text_encoder"], sdxl["tokenizer"]), (sdxl["text_encoder_2"], sdxl["tokenizer_2"])]
-    wrapped = with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl))
-    for positions, settings in ((227, {}), (227, {"emphasis": "comfyui"}), (231, {"reading": "a1111"})):
-        pipe = wrapped.set_long_prompt(positions=positions, **settings)
-        expected, _, expected_pooled, _ = pipe.encode_prompt(captions)
-        states, pooled = zip(*(encode_texts(*pair, captions, positions, **settings) for pair in pairs), strict=True)
-        assert torch.equal(torch.cat(states, dim=-1), expected) and torch.equal(pooled[1], expected_pooled), settings
-    pipe = with_long_prompts(assemble(StableDiffusionPipeline, sd15)).set_long_prompt(positions=227)
-    states, _ = encode_texts(sd15["text_encoder"], sd15["tokenizer"], captions, 227, states=last_states)
-    assert torch.equal(states, encode(pipe, captions)[0])
-    with pytest.raises(ValueError, match="a text that takes 115 positions, .* does not fit the 77 positions"):
-        encode_texts(*pairs[0], captions, 77)
 
 
 def test_gradients_reach_every_chunk(sdxl):

@@ -1,14 +1,9 @@
 """Texts of every kind: captions, data files, files of prompts."""
 
 import json
-import random
-import time
-from contextlib import suppress
-from functools import partial
-from itertools import chain, product
 
 import pytest
-from helpers.fuzzing import fuzz, no_hang, rounds
+from helpers.fuzzing import fuzz, no_hang
 from helpers.mutations import damaged_bytes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,11 +13,8 @@ from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import find_method
 from debias_diffusion.methods.sampling import SAMPLERS, draw_generator
-from debias_diffusion.text.chunks import PROGRAMS
-from debias_diffusion.text.schedules import find_schedules
-from debias_diffusion.text.sentences import join_sentences, sentence_ends, split_sentences
+from debias_diffusion.text.sentences import join_sentences, split_sentences
 from debias_diffusion.text.tokens import CaptionTokenizer, clean, clip_tokenizer
-from debias_diffusion.text.weighting import find_unread, parse_parts, take_out
 
 PIECES = (
     *("Dr. No", "e.g.", "3.14", "...", "?!", "。", "॥", '"a." ', "(b. ", "\n", "\t", "\u2028", "\x00", "&amp;amp;"),
@@ -124,42 +116,3 @@ def test_a_file_is_read_or_refused_and_every_entry_counts(tmp_path, entry, names
             refused_or(counted, path)
 
     fuzz(search, seconds=12)
-
-
-# ---- prompts
-
-SIGNS = "[](){}<>|:;,.+-\\#_ 1a\"'\n"
-READERS = {
-    "schedules": find_schedules,
-    "what is not read": lambda text: find_unread(text, [], weights=True),
-    "what A1111 takes out": lambda text: take_out(text, "a1111"),
-    "sentences": sentence_ends,
-    **{f"weights, {name}": partial(parse_parts, reading=name, emphasis="comfyui") for name in ("overlap", *PROGRAMS)},
-}
-
-
-OPENED = ("", "[a:", "[a|", "(a:", "{", "{a|", "<a:", "__", "\\", "a ", ":", "BREAK:")  # and one sign again and again
-
-
-def test_reading_a_prompt_takes_time_in_proportion():
-    """Twice the text takes less than three times as long. Times of a processor vary, so a finding is measured again."""
-
-    def seconds(read, text):
-        started = time.process_time()
-        with suppress(ValueError):  # weights beyond the limits
-            read(text)
-        return time.process_time() - started
-
-    chosen = map(random.Random, rounds(8))
-    some = (["".join(draw.choices(SIGNS, k=draw.randint(least, 4))) for least in (0, 1)] for draw in chosen)
-    for start, piece in chain(product(OPENED, SIGNS), some):
-        text = start + piece * (4_000 // len(piece))
-        for name, read in READERS.items():
-            with no_hang():
-                for attempt in range(5):
-                    end = attempt * "é"  # another text, which no cache has
-                    once, twice = (seconds(read, each + end) for each in (text, text + piece * (4_000 // len(piece))))
-                    if twice < 0.05 or twice < 3 * once:
-                        break
-                else:
-                    pytest.fail(f"{name}: {once:.3f} s, of twice the text {twice:.3f} s: {start!r}, then {piece!r}")
