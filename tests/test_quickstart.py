@@ -1,11 +1,10 @@
-"""The quickstart: the whole chain with tiny untrained models, what it says, and folders it must not touch."""
+"""The quickstart: the whole chain in the smallest of trainings, and folders it must not touch."""
 
 import json
 from pathlib import Path
 
 import pytest
 from helpers.html_page import Page
-from helpers.untrained_toys import save_untrained_toys
 from PIL import Image
 
 from debias_diffusion.app.fine_tuning import RECIPES
@@ -17,19 +16,15 @@ from debias_diffusion.toyworld.grammar import caption
 pytestmark = pytest.mark.usefixtures("coarse_results")
 # More prompts than scenes: the one does not limit the other.
 TINY = {"scenes": 2, "prompts": 3, "split": "development", "train": "all"}
+SETUP = Setup(pairs=16, training={"steps": 1, "batch": 8}, denoising_steps=1)
 ROWS = ("SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks", *RECIPES)  # of images
 
 
 @pytest.fixture(scope="module")
-def setup(tmp_path_factory) -> Setup:
-    return save_untrained_toys(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def finished(setup, coarse_results, tmp_path_factory) -> Path:
+def finished(coarse_results, tmp_path_factory) -> Path:
     """The output of one run, which no test changes."""
     output = tmp_path_factory.mktemp("quickstart")
-    assert quickstart(QuickstartConfig(**TINY, output=str(output)), setup) == output / "report.html"
+    assert quickstart(QuickstartConfig(**TINY, output=str(output)), SETUP) == output / "report.html"
     return output
 
 
@@ -46,17 +41,17 @@ def test_the_page_the_exports_and_the_images_are_there(finished):
     assert {json.loads(Image.open(path).text["settings"])["seed"] for path in images} == {1}  # of image 1
 
 
-def test_a_finished_run_does_nothing_again(finished, setup, monkeypatch, capsys):
+def test_a_finished_run_does_nothing_again(finished):
     made = [*finished.glob("training/*/checkpoint-*"), *finished.glob("**/images/**/*.png")]
     before = {file: file.stat().st_mtime_ns for file in made}
     assert len(before) > 20
-    quickstart(QuickstartConfig(**TINY, output=str(finished)), setup)
+    quickstart(QuickstartConfig(**TINY, output=str(finished)), SETUP)
     assert {file: file.stat().st_mtime_ns for file in made} == before
     with pytest.raises(UserError, match="seed: 0 there, 1 here"):
-        quickstart(QuickstartConfig(**TINY, output=str(finished), seed=1), setup)
+        quickstart(QuickstartConfig(**TINY, output=str(finished), seed=1), SETUP)
 
 
-def test_folders_of_others_are_refused(tmp_path, setup):
+def test_folders_of_others_are_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="something else"):
-        quickstart(QuickstartConfig(**TINY, output=str(tmp_path)), setup)
+        quickstart(QuickstartConfig(**TINY, output=str(tmp_path)), SETUP)
