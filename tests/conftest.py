@@ -140,12 +140,25 @@ finished_run = shared("finished_run", build_finished_run)  # the output of `trai
 
 
 @pytest.fixture(scope="session")
+def base(sdxl_folder):
+    return str(sdxl_folder)
+
+
+@pytest.fixture(scope="session")
 def world(world_folder):
     """(base model, data file, image folder), for the smallest of training runs."""
     return str(world_folder / "base"), str(world_folder / "data.json"), str(world_folder / "images")
 
 
 # ---- what else many tests need
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Of a tiny SDXL, which no test changes."""
+    from helpers import tiny_sdxl
+
+    return tiny_sdxl.sdxl_parts()
 
 
 @pytest.fixture(scope="module", autouse=True)

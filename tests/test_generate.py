@@ -59,11 +59,6 @@ def images(folder):
 
 
 @pytest.fixture(scope="module")
-def base(sdxl_folder):
-    return str(sdxl_folder)
-
-
-@pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     return save_encoder(tmp_path_factory.mktemp("encoder"), 32)
 
@@ -212,15 +207,6 @@ def test_a_folder_of_images(folder, tmp_path):
     ]
     for i in (1, 2):  # each is the image that its line gives alone
         assert make(tmp_path, LINES[i], seed=i).read_bytes() == (folder / names[i]).read_bytes()
-
-
-def test_other_images_are_not_overwritten(folder, many):
-    before = images(folder)
-    with pytest.raises(UserError, match="steps: 2 there, 3 here"):
-        many("folder", steps=3)
-    with pytest.raises(UserError, match="1 of the images .* 00000-0-a-star.png .line 1.: prompt was 'a star'"):
-        many("folder", ["a circle", *LINES[1:]])
-    assert images(folder) == before
 
 
 def test_entries_with_settings_of_their_own_and_a_bad_line_keeps_its_number(many):

@@ -24,9 +24,8 @@ from helpers.draw import LONG, SHORT, draw
 from helpers.tiny_sdxl import assemble, assemble_copy
 
 from debias_diffusion import encode_texts, last_states
-from debias_diffusion.app import sheet
 from debias_diffusion.app.demo.request import Request
-from debias_diffusion.app.prompt_options import CheckConfig, GenerateConfig
+from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.eval.options import FollowingConfig, GenerationConfig
 from debias_diffusion.pipelines import (
     LongPromptOptions,
@@ -315,25 +314,6 @@ def test_every_option_of_an_image_arrives(door):
     for name in taken:
         changed = settings(**{name: CHANGES[name]})
         assert changed[name] == CHANGES[name] != plain[name], name
-
-
-def test_every_option_of_check_arrives(monkeypatch, tmp_path):
-    """In each of the four ways that they draw, by `generate`."""
-    drawn = []
-
-    def draw_none(config: GenerateConfig) -> None:
-        drawn.append(config)
-        (tmp_path / config.output).mkdir(exist_ok=True)
-        (tmp_path / config.output / "index.jsonl").write_text("")
-
-    monkeypatch.setattr(sheet, "generate", draw_none)
-    given = {name: value for name, value in CHANGES.items() if name in {field.name for field in fields(CheckConfig)}}
-    sheet.draw_ways(CheckConfig(**BASE, output=str(tmp_path), **given), ["a cat"])
-    sharpened_way = drawn.pop()
-    assert {name: getattr(sharpened_way, name) for name in given} == given
-    assert {(each.sharpen, each.sharpen_sentences) for each in drawn} == {(1.0, 1.0)} and len(drawn) == 3
-    for each in drawn:
-        assert (each.steps, each.guidance_scale, each.height, each.width) == (3, 4.5, 80, 80)
 
 
 def test_options_change_what_a_pipeline_draws(pipe):

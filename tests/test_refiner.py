@@ -28,11 +28,6 @@ LONG = " ".join([SHORT] * 9)
 
 
 @pytest.fixture(scope="module")
-def base(sdxl_folder):
-    return str(sdxl_folder)
-
-
-@pytest.fixture(scope="module")
 def refiner(tmp_path_factory):
     """In the published layout: one text encoder, and a UNet that reads it and an aesthetic score."""
     widths = {"cross_attention_dim": tiny_sdxl.WIDTH_2, "projection_class_embeddings_input_dim": 5 * 8 + 24}

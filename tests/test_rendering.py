@@ -42,11 +42,6 @@ SAMPLING = Sampling(steps=1, guidance_scale=7.0)
 
 
 @pytest.fixture(scope="module")
-def base(sdxl_folder):
-    return str(sdxl_folder)
-
-
-@pytest.fixture(scope="module")
 def renderer(base):
     return Renderer(base, SAMPLING, CPU, batch=2)
 
@@ -143,12 +138,6 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
     with pytest.raises(FailedError, match="1 of 6 images .*line 9, seed 5: its embeddings"):
         into(tmp_path, fresh, long, tasks, left_out)
     assert list(left_out) == ["line 9, seed 5"] and len(pixels(tmp_path)) == len(TASKS)
-
-
-def test_a_second_prompt_for_one_encoder_is_refused():
-    pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()))
-    with pytest.raises(UserError, match="has a prompt_2, and this checkpoint has one text encoder"):
-        read_layout(pipe, ImagePrompt("a cat", prompt_2="a dog"), SAMPLING)
 
 
 def test_shares_of_a_schedule_are_of_the_steps_that_are_drawn():

@@ -33,11 +33,6 @@ POWER = 3.0
 EACH_OPTION = [{"sharpen": FACTOR}, {"sharpen_sentences": POWER}]
 
 
-@pytest.fixture(scope="module")
-def parts():
-    return tiny_sdxl.sdxl_parts()
-
-
 @pytest.fixture
 def pipe(parts):
     """Of models that a test may change."""
