@@ -133,7 +133,7 @@ def test_other_programs_syntax_is_named_truly_and_once_a_process(weighting):
 
 def test_weights_that_are_text_are_named_and_prose_is_not(pipe, weighting):
     for prompt in WEIGHTED:
-        assert "are read as text: set_long_prompt(emphasis=" in pipe.prompt_layout(prompt).warnings[0], prompt
+        assert "are read as text: the option emphasis=" in pipe.prompt_layout(prompt).warnings[0], prompt
         none = Ours(**pipe.components).set_long_prompt(emphasis="none")
         assert weighting.prompt_layout(prompt).warnings == none.prompt_layout(prompt).warnings == ()
     for prompt in READ:
