@@ -35,7 +35,6 @@ test_generate test_pipeline_family test_training test_demo test_align test_famil
 
 
 def pytest_report_header():
-    """Which package the tests are of."""
     return f"debias_diffusion: {debias_diffusion.__file__}"
 
 

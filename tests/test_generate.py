@@ -34,7 +34,6 @@ def make(folder, prompt=LONG, name="a.png", **changes):
 
 
 def by_pipeline(pipe, *prompts, seed=0, **call):
-    """The image of the pipeline itself, with the settings of the tests."""
     noise = torch.Generator().manual_seed(seed)
     return pipe(*prompts, num_inference_steps=2, guidance_scale=7.0, generator=noise, **call).images[0].tobytes()
 
@@ -153,7 +152,6 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def unfit(tmp_path_factory):
-    """A folder of models that do not go together."""
     folder = tmp_path_factory.mktemp("unfit")
     (folder / "p.jsonl").write_text('{"prompt": "a", "prompt_2": "b"}')
     tiny_sdxl.assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()).save_pretrained(folder / "sd15")

@@ -44,12 +44,10 @@ def long(parts):
 
 
 def texts_of(pipe, text):
-    """The text's tokens, per encoder."""
     return [plan.parts[0].tokens for plan in pipe._read((text,), None, False).prompts.encoders]
 
 
 def chunks_of(tokens, slots, overlap=False):
-    """The ids of each chunk."""
     return [
         [tokens.ids[at] for at in chunk.read]
         for chunk in split_text(tokens, slots, "overlap" if overlap else "separate")
@@ -157,7 +155,6 @@ CONTEXT_LENGTHS = [(77, 77), (248, 77), (20, 9), (9, 20), (5, 5), (4, 12)]
 
 @pytest.fixture(scope="module")
 def pipe_of_lengths(parts):
-    """One pipeline for each pair of context lengths."""
     encoders = [
         (tiny_sdxl.text_encoder(positions=a), tiny_sdxl.text_encoder_2(positions=b)) for a, b in CONTEXT_LENGTHS
     ]

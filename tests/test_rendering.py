@@ -188,7 +188,6 @@ def test_an_image_that_the_safety_checker_blacked_out_is_none():
 
 
 def evaluated(folder, base, *encoders, texts=TEXTS, processes=None, **settings):
-    """The files of each encoder."""
     given = {"base": base, "output": str(folder), "data": "", "steps": 1, "device": "cpu"} | settings
     config = GenerationConfig(list(encoders), **given)
     tasks = [image_task(config, f"{index:06}", text, index) for index, text in enumerate(texts)]

@@ -44,7 +44,6 @@ def test_schedules_are_named_as_they_are_written():
 
 @functools.cache
 def of_class(name):
-    """A pipeline that reads as A1111, and the arguments of its call."""
     both = Pipelines(f"{name}Pipeline")
     half = {"strength": 0.5, "num_inference_steps": 8} if "strength" in both.call else {}  # four calls; shares are of 8
     return both.ours.set_long_prompt(reading="a1111"), both.call | half

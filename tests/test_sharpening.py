@@ -175,7 +175,6 @@ def test_nothing_stays_behind(pipe, options):
 
 
 def sharing(pipe, cls=StableDiffusionXLLongPromptPipeline):
-    """A pipeline of the same models, with a scheduler of its own."""
     return assemble(cls, pipe.components, scheduler=copy.deepcopy(pipe.scheduler))
 
 

@@ -31,7 +31,6 @@ def _run(arguments: list[str], output: str, begun) -> None:
 
 
 def start(arguments: list[str], screen: Path):
-    """A process in which the command has just begun."""
     begun = FORKS.Event()
     process = FORKS.Process(target=_run, args=(arguments, str(screen), begun))
     process.start()
@@ -40,7 +39,6 @@ def start(arguments: list[str], screen: Path):
 
 
 def finish(arguments: list[str], screen: Path) -> None:
-    """Runs a command to its end."""
     process = start(arguments, screen)
     process.join(PATIENCE)
     shown = screen.read_text()

@@ -70,13 +70,11 @@ def tiny_llava(processor, width=64):
 
 
 def scenes():
-    """Images of toy scenes of few objects, and their captions."""
     pairs = [short_prompt(SPLIT, index) for index in SCENES]
     return [render(scene) for scene, _ in pairs], [caption.text for _, caption in pairs]
 
 
 def noise(rng):
-    """Coloured clouds, wide or high."""
     height, width = rng.permutation([32, int(rng.integers(32, 65))])
     coarse = rng.integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(coarse).resize((int(width), int(height)), Image.Resampling.BICUBIC)

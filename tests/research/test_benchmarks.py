@@ -61,7 +61,6 @@ RECOS = (
 
 
 def lay(name: str, root: Path) -> dict:
-    """Writes a benchmark. Returns {image: captions} in its order."""
     data, _, split = name.rpartition("-")
     if data == "coco-cn":
         return coco_cn(root, SPLITS[split])

@@ -22,7 +22,6 @@ def kind(text, asked="long"):
 
 
 def padded(text):
-    """The text in a caption that is long enough."""
     return f"{text} {'. '.join(f'Here sits a {word}' for word in WORDS)}."
 
 

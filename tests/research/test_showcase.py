@@ -20,7 +20,6 @@ CONFIG = ShowcaseConfig(base="toy/sdxl", limit=2, steps=1, device="cpu")
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """The output of one run, which no test changes."""
     output = tmp_path_factory.mktemp("showcase")
     command.showcase(replace(CONFIG, output=str(output)))
     return output
