@@ -66,27 +66,23 @@ def test_what_is_not_read_stands_in_the_last_lines(base, tmp_path, capsys):
     """Of one image and of a file of prompts; a wildcard where there are some; a LoRA's tag where none is loaded."""
     size = {"base": base, "steps": 1, "height": 64, "width": 64, "device": "cpu", "clip_skip": 1}
     generate(GenerateConfig("a cat AND a dog", output=str(tmp_path / "a.png"), **size))
-    printed = capsys.readouterr().out
-    assert printed.endswith(
-        f"Wrote {tmp_path / 'a.png'}\n"
-        "Not read: In the prompt 'a cat AND a dog', 'AND' does not join two prompts: write BREAK, see `breaks`.\n"
-    )
-    assert "Clip skip 1: of SDXL the layer before the last is read" in printed
+    *first, wrote, last = capsys.readouterr().out.splitlines()
+    assert wrote == f"Wrote {tmp_path / 'a.png'}" and "Not read: " in last and "'AND' does not join" in last
+    assert "Clip skip 1: of SDXL the layer before the last is read" in "".join(first)
     (tmp_path / "wildcards").mkdir()
     (tmp_path / "wildcards" / "colour.txt").write_text("red")
-    lines = [
+    lines = (
         "a __colour__ cat",
         "a __nothere__ cat",
         "a cat <lyco:x:1>",
         '--prompt "a cat" --seed 7',
         "a dog AND a cat",
-    ]
+    )
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
     generate(GenerateConfig(None, prompts=str(tmp_path / "prompts.txt"), output=str(tmp_path / "out"), **size))
-    *_, wrote, wildcard, tag, option, joined = capsys.readouterr().out.splitlines()
-    assert wrote == f"Wrote {tmp_path / 'out'}"
-    assert wildcard == f"Not read: '__nothere__' is in no file of {str(tmp_path / 'wildcards')!r}."
-    assert "'<lyco:x:1>' loads nothing" in tag and "'--prompt' is no option" in option and "'AND' does" in joined
+    *_, wildcard, tag, option, joined = capsys.readouterr().out.splitlines()
+    assert "'__nothere__' is in no file" in wildcard and "'AND' does" in joined
+    assert "'<lyco:x:1>' loads nothing" in tag and "'--prompt' is no option" in option
 
 
 def test_an_image_and_its_settings(base, encoder, tmp_path, capsys):
