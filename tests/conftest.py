@@ -30,12 +30,11 @@ hypothesis.settings.load_profile("default")
 # The files of tests that take longest, slow ones and then fast ones, start first: else a process waits in the end.
 LONGEST = """
 test_shipped_weights test_command_line test_true_size test_commands test_processes test_towers
-test_generate test_pipeline_family test_training test_quickstart test_demo test_align test_families
+test_generate test_pipeline_family test_training test_demo test_align test_families
 """.split()
 
 
 def pytest_report_header():
-    """Which package the tests are of."""
     return f"debias_diffusion: {debias_diffusion.__file__}"
 
 
@@ -140,12 +139,25 @@ finished_run = shared("finished_run", build_finished_run)  # the output of `trai
 
 
 @pytest.fixture(scope="session")
+def base(sdxl_folder):
+    return str(sdxl_folder)
+
+
+@pytest.fixture(scope="session")
 def world(world_folder):
     """(base model, data file, image folder), for the smallest of training runs."""
     return str(world_folder / "base"), str(world_folder / "data.json"), str(world_folder / "images")
 
 
 # ---- what else many tests need
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Of a tiny SDXL, which no test changes."""
+    from helpers import tiny_sdxl
+
+    return tiny_sdxl.sdxl_parts()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -48,7 +48,6 @@ def folders(tmp_path_factory) -> SimpleNamespace:
 
 
 def replaced(backbone: Backbone, tower: str) -> Ablation:
-    """Heads that always give the same."""
     width = backbone.tower(tower).transformer.resblocks[0].attn.head_dim
     means = torch.randn(*MASKS[tower].shape, width, generator=torch.Generator().manual_seed(1))
     return Ablation.of_rows(tower, 1.0 - MASKS[tower].double(), means)

@@ -5,9 +5,6 @@ import yaml
 from diffusers import AutoencoderKL
 
 from debias_diffusion.app.cli import COMMANDS, evaluations, main
-from debias_diffusion.app.options import AlignConfig
-from debias_diffusion.app.prompt_options import GenerateConfig
-from debias_diffusion.training.config import TrainConfig
 
 
 def run(capsys, *arguments):
@@ -103,10 +100,3 @@ def test_yaml_is_read_overridden_and_printed(capsys, tmp_path):
     assert (printed["epochs"], printed["betas"]) == (5, [0.8, 0.9])
     (tmp_path / "printed.yaml").write_text(out)
     assert run(capsys, "train", "--config", tmp_path / "printed.yaml", "--print-config")[1] == out
-
-
-@pytest.mark.parametrize("options", [TrainConfig, AlignConfig, GenerateConfig])
-def test_every_option_is_in_one_group_of_the_help(options):
-    fields = options.__dataclass_fields__
-    grouped = [name for group in options.GROUPS.values() for name in group if name in fields]
-    assert sorted(grouped) == sorted(fields)

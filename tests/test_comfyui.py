@@ -1,9 +1,9 @@
 """The ComfyUI node against our pipelines on the same weights.
 
 With a checkout of ComfyUI, named by the environment variable COMFYUI, whose requirements are installed beside ours, its
-own text encoders run; slow/test_comfyui.py has its server. Everywhere, the same tests run with a stand-in for its CLIP:
-real transformers encoders behind the two calls that the node makes, and as much of its syntax of weights as the prompts
-need. The vocabulary is CLIP's own, the only one that ComfyUI has.
+own text encoders run; slow/test_comfyui.py has its server. Everywhere, tests that compare with our pipelines run with
+a stand-in for its CLIP: real transformers encoders behind the two calls that the node makes, and as much of its syntax
+of weights as the prompts need. The vocabulary is CLIP's own, the only one that ComfyUI has.
 """
 
 import inspect
@@ -32,6 +32,7 @@ LONGER = LONG.replace("(and birds)", "and birds") * 2  # 280 tokens: more than 2
 WEIGHTED = SENTENCE * 5 + "A (green (small:1) tree:1.3)(a dog:0.6)1 red(star:1.3)."
 BOS, EOS = 49406, 49407
 PADS = {"l": EOS, "g": 0}
+EMBEDDING = "embedding:sd15"
 
 
 def encoders(width, width_2, positions):
@@ -49,69 +50,36 @@ def encoders(width, width_2, positions):
 
 
 class StandIn:
-    """What the node calls of ComfyUI's CLIP, with transformers' encoders."""
+    """What the node calls of ComfyUI's CLIP, with transformers' encoders, for pieces of text that fit a row."""
 
-    def __init__(self, models, embeddings=None):
+    def __init__(self, models, vectors=None):
         self.models = dict(zip("lg", models, strict=False))
         wrapped = {f"clip_{name}": SimpleNamespace(transformer=model) for name, model in self.models.items()}
         self.cond_stage_model = SimpleNamespace(**wrapped)
-        self.tokenizer = clip_tokenizer(TRAINED_POSITIONS)
-        self.embeddings = embeddings or {}
+        self.tokenizer, self.vectors = clip_tokenizer(TRAINED_POSITIONS), vectors
 
     def tokenize(self, text, return_word_ids=False):
-        parts = [(unescape(part), weight) for part, weight in token_weights(escape(text), 1.0)]
-        rows = {}
+        rows, text = {}, text.replace("\\", "")
         for name, model in self.models.items():
-            slots, pad, chunks = model.config.max_position_embeddings - 2, PADS[name], [[]]
-            for word, weight in ((word, weight) for part, weight in parts for word in self.words(part, name)):
-                if len(word) < 8 and len(chunks[-1]) + len(word) > slots:
-                    chunks.append([])
-                for token in word:
-                    if len(chunks[-1]) == slots:
-                        chunks.append([])
-                    chunks[-1].append((token, weight, 1))
-            padded = [[(BOS, 1.0, 0), *c, (EOS, 1.0, 0), *[(pad, 1.0, 0)] * (slots - len(c))] for c in chunks]
-            rows[name] = padded if return_word_ids else [[pair[:2] for pair in row] for row in padded]
+            words = self.vectors if text == EMBEDDING else self.tokenizer(text, add_special_tokens=False).input_ids
+            pads = [(PADS[name], 1.0, 0)] * (model.config.max_position_embeddings - 2 - len(words))
+            row = [(BOS, 1.0, 0), *((word, 1.0, 1) for word in words), (EOS, 1.0, 0), *pads]
+            rows[name] = [row if return_word_ids else [pair[:2] for pair in row]]
         return rows
 
-    def words(self, text, name):
-        """Ids and vectors: of a file whose name stands behind "embedding:", which ComfyUI finds after white space."""
-        words = []
-        for part in re.split(r"(?<=\s)(?=embedding:)", text):
-            if part.startswith("embedding:"):
-                file, *rest = part[len("embedding:") :].split()
-                file, after = re.match(r"([^<[]*)(.*)", file).groups()
-                words.append(self.embeddings[file][f"clip_{name}"])
-                part = " ".join([after, *rest])
-            words.append(self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-        return words
-
     def encode_from_tokens_scheduled(self, rows, add_dict=None):
-        states, pooled = zip(
-            *(self.encode(model, rows[name], PADS[name]) for name, model in self.models.items()), strict=True
-        )
+        states, pooled = zip(*(self.encode(model, rows[name]) for name, model in self.models.items()), strict=True)
         shortest = min(part.shape[1] for part in states)
         states = torch.cat([part[:, :shortest] for part in states], dim=-1)
         return [[states, {"pooled_output": pooled[-1]} | (add_dict or {})]]
 
-    def encode(self, model, rows, pad):
-        empty = [(BOS, 1.0), (EOS, 1.0), *[(pad, 1.0)] * (len(rows[0]) - 2)]
-        tokens = [[token for token, _ in row] for row in (*rows, empty)]
-        ids = torch.tensor([[0 if torch.is_tensor(token) else token for token in row] for row in tokens])
-        weights = torch.tensor([[weight for _, weight in row] for row in rows])[..., None]
-
-        def put_vectors(module, inputs, embedded):
-            for at, row in enumerate(tokens):
-                for position, token in enumerate(row):
-                    if torch.is_tensor(token):
-                        embedded[at, position] = token
-            return embedded
-
-        hook = model.get_input_embeddings().register_forward_hook(put_vectors)
+    def encode(self, model, rows):
+        rows, weights = torch.tensor(rows).unbind(-1)
+        (empty,) = (row for name, row in self.tokenize("").items() if self.models[name] is model)
+        ids = torch.cat([rows, torch.tensor(empty)[..., 0]]).long()
         output = model(ids, output_hidden_states=True)
-        hook.remove()
         states = output.hidden_states[-2] if len(self.models) == 2 else output.last_hidden_state
-        states, empty = states[:-1], states[-1]
+        states, empty, weights = states[:-1], states[-1], weights[..., None]
         states = torch.where(weights == 1, states, empty + weights * (states - empty))
         pooled = output.text_embeds if "text_embeds" in output else output.pooler_output
         return states.reshape(1, -1, states.shape[-1]), pooled[:1]
@@ -124,14 +92,6 @@ def encode(clip, text, **options):
 
 def read_tokens(clip, text, names=("l", "g"), reading="overlap"):
     return {name: read_text(clip, text, name, reading).tokens for name in names}
-
-
-def escape(text):
-    return text.replace("\\(", "\0").replace("\\)", "\1")
-
-
-def unescape(text):
-    return text.replace("\0", "(").replace("\1", ")")
 
 
 def token_weights(text, weight):
@@ -177,7 +137,9 @@ def load(request):
         yield (comfyui_clip, (768, 1280)) if request.param == "ComfyUI" else (StandIn, (32, 64))
         return
     module = ModuleType("comfy.sd1_clip")
-    module.escape_important, module.unescape_important, module.token_weights = escape, unescape, token_weights
+    module.escape_important = lambda text: text.replace("\\(", "\0").replace("\\)", "\1")
+    module.unescape_important = lambda text: text.replace("\0", "(").replace("\1", ")")
+    module.token_weights = token_weights
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "comfy", ModuleType("comfy"))
         patch.setitem(sys.modules, "comfy.sd1_clip", module)
@@ -229,7 +191,8 @@ def test_break_begins_a_chunk_if_it_counts(sdxl, reading):
         assert states.shape[1] == 3 * TRAINED_POSITIONS
 
 
-def test_reading_comfyui_is_that_of_comfyui_and_so_are_short_prompts(tokenizing):
+def test_reading_comfyui_is_that_of_comfyui_and_so_are_short_prompts(comfyui):
+    tokenizing = comfyui_clip(encoders(768, 1280, positions=77))
     cut_words = "a " * 72 + "antidisestablishmentarianism " * 30
     kept_words = SENTENCE * 4 + "(pale white:1.2) (" + "curtains, " * 3 + ":1.1) end"
     calls = [(text, {"reading": "comfyui"}) for text in (LONG, cut_words, kept_words, "", "A 🐈‍⬛ cat. " * 60)]
@@ -260,12 +223,9 @@ def test_sd15(load):
 
 
 @pytest.fixture(scope="module")
-def embedded(load, tmp_path_factory):
-    """(a CLIP with an SD 1.5 embedding of 4 vectors named sd15, the same without, the vectors, their width)"""
-    make, (width, width_2) = load
-    models, vectors = encoders(width, width_2, positions=77), torch.randn(4, width)
-    if make is StandIn:
-        return StandIn(models, {"sd15": {key: list(vectors) for key in ("clip_l", "clip_g")}}), StandIn(models), vectors
+def embedded(comfyui, tmp_path_factory):
+    """(a CLIP with an SD 1.5 embedding of 4 vectors named sd15, the same without, the vectors)"""
+    models, vectors = encoders(768, 1280, positions=77), torch.randn(4, 768)
     folder = tmp_path_factory.mktemp("embeddings")
     save_file({"emb_params": vectors}, folder / "sd15.safetensors")
     return comfyui_clip(models, str(folder)), comfyui_clip(models), vectors
@@ -277,11 +237,20 @@ def test_embedding_without_a_name_is_text(embedded):
         assert difference(encode(clip, text), encode(plain, text.replace("embedding:", "embedding :"))[0][0]) == 0
 
 
+def test_vectors_of_another_width_are_left_out_for_that_encoder(load):
+    make, widths = load
+    if make is comfyui_clip:
+        pytest.skip("in which an embedding is a file")
+    clip = StandIn(encoders(*widths, positions=77), list(torch.randn(4, widths[0])))
+    text = f"{SENTENCE * 9}a (red {EMBEDDING} star:1.2) {SENTENCE}"
+    tokens, without = (read_tokens(clip, part) for part in (text, text.replace(f"{EMBEDDING} ", "")))
+    assert tokens["g"] == without["g"] and len(tokens["l"].ids) == len(without["l"].ids) + 4
+    assert tokens["l"].cuts.count(Cut.NEVER) == 3
+
+
 def test_embedding_that_does_not_fit_is_left_out_for_that_encoder(embedded):
     clip, plain, vectors = embedded
     width, text = vectors.shape[1], SENTENCE * 9 + "a red embedding:sd15 " + SENTENCE
-    tokens, without = (read_tokens(clip, part) for part in (text, text.replace("embedding:sd15 ", "")))
-    assert tokens["g"] == without["g"] and len(tokens["l"].ids) == len(without["l"].ids) + len(vectors)
     both, one = encode(clip, text)[0][0], encode(plain, text.replace("embedding:sd15 ", ""))[0][0]
     assert torch.equal(both[..., width:], one[..., width:]) and not torch.equal(both[..., :width], one[..., :width])
 

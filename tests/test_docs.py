@@ -77,22 +77,7 @@ PROGRAMS = {
     ("python", "-m", "research"): partial(check_ours, program="python -m research", commands=RESEARCH),
     ("make",): check_make,
 }
-SHELL = {
-    "export",
-    "for",
-    "done",
-    "wait",
-    ".",
-    "srun",
-    "python",
-    "pip",
-    "hf",
-    ".ci/run",
-    "git",
-    "cd",
-    "vllm",
-    "llama-server",
-}
+SHELL = set("export for done wait . srun python pip hf .ci/run git cd vllm llama-server".split())
 
 
 def check_command(words: list[str]) -> None:

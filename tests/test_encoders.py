@@ -11,7 +11,7 @@ from helpers.tiny_clip import tiny_clip
 from huggingface_hub import ModelInfo, constants
 
 from debias_diffusion.encoders import hub
-from debias_diffusion.encoders.hub import find_hub_file, locate
+from debias_diffusion.encoders.hub import find_hub_file
 from debias_diffusion.encoders.resolve import Kind, Model
 from debias_diffusion.encoders.spec import EncoderSpec, labels, load_text_encoder, load_two_tower
 from debias_diffusion.encoders.text_encoders import export_text_encoder, prefixed_state
@@ -126,15 +126,6 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
     hub_repository(cache, "some/encoder")
     assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and ask.call_count == 2
     assert Checkpoint("some/encoder", "some/encoder").digest == before
-
-
-def test_libraries_read_the_cache_alone_if_the_hub_is_out_of_reach(cache, monkeypatch):
-    folder = hub_repository(cache, "some/encoder")
-    assert locate("some/encoder") == locate(str(folder)) == (str(folder), None)
-    hub.locate.cache_clear()
-    monkeypatch.setattr(hub.HfApi, "model_info", Mock())
-    assert locate("some/encoder") == ("some/encoder", None)
-    assert locate("some/encoder@v1") == ("some/encoder", "v1")
 
 
 def test_a_text_encoder_is_loaded_of_a_revision_in_a_dtype_on_a_device(cache):

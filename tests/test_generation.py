@@ -1,13 +1,13 @@
 """Evaluation of generated images as a whole: several encoders, bad data, the toy world."""
 
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import skimage
 import torch
-from helpers.memory import Watched
 from helpers.tiny_features import PHOTOGRAPHS, save_dino
 from PIL import Image
 
@@ -18,6 +18,7 @@ from debias_diffusion.eval.images.networks import ClsFeatures
 from debias_diffusion.eval.images.objects import compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.images.rendered import folder_names
 from debias_diffusion.eval.images.scores import cosines
+from debias_diffusion.pipelines.rendering import renderer as rendering
 
 CUT = "SDXL's own, cut at 77 tokens"  # label of the first encoder
 ENTRIES = json.loads(PHOTOGRAPHS.read_text())
@@ -85,9 +86,23 @@ def test_unusable_settings_are_refused_before_anything_is_rendered(tmp_path, set
 
 @pytest.mark.usefixtures("blank_figures")
 def test_generators_and_networks_are_never_in_memory_together(tmp_path, settings, monkeypatch):
-    watched = Watched(monkeypatch, ClsFeatures)
+    generators, nets, load, init = [], [], rendering.load_pipeline, ClsFeatures.__init__
+
+    def load_watched(*arguments):
+        assert not any(model() for model in nets), "a network is still in memory"
+        pipe = load(*arguments)
+        generators.append(weakref.ref(pipe.unet))
+        return pipe
+
+    def init_watched(network, *arguments, **options):
+        assert not any(model() for model in generators), "a generator is still in memory"
+        init(network, *arguments, **options)
+        nets.append(weakref.ref(network.model))
+
+    monkeypatch.setattr(rendering, "load_pipeline", load_watched)
+    monkeypatch.setattr(ClsFeatures, "__init__", init_watched)
     evaluate_generation(settings(tmp_path))
-    assert (watched.generators, watched.networks) == (1, 2)  # the network is tried before hours of generating
+    assert (len(generators), len(nets)) == (1, 2)  # the network is tried before hours of generating
 
 
 def test_the_toy_world_has_scores_of_objects(tmp_path):

@@ -84,7 +84,6 @@ class Failing(ImageFolder):
 
 @pytest.fixture
 def three(tmp_path) -> tuple[list[Record], Path]:
-    """The records and the folder of three images."""
     for index in range(3):
         colours().rotate(90 * index).save(tmp_path / f"{index}.png")
     return [Record(str(index), f"{index}.png", f"Scene {index}. A cat.") for index in range(3)], tmp_path

@@ -27,34 +27,27 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")
-def base():
-    return tiny_sdxl.sdxl_parts()
+def stock(parts):
+    return assemble(Stock, parts)
 
 
 @pytest.fixture(scope="module")
-def stock(base):
-    return assemble(Stock, base)
-
-
-@pytest.fixture(scope="module")
-def ours(base):
+def ours(parts):
     """Both encoders have 77 positions."""
-    return assemble(Ours, base)
+    return assemble(Ours, parts)
 
 
 @pytest.fixture(scope="module")
-def long(base):
+def long(parts):
     """The first encoder has 248 positions."""
-    return assemble(Ours, base, text_encoder=tiny_sdxl.stretched(base["text_encoder"], 248))
+    return assemble(Ours, parts, text_encoder=tiny_sdxl.stretched(parts["text_encoder"], 248))
 
 
 def texts_of(pipe, text):
-    """The text's tokens, per encoder."""
     return [plan.parts[0].tokens for plan in pipe._read((text,), None, False).prompts.encoders]
 
 
 def chunks_of(tokens, slots, overlap=False):
-    """The ids of each chunk."""
     return [
         [tokens.ids[at] for at in chunk.read]
         for chunk in split_text(tokens, slots, "overlap" if overlap else "separate")
@@ -161,12 +154,11 @@ CONTEXT_LENGTHS = [(77, 77), (248, 77), (20, 9), (9, 20), (5, 5), (4, 12)]
 
 
 @pytest.fixture(scope="module")
-def pipe_of_lengths(base):
-    """One pipeline for each pair of context lengths."""
+def pipe_of_lengths(parts):
     encoders = [
         (tiny_sdxl.text_encoder(positions=a), tiny_sdxl.text_encoder_2(positions=b)) for a, b in CONTEXT_LENGTHS
     ]
-    pipes = [assemble(Ours, base, text_encoder=first, text_encoder_2=second) for first, second in encoders]
+    pipes = [assemble(Ours, parts, text_encoder=first, text_encoder_2=second) for first, second in encoders]
     return dict(zip(CONTEXT_LENGTHS, pipes, strict=True))
 
 
@@ -203,14 +195,14 @@ def test_layout_is_the_literal_one(pipe_of_lengths, lengths, texts, repeat, over
 
 
 @pytest.fixture
-def inverted(base):
+def inverted(parts):
     """Both encoders know the textual inversions "<x>" of six vectors and "<y>" of one."""
-    pipe = assemble_copy(Ours, base)
+    pipe = assemble_copy(Ours, parts)
     tiny_sdxl.add_inversions(pipe, {"<x>": 6, "<y>": 1})
     return pipe
 
 
-def test_the_vectors_of_a_textual_inversion_stay_together(inverted, base):
+def test_the_vectors_of_a_textual_inversion_stay_together(inverted, parts):
     group = [SIZE + i for i in range(6)]
     for before in range(20):
         tokens = texts_of(inverted, f"{words(before)} <x> <y> <x>, {words(9)}")[0]
@@ -249,8 +241,8 @@ def test_pooled_embeddings_are_of_the_end_and_not_of_an_inversion(inverted, read
 # ---- options, state, errors
 
 
-def test_the_negative_prompt_follows_clip_skip_by_an_option(stock, base):
-    pipe, call = assemble(Ours, base), {"prompt": SHORT, "negative_prompt": OTHER, "clip_skip": 1}
+def test_the_negative_prompt_follows_clip_skip_by_an_option(stock, parts):
+    pipe, call = assemble(Ours, parts), {"prompt": SHORT, "negative_prompt": OTHER, "clip_skip": 1}
     default, followed = stock.encode_prompt(**call), stock.encode_prompt(OTHER, clip_skip=1)[0]
     assert torch.equal(pipe.encode_prompt(**call)[1], default[1]) and not torch.equal(default[1], followed)
     got = pipe.set_long_prompt(negative_clip_skip=True).encode_prompt(**call)
@@ -281,9 +273,9 @@ def test_embeddings_that_are_given_beside_a_text(stock, ours):
 SCALES = {"text_encoder": 0.3, "text_encoder_2": 0.1}
 
 
-def test_lora_scale_holds_for_one_call_and_survives_an_error(base):
+def test_lora_scale_holds_for_one_call_and_survives_an_error(parts):
     scale = 0.7
-    stock, pipe = (assemble_copy(cls, base) for cls in (Stock, Ours))
+    stock, pipe = (assemble_copy(cls, parts) for cls in (Stock, Ours))
     layers = [add_lora(p.components[name], part) for p in (pipe, stock) for name, part in SCALES.items()][:2]
     before = [layer.scaling["default"] for layer in layers]
     full, scaled = pipe.encode_prompt(SHORT), pipe.encode_prompt(SHORT, lora_scale=scale)
@@ -301,7 +293,7 @@ def test_lora_scale_holds_for_one_call_and_survives_an_error(base):
     assert torch.equal(pipe.encode_prompt(SHORT)[0], full[0]) and not torch.equal(scaled[0], full[0])
 
 
-def test_errors(ours, base):
+def test_errors(ours, parts):
     embeds, _, pooled, _ = ours.encode_prompt("cat")
     given = {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
     for prompt, call, message in (
@@ -317,7 +309,7 @@ def test_errors(ours, base):
         TypeError, match="'negative_clipskip' is no option of long prompts, which are reading, emphasis"
     ):
         ours.set_long_prompt(negative_clipskip=True)
-    without = assemble(Ours, base, text_encoder=None, text_encoder_2=None)
+    without = assemble(Ours, parts, text_encoder=None, text_encoder_2=None)
     with pytest.raises(ValueError, match="`text_encoder_2` is None, so no prompt can be encoded"):
         without.encode_prompt("cat")
     assert torch.equal(without.encode_prompt(None, **given)[0], embeds)

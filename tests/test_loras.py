@@ -29,7 +29,6 @@ LAYERS = {
 
 
 def write_lora(path, seed, models=tuple(LAYERS)):
-    """A file of one layer of each model."""
     generator, parts, state = torch.Generator().manual_seed(seed), sdxl_parts(), {}
     for name in models:
         tower = getattr(parts[name], "text_model", parts[name])

@@ -40,7 +40,6 @@ def replaced(file: Path, content: bytes):
 
 
 def with_value(file: Path, keys: list[str], value) -> bytes:
-    """The JSON file with another value at `keys`."""
     content = json.loads(file.read_text())
     reduce(dict.__getitem__, keys[:-1], content)[keys[-1]] = value
     return json.dumps(content).encode()

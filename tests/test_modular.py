@@ -31,11 +31,6 @@ GREEN = LONG.replace("yellow bicycle", "green tractor")
 NAMES = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 
 
-@pytest.fixture(scope="module")
-def parts():
-    return tiny_sdxl.sdxl_parts()
-
-
 def build(blocks, parts, guider=None):
     pipe = blocks.init_pipeline()
     pipe.update_components(**parts, guider=guider or ClassifierFreeGuidance(guidance_scale=5.0))

@@ -52,11 +52,6 @@ def pair(cls):
 
 
 @pytest.fixture(scope="module")
-def parts():
-    return tiny_sdxl.sdxl_parts()
-
-
-@pytest.fixture(scope="module")
 def ours(parts):
     """Not to be changed by a test."""
     return assemble(Ours, parts)
@@ -140,9 +135,7 @@ TURBO = {"num_inference_steps": 1, "guidance_scale": 0.0}
 # other parts; the call; what of it is not read
 CALLS = {
     "no guidance": (dict, {"guidance_scale": 1.0}, UNUSED),
-    "negative": (dict, {"negative_prompt": OTHER}, {}),
     "prompt_2": (dict, {"prompt_2": OTHER, "negative_prompt": "blurry", "negative_prompt_2": "d"}, {}),
-    "clip_skip": (dict, {"clip_skip": 1}, {}),
     "turbo": (lambda: scheduler(EulerAncestralDiscreteScheduler, timestep_spacing="trailing"), TURBO, UNUSED),
     # its UNet reads the guidance scale instead of a negative prompt
     "LCM": (lambda: scheduler(LCMScheduler) | {"unet": tiny_sdxl.unet(time_cond_proj_dim=256)}, {}, UNUSED),

@@ -9,12 +9,16 @@ the CRC32 of the ids whose states the UNet is given (as little-endian numbers of
 import pytest
 import torch
 from helpers import tiny_sdxl
+from helpers.draw import LONG
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
-from debias_diffusion.text.chunks import Chunk, positions_of
+from debias_diffusion.text.chunks import PROGRAMS, Chunk, positions_of
 from debias_diffusion.text.tokens import clip_tokenizer
+
+READINGS = ("overlap", "separate", "cut", "a1111", "kohya", "comfyui")
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,19 @@ def test_parts_are_averaged_with_their_strengths(pipe):
     both = pipe.encode_prompt("a (red:1.3) cat BREAK:3 a blue bird")
     for at in (0, 2):  # embeds and pooled
         assert_close(both[at], (cat[at] + 3 * bird[at]) / 4)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)], ids=str)
+def test_half_precision_is_near_single_in_every_reading(pipe, dtype, error):
+    half = tiny_sdxl.assemble_copy(type(pipe), pipe.components).to(dtype=dtype)
+    for reading in READINGS:
+        how = {"reading": reading, "emphasis": PROGRAMS.get(reading, "comfyui")}
+        embeds = [
+            each.set_long_prompt(**how).encode_prompt(f"A (small:1.3) cat. {LONG} BREAK A [dog].")
+            for each in (half, pipe)
+        ]
+        for got, exact in zip(*embeds, strict=True):
+            assert got.dtype == dtype and (got.float() - exact).norm() <= error * exact.norm(), reading
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -28,13 +28,7 @@ LONG = " ".join([SHORT] * 9)
 
 
 @pytest.fixture(scope="module")
-def base(sdxl_folder):
-    return str(sdxl_folder)
-
-
-@pytest.fixture(scope="module")
 def refiner(tmp_path_factory):
-    """In the published layout: one text encoder, and a UNet that reads it and an aesthetic score."""
     widths = {"cross_attention_dim": tiny_sdxl.WIDTH_2, "projection_class_embeddings_input_dim": 5 * 8 + 24}
     parts = {"text_encoder": None, "tokenizer": None, "unet": tiny_sdxl.unet(seed=7, **widths)}
     parts = tiny_sdxl.sdxl_parts(seed=7) | parts

@@ -42,11 +42,6 @@ SAMPLING = Sampling(steps=1, guidance_scale=7.0)
 
 
 @pytest.fixture(scope="module")
-def base(sdxl_folder):
-    return str(sdxl_folder)
-
-
-@pytest.fixture(scope="module")
 def renderer(base):
     return Renderer(base, SAMPLING, CPU, batch=2)
 
@@ -145,12 +140,6 @@ def test_images_that_are_not_finite_are_named_and_the_rest_is_rendered(renderer,
     assert list(left_out) == ["line 9, seed 5"] and len(pixels(tmp_path)) == len(TASKS)
 
 
-def test_a_second_prompt_for_one_encoder_is_refused():
-    pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()))
-    with pytest.raises(UserError, match="has a prompt_2, and this checkpoint has one text encoder"):
-        read_layout(pipe, ImagePrompt("a cat", prompt_2="a dog"), SAMPLING)
-
-
 def test_shares_of_a_schedule_are_of_the_steps_that_are_drawn():
     pipe = with_long_prompts(assemble(StableDiffusionPipeline, tiny_sdxl.sd15_parts()), reading="a1111")
     prompt, sampling = ImagePrompt("a [cat:dog:0.5]"), Sampling(steps=4, guidance_scale=1.0)
@@ -199,7 +188,6 @@ def test_an_image_that_the_safety_checker_blacked_out_is_none():
 
 
 def evaluated(folder, base, *encoders, texts=TEXTS, processes=None, **settings):
-    """The files of each encoder."""
     given = {"base": base, "output": str(folder), "data": "", "steps": 1, "device": "cpu"} | settings
     config = GenerationConfig(list(encoders), **given)
     tasks = [image_task(config, f"{index:06}", text, index) for index, text in enumerate(texts)]

@@ -39,7 +39,6 @@ PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 
 @pytest.fixture(scope="module")
 def tiny_clip(tmp_path_factory) -> str:
-    """The folder of a small random two-tower."""
     return save_tiny_clip(tmp_path_factory.mktemp("tiny-clip"), tokenizer=byte_tokenizer(77))
 
 
@@ -77,7 +76,6 @@ def test_duplicates_count_as_ties():
 
 
 def one_by_one(backbone, records, images):
-    """Features of the images and of the captions."""
     with torch.no_grad():
         pixels = [backbone.preprocess(images.open(record.image))[None] for record in records]
         texts = [backbone.encode_text(backbone.tokenize([record.caption])) for record in records]

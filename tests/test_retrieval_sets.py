@@ -126,7 +126,6 @@ LAYOUTS = {
 
 
 def lay(name: str, root: Path) -> dict:
-    """Writes a benchmark. Returns {image: captions} in its order."""
     return lay_out(root, *LAYOUTS[name])
 
 

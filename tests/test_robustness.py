@@ -56,7 +56,6 @@ def test_share_in_closed_form():
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory, coarse_results):
-    """Two encoders on six images of three captions each, one of which cannot be opened; in Flickr30k's layout."""
     root = tmp_path_factory.mktemp("several")
     make_tiny_data(root, 6)
     (root / "images").rename(root / "flickr30k-images")

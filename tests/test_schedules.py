@@ -8,7 +8,6 @@ import functools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import HeunDiscreteScheduler, StableDiffusionXLControlNetPAGPipeline
@@ -45,7 +44,6 @@ def test_schedules_are_named_as_they_are_written():
 
 @functools.cache
 def of_class(name):
-    """A pipeline that reads as A1111, and the arguments of its call."""
     both = Pipelines(f"{name}Pipeline")
     half = {"strength": 0.5, "num_inference_steps": 8} if "strength" in both.call else {}  # four calls; shares are of 8
     return both.ours.set_long_prompt(reading="a1111"), both.call | half
@@ -206,21 +204,3 @@ def test_encoding_alone_and_other_readings(pipe):
     assert layout.texts[0][0] == ("a cat", 2)  # at the first step
     with pytest.warns(UserWarning, match=r"'\[cat\|dog\]' does not change from step to step"):
         type(pipe)(**pipe.components).encode_prompt("a [cat|dog]")
-
-
-# ---- options of one call
-
-
-def test_options_of_one_call():
-    pipe = Pipelines("StableDiffusionPipeline").ours
-    prompt, options = "a (red:1.4) [cat:dog:1]", {"reading": "a1111", "zero_empty_negative": True}
-    expected = draw(pipe.set_long_prompt(**options), prompt)
-    before = pipe.set_long_prompt(strict=True)._long_prompt
-    assert np.array_equal(draw(pipe, prompt, long_prompt=options), expected)
-    draw(pipe, LONG, long_prompt={})  # what is left out has its default
-    assert pipe._long_prompt is before
-    with pytest.raises(ValueError, match="reading is 'a1112'"):
-        draw(pipe, prompt, long_prompt={"reading": "a1112"})
-    with pytest.raises(ValueError, match="`strict` allows one"):
-        draw(pipe, LONG, long_prompt={"strict": True})
-    assert pipe._long_prompt is before

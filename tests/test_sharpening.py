@@ -33,11 +33,6 @@ POWER = 3.0
 EACH_OPTION = [{"sharpen": FACTOR}, {"sharpen_sentences": POWER}]
 
 
-@pytest.fixture(scope="module")
-def parts():
-    return tiny_sdxl.sdxl_parts()
-
-
 @pytest.fixture
 def pipe(parts):
     """Of models that a test may change."""
@@ -180,7 +175,6 @@ def test_nothing_stays_behind(pipe, options):
 
 
 def sharing(pipe, cls=StableDiffusionXLLongPromptPipeline):
-    """A pipeline of the same models, with a scheduler of its own."""
     return assemble(cls, pipe.components, scheduler=copy.deepcopy(pipe.scheduler))
 
 

@@ -25,15 +25,10 @@ from debias_diffusion.pipelines import (
     with_long_prompts,
     write_custom_pipeline,
 )
-from debias_diffusion.text.encoding import encode_texts, last_states
+from debias_diffusion.text.encoding import encode_texts
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 T5_SIZES = T5Config(vocab_size=10, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-
-
-@pytest.fixture(scope="module")
-def sdxl():
-    return tiny_sdxl.sdxl_parts()
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +44,14 @@ def same(first, second):
     return all(map(torch.equal, first, second))
 
 
-def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(sdxl):
-    pipe = assemble(StableDiffusionXLPipeline, sdxl)
+def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(parts):
+    pipe = assemble(StableDiffusionXLPipeline, parts)
     short = draw(pipe, SHORT)
     long = with_long_prompts(pipe)
     assert type(pipe) is StableDiffusionXLPipeline and isinstance(long, StableDiffusionXLPipeline)
     assert all(long.components[name] is component for name, component in pipe.components.items())
     assert np.array_equal(draw(long, SHORT), short)
-    assert np.array_equal(draw(long, LONG), draw(assemble(StableDiffusionXLLongPromptPipeline, sdxl), LONG))
+    assert np.array_equal(draw(long, LONG), draw(assemble(StableDiffusionXLLongPromptPipeline, parts), LONG))
     assert pipe.encode_prompt(LONG)[0].shape[1] == 77
     # Options and new components belong to one of the two only.
     long.set_long_prompt(strict=True)
@@ -68,16 +63,16 @@ def test_models_are_shared_and_the_pipeline_given_stays_as_it_is(sdxl):
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-def test_an_empty_negative_prompt_is_zeros_if_asked(sdxl, sd15, zeros):
-    for stock in (assemble(StableDiffusionXLPipeline, sdxl), assemble(StableDiffusionPipeline, sd15)):
+def test_an_empty_negative_prompt_is_zeros_if_asked(parts, sd15, zeros):
+    for stock in (assemble(StableDiffusionXLPipeline, parts), assemble(StableDiffusionPipeline, sd15)):
         pipe = with_long_prompts(stock).set_long_prompt(zero_empty_negative=zeros)
         negatives = [tensor for tensor in encode(pipe, SHORT, negative_prompt="")[1::2] if tensor is not None]
         assert all((tensor == 0).all() == zeros for tensor in negatives)
         assert encode(pipe, SHORT, negative_prompt="blurry")[1].any()
 
 
-def test_every_call_has_the_positions_that_were_set(sdxl):
-    pipe = with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl)).set_long_prompt(positions=227)
+def test_every_call_has_the_positions_that_were_set(parts):
+    pipe = with_long_prompts(assemble(StableDiffusionXLPipeline, parts)).set_long_prompt(positions=227)
     for prompt, call in ((SHORT, {}), (LONG, {"negative_prompt": "grey"})):
         assert pipe.encode_prompt(prompt, **call)[0].shape[1] == 227
         assert pipe.prompt_layout(prompt, **call).positions == 227
@@ -104,12 +99,12 @@ class StyledLong(Styled, StableDiffusionXLLongPromptPipeline):
     """The same with long prompts, as the message recommends."""
 
 
-def test_an_override_of_encode_prompt_is_refused_not_dropped(sdxl):
+def test_an_override_of_encode_prompt_is_refused_not_dropped(parts):
     with pytest.raises(ValueError, match="Styled overrides `encode_prompt`, which would be ignored: derive it from"):
-        with_long_prompts(assemble(Styled, sdxl))
-    styled = assemble(StyledLong, sdxl)
+        with_long_prompts(assemble(Styled, parts))
+    styled = assemble(StyledLong, parts)
     assert isinstance(styled, SDXLLongPromptMixin) and styled.encode_prompt(LONG)[0].shape[1] == 152
-    assert same(styled.encode_prompt(SHORT)[::2], assemble(Styled, sdxl).encode_prompt(SHORT)[::2])
+    assert same(styled.encode_prompt(SHORT)[::2], assemble(Styled, parts).encode_prompt(SHORT)[::2])
 
 
 class Weighted(StableDiffusionXLPipeline):
@@ -122,14 +117,14 @@ class Weighted(StableDiffusionXLPipeline):
         return self.text_encoder(self.tokenizer(text, return_tensors="pt").input_ids)
 
 
-def test_a_class_that_never_calls_encode_prompt_is_refused(sdxl):
+def test_a_class_that_never_calls_encode_prompt_is_refused(parts):
     with pytest.raises(ValueError, match="Weighted never calls its `encode_prompt`"):
-        with_long_prompts(assemble(Weighted, sdxl))
+        with_long_prompts(assemble(Weighted, parts))
     with pytest.raises(ValueError, match="The `text_encoder` of .* is a T5EncoderModel, which is no CLIP"):
-        with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl, text_encoder=T5EncoderModel(T5_SIZES)))
+        with_long_prompts(assemble(StableDiffusionXLPipeline, parts, text_encoder=T5EncoderModel(T5_SIZES)))
 
 
-def test_an_exported_class_needs_nothing_of_ours_and_draws_what_the_class_draws(sdxl, tmp_path, monkeypatch):
+def test_an_exported_class_needs_nothing_of_ours_and_draws_what_the_class_draws(parts, tmp_path, monkeypatch):
     file = write_custom_pipeline(tmp_path / "made" / "pipeline.py")
     imported = set(re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.MULTILINE))
     assert imported - {"torch", "transformers", "diffusers"} <= set(sys.stdlib_module_names)
@@ -137,7 +132,7 @@ def test_an_exported_class_needs_nothing_of_ours_and_draws_what_the_class_draws(
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     folder = tmp_path / "sdxl"
-    assemble(StableDiffusionXLPipeline, sdxl).save_pretrained(folder)
+    assemble(StableDiffusionXLPipeline, parts).save_pretrained(folder)
     long_encoder = {"text_encoder": tiny_sdxl.text_encoder(positions=248, seed=5), "tokenizer": tiny_tokenizer(248)}
     how = {"custom_pipeline": str(file.parent), "trust_remote_code": True, "add_watermarker": False}
     custom = DiffusionPipeline.from_pretrained(folder, **how, **long_encoder)
@@ -173,32 +168,11 @@ def test_pickled_and_saved_as_the_class_that_was_wrapped(tmp_path):
     assert index[0] == index[1] and index[0]["_class_name"] == "StableDiffusionXLPipeline"
 
 
-def test_a_folder_saved_by_a_class_of_ours_loads_in_diffusers(sdxl, tmp_path):
-    assemble(StableDiffusionXLLongPromptPipeline, sdxl).save_pretrained(tmp_path)
-    assert type(DiffusionPipeline.from_pretrained(tmp_path)) is StableDiffusionXLPipeline
-
-
 # ---- the same reading for those who train
 
 
-def test_a_training_loop_reads_as_the_pipelines_do(sdxl, sd15):
-    captions = [LONG, SHORT, f"(red:1.4) ((cat)) BREAK:0.7 [a] dog++, {SHORT}"]
-    pairs = [(sdxl["text_encoder"], sdxl["tokenizer"]), (sdxl["text_encoder_2"], sdxl["tokenizer_2"])]
-    wrapped = with_long_prompts(assemble(StableDiffusionXLPipeline, sdxl))
-    for positions, settings in ((227, {}), (227, {"emphasis": "comfyui"}), (231, {"reading": "a1111"})):
-        pipe = wrapped.set_long_prompt(positions=positions, **settings)
-        expected, _, expected_pooled, _ = pipe.encode_prompt(captions)
-        states, pooled = zip(*(encode_texts(*pair, captions, positions, **settings) for pair in pairs), strict=True)
-        assert torch.equal(torch.cat(states, dim=-1), expected) and torch.equal(pooled[1], expected_pooled), settings
-    pipe = with_long_prompts(assemble(StableDiffusionPipeline, sd15)).set_long_prompt(positions=227)
-    states, _ = encode_texts(sd15["text_encoder"], sd15["tokenizer"], captions, 227, states=last_states)
-    assert torch.equal(states, encode(pipe, captions)[0])
-    with pytest.raises(ValueError, match="a text that takes 115 positions, .* does not fit the 77 positions"):
-        encode_texts(*pairs[0], captions, 77)
-
-
-def test_gradients_reach_every_chunk(sdxl):
-    encoder, tokenizer = sdxl["text_encoder"], sdxl["tokenizer"]
+def test_gradients_reach_every_chunk(parts):
+    encoder, tokenizer = parts["text_encoder"], parts["tokenizer"]
     with torch.enable_grad():
         states, _ = encode_texts(encoder, tokenizer, [LONG], 152)
         states[0, 100:140].sum().backward()

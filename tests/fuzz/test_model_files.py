@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from helpers.fuzzing import SECONDS, fuzz, no_hang
 from helpers.model_folders import KINDS
-from helpers.mutations import damaged_file
+from helpers.mutations import damaged_bytes, damaged_safetensors
 from helpers.ranks import forked
 from helpers.text_encoders import Runs
 from hypothesis import given
@@ -48,9 +48,8 @@ def search_models(root: Path) -> dict[str, int]:
         file = data.draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
         whole = file.read_bytes()
         hostile = data.draw(st.integers(0, 29)) == 0
-        file.write_bytes(
-            pickle.dumps({"state_dict": Runs(code_ran)}) if hostile else data.draw(damaged_file(file.name, whole))
-        )
+        damaged = damaged_safetensors if file.suffix == ".safetensors" else damaged_bytes
+        file.write_bytes(pickle.dumps({"state_dict": Runs(code_ran)}) if hostile else data.draw(damaged(whole)))
         try:
             with no_hang(), open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
                 loads[name](folder)

@@ -1,29 +1,16 @@
 """Texts of every kind: captions, data files, files of prompts."""
 
 import json
-import random
-import time
-from contextlib import suppress
-from functools import partial
-from itertools import chain, product
 
 import pytest
-from helpers.fuzzing import fuzz, no_hang, rounds
+from helpers.fuzzing import fuzz, no_hang
 from helpers.mutations import damaged_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from debias_diffusion.app.prompts import read_prompts
-from debias_diffusion.data.batch import draw_generator
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.errors import UserError
-from debias_diffusion.methods import find_method
-from debias_diffusion.methods.sampling import SAMPLERS
-from debias_diffusion.text.chunks import PROGRAMS
-from debias_diffusion.text.schedules import find_schedules
-from debias_diffusion.text.sentences import join_sentences, sentence_ends, split_sentences
-from debias_diffusion.text.tokens import CaptionTokenizer, clean, clip_tokenizer
-from debias_diffusion.text.weighting import find_unread, parse_parts, take_out
 
 PIECES = (
     *("Dr. No", "e.g.", "3.14", "...", "?!", "。", "॥", '"a." ', "(b. ", "\n", "\t", "\u2028", "\x00", "&amp;amp;"),
@@ -31,33 +18,6 @@ PIECES = (
     *("1.", "- a", "A red cat sits. ", "U.S. ", "p. 3 ", "(word:1.3)", "BREAK", "[a]", "\\(", "++", "&#x41;", "&" * 50),
 )
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=20), max_size=40).map(" ".join) | st.text(max_size=300)
-
-
-def test_every_caption_is_split_sampled_and_tokenized():
-    tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)
-    recipes = [find_method(name) for name in ("debias-clip", "long-clip", "smart-clip-sampling")]
-
-    @given(TEXTS, st.integers(0, 2**31), st.sampled_from(sorted(SAMPLERS)))
-    def search(text, seed, sampler):
-        caption = " ".join(text.split())
-        if not caption:
-            return
-        with no_hang():
-            sentences = split_sentences(caption)
-            assert sentences and "".join("".join(sentences).split()) == "".join(caption.split())
-            drawn = SAMPLERS[sampler](sentences, draw_generator(seed, 0, "id"))
-            if sampler == "summary-as-released":  # cut where Long-CLIP's code cuts, which may be within a sentence
-                assert len(drawn) == 1 and join_sentences(sentences).startswith(drawn[0])
-            else:
-                assert drawn and set(drawn) <= set(sentences)
-            assert clean(clean(caption)) == clean(clean(clean(caption)))
-            for recipe in recipes:
-                one, other = (recipe.captions(caption, tokenizer, seed, 0, "id") for _ in range(2))
-                assert one == other
-                rows = recipe.collate([one], tokenizer).padded()
-                assert rows.shape[1] == 248 and (rows == tokenizer.markers.eot).sum(dim=1).min() == 1
-
-    fuzz(search, seconds=12)
 
 
 JSON = st.recursive(
@@ -125,42 +85,3 @@ def test_a_file_is_read_or_refused_and_every_entry_counts(tmp_path, entry, names
             refused_or(counted, path)
 
     fuzz(search, seconds=12)
-
-
-# ---- prompts
-
-SIGNS = "[](){}<>|:;,.+-\\#_ 1a\"'\n"
-READERS = {
-    "schedules": find_schedules,
-    "what is not read": lambda text: find_unread(text, [], weights=True),
-    "what A1111 takes out": lambda text: take_out(text, "a1111"),
-    "sentences": sentence_ends,
-    **{f"weights, {name}": partial(parse_parts, reading=name, emphasis="comfyui") for name in ("overlap", *PROGRAMS)},
-}
-
-
-OPENED = ("", "[a:", "[a|", "(a:", "{", "{a|", "<a:", "__", "\\", "a ", ":", "BREAK:")  # and one sign again and again
-
-
-def test_reading_a_prompt_takes_time_in_proportion():
-    """Twice the text takes less than three times as long. Times of a processor vary, so a finding is measured again."""
-
-    def seconds(read, text):
-        started = time.process_time()
-        with suppress(ValueError):  # weights beyond the limits
-            read(text)
-        return time.process_time() - started
-
-    chosen = map(random.Random, rounds(8))
-    some = (["".join(draw.choices(SIGNS, k=draw.randint(least, 4))) for least in (0, 1)] for draw in chosen)
-    for start, piece in chain(product(OPENED, SIGNS), some):
-        text = start + piece * (4_000 // len(piece))
-        for name, read in READERS.items():
-            with no_hang():
-                for attempt in range(5):
-                    end = attempt * "é"  # another text, which no cache has
-                    once, twice = (seconds(read, each + end) for each in (text, text + piece * (4_000 // len(piece))))
-                    if twice < 0.05 or twice < 3 * once:
-                        break
-                else:
-                    pytest.fail(f"{name}: {once:.3f} s, of twice the text {twice:.3f} s: {start!r}, then {piece!r}")

@@ -18,7 +18,6 @@ LONG = "  " + SENTENCE * 7 + "It dreams of fish (and birds)?\nThe moon is up; 3.
 
 @contextlib.contextmanager
 def importable_comfyui() -> Iterator[None]:
-    """Makes ComfyUI importable, on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(COMFYUI)
         from comfy.cli_args import args

@@ -32,7 +32,6 @@ def adapted(parts: dict) -> dict:
 
 
 def new_unet(parts: dict, **changes) -> torch.nn.Module:
-    """One of the parts' configuration with changes, and new weights."""
     torch.manual_seed(0)
     return type(parts["unet"])(**{**parts["unet"].config, **changes}).eval()
 
@@ -124,7 +123,6 @@ class Pipelines:
         return not np.array_equal(*(self.draw(pipe, **call | text) for text in texts))
 
     def same(self, prompt=SHORT, **call) -> bool:
-        """Whether both draw the same, bit for bit."""
         return np.array_equal(self.draw(self.stock, prompt, **call), self.draw(self.ours, prompt, **call))
 
 

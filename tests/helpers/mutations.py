@@ -60,8 +60,3 @@ def damaged_safetensors(draw, content: bytes) -> bytes:
         return struct.pack("<Q", len(written)) + written + data
     at, odd = entry["data_offsets"][0], draw(st.sampled_from(_ODD_NUMBERS[entry["dtype"]]))
     return content[: 8 + size] + data[:at] + odd + data[at + len(odd) :]
-
-
-def damaged_file(name: str, content: bytes) -> st.SearchStrategy[bytes]:
-    """A file of a model's folder as it should not be, by its name and content."""
-    return (damaged_safetensors if name.endswith(".safetensors") else damaged_bytes)(content)

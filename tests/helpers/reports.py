@@ -6,7 +6,6 @@ KEYS = {"evaluation", "settings", "versions", "digests", "encoders", "compared",
 
 
 def check_report(report: dict) -> None:
-    """Whether the page and the model card can read it."""
     evaluation = EVALUATIONS[report["evaluation"]]
     assert report.keys() >= KEYS and "data" in report["digests"]
     assert report["digests"]["encoders"].keys() == report["encoders"].keys() and report["encoders"]

@@ -47,7 +47,6 @@ def text_backbone(
 
 
 def long_clip(**settings) -> Backbone:
-    """A tiny CLIP stretched to 248 positions."""
     backbone = tiny_clip(**settings)
     backbone.stretch()
     return backbone.eval()
@@ -97,7 +96,6 @@ def block_states(transformer, forward):
 
 
 def text_state(backbone):
-    """The text tower's weights under OpenAI's names."""
     return {name: tensor for name, tensor in backbone.model.state_dict().items() if not name.startswith("visual.")}
 
 
@@ -108,8 +106,6 @@ def long_clip_state(backbone):
 
 
 class Runs:
-    """Leaves a trace if it is unpickled."""
-
     def __init__(self, trace):
         self.trace = trace
 

@@ -82,7 +82,6 @@ def everyday(model: nn.Module) -> nn.Module:
 
 
 def tiny_siglip(version: int = 1, seed: int = 0) -> Backbone:
-    """A SigLIP, or a SigLIP 2, with random weights of everyday size."""
     config, tokenizer = deepcopy(SIGLIP_CONFIG), siglip_tokenizer(version)
     config["text_cfg"] |= {"vocab_size": len(tokenizer)} | (
         {"act_kwargs": {"approximate": "tanh"}} if version == 2 else {}

@@ -20,7 +20,6 @@ SD3_POOLED = (24, tiny_sdxl.POOLED_WIDTH)
 
 
 def t5(seed: int = 4) -> tuple[T5EncoderModel, T5TokenizerFast]:
-    """A T5 that knows the letters."""
     letters = [chr(code) for code in range(33, 127)]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -2.0), *((letter, -3.0) for letter in letters)]
     tokenizer = T5TokenizerFast(vocab=pieces, extra_ids=0)

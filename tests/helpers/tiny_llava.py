@@ -65,7 +65,6 @@ def tiny_llava(processor, width=64):
 
 
 def noise(rng):
-    """Coloured clouds, wide or high."""
     height, width = rng.permutation([32, int(rng.integers(32, 65))])
     coarse = rng.integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(coarse).resize((int(width), int(height)), Image.Resampling.BICUBIC)

@@ -40,7 +40,6 @@ def losses(output):
 
 
 def recalls(output):
-    """The lines of the measurements on held-out pairs."""
     return [line for line in log(output) if "t2i_r1" in line]
 
 

@@ -6,7 +6,7 @@ import pytest
 from helpers.benchmarks import check_benchmark, draw, lay_out, write
 
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.retrieval_sets import BENCHMARKS, find_root, read_retrieval_set
+from debias_diffusion.eval.retrieval_sets import find_root, read_retrieval_set
 from research.evaluations.benchmarks import BENCHMARKS as OWN
 from research.evaluations.benchmarks import COCO_CN_FILE
 
@@ -61,7 +61,6 @@ RECOS = (
 
 
 def lay(name: str, root: Path) -> dict:
-    """Writes a benchmark. Returns {image: captions} in its order."""
     data, _, split = name.rpartition("-")
     if data == "coco-cn":
         return coco_cn(root, SPLITS[split])
@@ -79,9 +78,3 @@ def test_one_without_a_caption_is_named_and_the_folder_of_the_data_set_is_found(
     write(tmp_path / "coco-cn" / COCO_CN_FILE, f"COCO_train2014_{25:012}#0\t一只猫。\n")
     with pytest.raises(UserError, match="coco-cn_test.txt, line 2 .*no caption"):
         read_retrieval_set("coco-cn-test", tmp_path)
-
-
-def test_the_package_says_where_they_are_found(tmp_path):
-    del BENCHMARKS["coco-cn-test"]
-    with pytest.raises(UserError, match="python -m research evaluate retrieval --dataset coco-cn-test"):
-        find_root("coco-cn-test", tmp_path)

@@ -11,7 +11,7 @@ from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProce
 
 from debias_diffusion.ablation.heads import Ablation
 from debias_diffusion.ablation.saved import write_ablation
-from debias_diffusion.encoders.clip_model import MODEL_TYPES, export_clip_model
+from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
@@ -85,14 +85,6 @@ def test_an_ablated_one_is_loaded(folder, backbone, tmp_path):
         plain, features = (model.encode_image(PIXELS) for model in (backbone, load_two_tower(tmp_path)))
         ablation.apply(backbone)
         assert torch.equal(backbone.encode_image(PIXELS), features) and not torch.allclose(features, plain, atol=1e-3)
-
-
-def test_the_product_says_where_it_is_evaluated(folder, monkeypatch):
-    monkeypatch.delitem(MODEL_TYPES, "chinese_clip")
-    with pytest.raises(
-        UserError, match="'chinese_clip' is found in a checkout .*python -m research evaluate retrieval"
-    ):
-        load_two_tower(folder)
 
 
 def test_it_is_neither_trained_nor_exported(folder, backbone, tmp_path):

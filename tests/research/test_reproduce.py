@@ -18,7 +18,6 @@ from debias_diffusion.files import read_json_object
 from research.options import ReproduceConfig
 from research.reproduce import claims, units
 from research.reproduce import papers as files
-from research.reproduce.availability import missing_parts
 from research.reproduce.building import Work
 from research.reproduce.claims import FAILS, HOLDS, UNDECIDED, compare, decide, of_numbers
 from research.reproduce.command import write_table
@@ -120,14 +119,6 @@ def test_a_table_of_several_commits_says_so_and_fails_unless_that_is_asked_for(w
     assert len(read_json_object(table.with_suffix(".json"))["made_with"]) == 2
     assert len(read_json_object(cut)["made_with"]) == 2  # it went on in a folder that the other had begun
     assert reproduce(ReproduceConfig(["table-S4"], mixed=True, **given)) == [table]
-
-
-def test_only_what_a_row_reads_is_missing(papers, tmp_path):
-    world = files.read_world(papers, "real")
-    lines = "\n".join(missing_parts(world, tmp_path, [Model(training={})], [Column("coco")]))
-    assert "1246k_1107.json' is not there. Get it with: hf download" in lines and "coco" in lines
-    assert "dino" not in lines and "COLA" not in lines
-    assert "COLA" in "\n".join(missing_parts(world, tmp_path, [Model()], [Column("cola-gqa")]))
 
 
 # ---- claims

@@ -163,7 +163,6 @@ def test_everything_fits_a_phone(demo):
 
 
 def show(page: Page, steps: int = 1, example: str = "Two rings") -> None:
-    """Everything that the page has to show."""
     page.get_by_role("button", name=example).click()
     generate(page, None, steps)
     finished(page, 6)

@@ -24,7 +24,6 @@ from helpers.modules import ROOT
 from PIL import Image
 
 from debias_diffusion.app.cli import main
-from debias_diffusion.app.comfyui.long_prompt_node import READINGS
 from debias_diffusion.app.comfyui.schema import LongPromptEncode
 from debias_diffusion.app.written_folder import MARK
 
@@ -161,15 +160,3 @@ def test_only_the_class_changes_in_a_workflow_of_comfyui(server):
         workflow["3"] = {"class_type": theirs, "inputs": {"clip": ["2", 0], **inputs}}
         assert np.array_equal(drawn[-1], server.draw(workflow)), theirs
     assert not any(np.array_equal(*pair) for pair in itertools.combinations(drawn, 2))
-
-
-def test_every_reading(server):
-    loader = {"class_type": "CLIPLoader", "inputs": {"clip_name": "clip_l.safetensors", "type": "stable_diffusion"}}
-    workflow = {"1": loader}
-    for reading in READINGS:
-        inputs = {"clip": ["1", 0], "text": SENTENCE * 6 + "BREAK the end", "reading": reading, "breaks": True}
-        workflow[reading] = {"class_type": NODE_ID, "inputs": inputs}
-        workflow[f"shown {reading}"] = {"class_type": "PreviewAny", "inputs": {"source": [reading, 1]}}
-    outputs = server.run(workflow)
-    shown = [outputs[f"shown {reading}"]["text"][0] for reading in READINGS]
-    assert all(text.startswith("CLIP-L: ") and text.endswith("2 tokens: the end") for text in shown)

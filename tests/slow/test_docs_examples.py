@@ -78,7 +78,6 @@ def models(tmp_path_factory):
 
 
 def runs_here(command: str, *arguments: str) -> bool:
-    """Whether a command takes seconds, with models that are there."""
     options = dict(pairwise(arguments))
     given = [options[name] for name in ("--model", "--base", "--encoder") if name in options]
     there = (name.startswith(("toy/", "BeichenZhang")) or Path(name.partition(":")[0]).exists() for name in given)

@@ -26,7 +26,7 @@ def test_spawned_workers_read_what_forked_ones_read(world, finished_run, tmp_pat
 
 
 AS_ON_WINDOWS = """
-import errno, fcntl, multiprocessing, os, signal, sys
+import multiprocessing, os, signal, sys
 from types import SimpleNamespace
 import accelerate, filelock, jsonargparse, multiprocessing.popen_spawn_posix, open_clip, psutil, uuid  # not ours: first
 from diffusers import StableDiffusionXLPipeline
@@ -35,17 +35,6 @@ multiprocessing.set_start_method("spawn")
 gone = ("O_NONBLOCK", "O_NOCTTY", "fork", "sched_getaffinity")
 windows = SimpleNamespace(**{name: value for name, value in vars(os).items() if name not in gone})
 
-def open_no_folder(path, *flags, **more):
-    if os.path.isdir(path):
-        raise PermissionError(errno.EACCES, "Permission denied", path)
-    return os.open(path, *flags, **more)
-
-def sync_what_may_be_written(file):
-    if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-        raise OSError(errno.EBADF, "Bad file descriptor")
-    os.fsync(file)
-
-windows.open, windows.fsync = open_no_folder, sync_what_may_be_written
 signals = SimpleNamespace(**{name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIG_IGN", "signal")})
 sys.modules |= {"os": windows, "signal": signals}
 sys.modules |= dict.fromkeys(("fcntl", "resource", "pwd", "termios"))  # importing them fails

@@ -5,10 +5,14 @@ import subprocess
 import sys
 import time
 
+import pytest
 from diffusers import StableDiffusionXLPipeline
+from helpers.html_page import Page
 
 from debias_diffusion.app.fine_tuning import RECIPES
-from debias_diffusion.encoders.spec import load_two_tower
+from debias_diffusion.app.quickstart import QuickstartConfig, quickstart
+from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
+from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld.shipped import shipped
 from research.toymodels.scores import score_clip, score_sdxl
 
@@ -44,6 +48,8 @@ cli.main(["quickstart", "--prompts=4", "--scenes=300", f"--output={sys.argv[1]}"
 
 def test_what_the_quickstart_trains_is_less_shortsighted_although_it_was_killed(tmp_path):
     """The command with a quarter of the training, killed among images."""
+    (other := tmp_path / "thesis").mkdir()
+    (other / "thesis.tex").touch()
     output, command = tmp_path / "quickstart", [sys.executable, "-c", QUICKSTART, tmp_path / "quickstart"]
     with subprocess.Popen(command) as process:
         while not list(output.glob("evaluation/images/*/*.png")):
@@ -51,7 +57,16 @@ def test_what_the_quickstart_trains_is_less_shortsighted_although_it_was_killed(
             time.sleep(0.05)
         process.kill()
     subprocess.run(command, check=True)
-    assert (output / "report.html").read_text().count("<img") > 10
+    (page := Page((output / "report.html").read_text())).check_is_self_contained()
+    assert len(page.all("img")) > 10
+    assert load_text_encoder(output / "debias-clip-sdxl")[0].config.max_position_embeddings == 248
+    made = [*output.glob("training/*/checkpoint-*"), *output.glob("**/images/**/*.png")]
+    before = {file: file.stat().st_mtime_ns for file in made}
+    subprocess.run(command, check=True)  # what is finished is not done again
+    assert len(before) > 20 and {file: file.stat().st_mtime_ns for file in made} == before
+    for refused, message in ((output, "seed: 0 there, 1 here"), (other, "something else")):
+        with pytest.raises(UserError, match=message):
+            quickstart(QuickstartConfig(output=str(refused), seed=1))
     encoders = json.loads((output / "evaluation" / "robustness.json").read_text())["encoders"]
     base, trained = (
         {edit: recall["text_to_image"] for edit, recall in encoders[label]["recall_at_1_percent"].items()}
