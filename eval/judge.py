@@ -92,20 +92,15 @@ class Questioning:
 
         Raises UserError if too many are unanswered.
         """
-        keys = [self.depends | {"image": [OPENED_AS, digest], "questions": questions} for _, digest, questions in asked]
-        computes = [
-            lambda open_image=open_image, questions=questions: {"answers": self._judge(open_image(), questions)}
-            for open_image, _, questions in asked
-        ]
-        with ThreadPoolExecutor(self._judge.batch) as pool:
-            for at, key in enumerate(keys):
-                if not self._results.has("answers", key):
-                    computes[at] = pool.submit(computes[at]).result
-            try:
-                pairs = zip(tqdm(keys, desc=title), computes, strict=True)
-                found = [self._results.result("answers", key, compute)["answers"] for key, compute in pairs]
-            finally:  # after an error, the rest is not asked
-                pool.shutdown(cancel_futures=True)
+
+        def answer(of_image: OfImage) -> list[float | None]:
+            open_image, digest, questions = of_image
+            depends = self.depends | {"image": [OPENED_AS, digest], "questions": questions}
+            result = self._results.result("answers", depends, lambda: {"answers": self._judge(open_image(), questions)})
+            return result["answers"]
+
+        with ThreadPoolExecutor(self._judge.batch) as pool:  # after an error, `map` asks the rest no more
+            found = [*tqdm(pool.map(answer, asked), desc=title, total=len(asked))]
         check_answered(self.depends["judge"], [*chain(*found)])
         return found
 
