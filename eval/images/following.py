@@ -19,7 +19,7 @@ from debias_diffusion.processes import Processes
 from ..intervals import by_group, drawn_ratios, mean_interval, paired_difference, percent_ends
 from ..judge import Questioning, corrected, error_table, filled
 from ..options import FollowingConfig
-from ..report import Table, cell, compared_tables, error_lengths, image_url, write_page
+from ..report import Table, cell, compared_tables, draw_curves, image_url, write_page
 from ..session import Session, compare_encoders
 from .networks import load_image
 from .prompt_sets import BAND_NAMES, Prompt, PromptSet, Question, band, read_prompt_set
@@ -246,15 +246,8 @@ def figures(report: dict) -> dict[str, Figure]:
     figure = Figure(figsize=(12, 4.2), layout="constrained", dpi=150)
     titles = {"by_sentence": "sentence", "by_position": "position in the prompt (CLIP tokens)"}
     for axes, (grouping, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
-        for number, (label, numbers) in enumerate(report["encoders"].items()):
-            lines = numbers[grouping].values()
-            values, intervals = ([line["value"] for line in lines], [(line["low"], line["high"]) for line in lines])
-            places = np.arange(len(values)) + 0.08 * (number - (len(report["encoders"]) - 1) / 2)
-            errors = error_lengths(values, intervals) if values else None
-            axes.errorbar(places, values, errors, fmt="o-", markersize=4, elinewidth=1, label=label)
-            axes.set_xticks(range(len(values)), numbers[grouping])
+        draw_curves(axes, {label: numbers[grouping] for label, numbers in report["encoders"].items()})
         axes.set(xlabel=title, ylim=(0, 105))
-        axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("questions shown (%), 95% intervals")
     figure.axes[0].legend(fontsize="small")
     return {f"{NAME}.png": figure}
