@@ -22,7 +22,7 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.bad_records import BadRecord, print_left_out
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import TIE
@@ -251,7 +251,8 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     if not data.records:
         raise UserError(f"{config.data!r} holds no image of a class of {config.dataset}. Give the folder of images.")
     print_left_out(data.bad)
-    session = ImageSession("classification", config, data, data.bad)
+    check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
+    session = ImageSession("classification", config, data)
 
     def classify_all(label: str, backbone: Backbone) -> tuple[list[int], list[int]]:
         """The classes that one encoder assigns to the readable images, and their true ones."""
