@@ -53,14 +53,12 @@ class Benchmark:
         images: the folders that images lie in. With several, an image's name begins with its folder. Where the only one
             is not there, images lie in the benchmark's own folder.
         page: where it is downloaded from.
-        keys: that an entry of its files has, for errors; empty where other errors say it.
     """
 
     read: Callable[[Path, list[BadRecord]], Entries]
     needs: tuple[str, ...]
     images: tuple[str, ...]
     page: str
-    keys: str = ""
 
 
 def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -187,8 +185,7 @@ def _coco(*splits: str, captions_an_image: int | None = None) -> Benchmark:
                 number = str(image.get("id"))
                 yield Entry(f"{name}, image {number}", file, captions[number][:captions_an_image])
 
-    keys = "image_id, caption; of images id, file_name"
-    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download", keys)
+    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download")
 
 
 def _karpathy(*splits: str) -> Benchmark:
@@ -202,8 +199,7 @@ def _karpathy(*splits: str) -> Benchmark:
                 raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
                 yield Entry(f"{name}, image {file}", file, raw)
 
-    keys = "split, filename, sentences, of these raw"
-    return Benchmark(read, (name, FLICKR_IMAGES), (FLICKR_IMAGES,), page, keys)
+    return Benchmark(read, (name, FLICKR_IMAGES), (FLICKR_IMAGES,), page)
 
 
 def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
@@ -214,32 +210,26 @@ def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
 
 _IIW_FOLDERS = tuple(folder for folder, _ in IIW_PARTS.values())
 _IN_DCI = ("splits.json", "annotations", "photos")
-_DCI = Benchmark(_dci, _IN_DCI, ("photos",), f"{GITHUB}/facebookresearch/DCI", "image, short_caption, extra_caption")
+_DCI = Benchmark(_dci, _IN_DCI, ("photos",), f"{GITHUB}/facebookresearch/DCI")
 
 _BENCHMARKS = {
     "urban1k": Benchmark(_urban1k, ("caption", "image"), ("image",), f"{HUB}/BeichenZhang/Urban1k"),
     "dci": _DCI,
     "dci-as-released": replace(_DCI, read=partial(_dci, as_released=True)),
-    "long-dci": Benchmark(
-        _long_dci, ("dci_long.csv",), ("photos",), f"{HUB}/mderakhshani/Long-DCI", "filepath, title, divided by tabs"
-    ),
+    "long-dci": Benchmark(_long_dci, ("dci_long.csv",), ("photos",), f"{HUB}/mderakhshani/Long-DCI"),
     "docci": Benchmark(
         _docci,
         ("docci_descriptions.jsonlines", "images"),
         ("images",),
         "https://google.github.io/docci/#downloads",
-        "split (test), image_file, description",
     ),
     "iiw": Benchmark(
         _iiw,
         (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS),
         _IIW_FOLDERS,
         f"{GITHUB}/google/imageinwords/tree/main/datasets",
-        "IIW, image (of IIW-400 image/key)",
     ),
-    "sharegpt4v-1k": Benchmark(
-        _sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{HUB}/Lin-Chen/ShareGPT4V", "image, conversations"
-    ),
+    "sharegpt4v-1k": Benchmark(_sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{HUB}/Lin-Chen/ShareGPT4V"),
     "coco": _coco("val2017"),
     "coco-five": _coco("val2017", captions_an_image=5),  # of five to seven, as in Long-CLIP's coco.py
     "coco-train": _coco("train2017"),
@@ -301,7 +291,7 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> Pairs:
     """
     root = find_root(name, root)
     benchmark, source, label = BENCHMARKS[name], ImageFolder(root), f"{name} in {str(root)!r}"
-    advice = f"Expected keys: {benchmark.keys}. {_AGAIN}" if benchmark.keys else _AGAIN
+    advice = f"Download it again, from {benchmark.page}."
     if len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir():
         source = ImageFolder(root / benchmark.images[0])
     bad: list[BadRecord] = []

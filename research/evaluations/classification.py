@@ -9,6 +9,7 @@ without an image's suffix, stops at an unreadable image instead of naming it, an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import TIE
+from debias_diffusion.data.retrieval import TIE, cosines
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import paired_difference, wilson
@@ -193,27 +194,15 @@ def class_features(backbone: Backbone, data: LabelledImages, batch_size: int, de
     return open_clip.build_zero_shot_classifier(*given, device=device, use_tqdm=True).T.contiguous().cpu()
 
 
-def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) -> Tensor:
-    """The class of each image, by cosine similarity; of equal ones (within 1e-6) the first.
+def classify(image_features: Tensor, class_features: Tensor) -> Tensor:
+    """The class of each image, int64 [N], by the cosine of [N, D] with [C, D]; of equal ones (within 1e-6) the first.
 
-    Args:
-        image_features: [N, D], finite; need not be normalised.
-        class_features: [C, D], finite; need not be normalised.
-        block: images compared at once.
-
-    Returns:
-        int64 [N], from 0 to C - 1.
-
-    Raises:
-        UserError: a feature is not finite.
+    Raises UserError if a feature is not finite.
     """
     if not (image_features.isfinite().all() and class_features.isfinite().all()):
-        raise UserError("classify got features that are NaN or infinite. Check the model's weights.")
-    classes, guesses = F.normalize(class_features.double(), dim=1), []
-    for part in F.normalize(image_features.double(), dim=1).split(block):
-        similarity = part @ classes.T  # [B, C]
-        guesses.append((similarity >= similarity.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1))
-    return torch.cat(guesses)
+        raise UserError("Features are NaN or infinite, so no class is nearest. Check the model's weights.")
+    similarity = cosines(image_features, class_features)
+    return (similarity >= similarity.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1)
 
 
 def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> dict:
@@ -257,12 +246,9 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     def classify_all(label: str, backbone: Backbone) -> tuple[list[int], list[int]]:
         """The classes that one encoder assigns to the readable images, and their true ones."""
         features, good = session.encode(label, backbone)
-
-        def compute() -> dict[str, Tensor]:
-            return {"features": class_features(backbone, data, config.batch_size, session.device)}
-
+        compute = partial(class_features, backbone, data, config.batch_size, session.device)
         depends = {"encoder": session.digests["encoders"][label], "classes": data.classes, "templates": data.templates}
-        classes = session.cache.tensors("classes", depends, compute)["features"]
+        classes = session.cache.tensors("classes", depends, lambda: {"features": compute()})["features"]
         return classify(features, classes).tolist(), [data.labels[index] for index in good]
 
     results = session.by_encoder(classify_all)

@@ -195,13 +195,9 @@ _NOTES = {
 def _score(session: ImageSession, data: Cola, label: str, backbone: Backbone) -> dict[int, float]:
     """One encoder's score of each item, or of each class by its number."""
     (features, good), config, scores = session.encode(label, backbone), session.config, {}
-
-    def compute() -> dict[str, Tensor]:
-        title = f"texts, {label}"
-        return {"features": encode_texts(backbone, data.texts, config.batch_size, session.device, title)}
-
+    compute = partial(encode_texts, backbone, data.texts, config.batch_size, session.device, f"texts, {label}")
     depends = {"encoder": session.digests["encoders"][label], "texts": data.texts}
-    texts = session.cache.tensors("texts", depends, compute)["features"]
+    texts = session.cache.tensors("texts", depends, lambda: {"features": compute()})["features"]
     if data.part == SINGLE:
         rows = torch.tensor(good)
         scores = class_precisions(features, texts, data.present[rows], data.hard[rows])

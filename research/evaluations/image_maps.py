@@ -47,19 +47,15 @@ def image_maps(backbone: Backbone, image: str | os.PathLike, text: str) -> dict:
         states, after = after, tower.run_block(block, after)
     features = F.normalize(tower.project(after[0, 1:, None]), dim=-1)  # each patch in the place of CLS
     wanted = F.normalize(backbone.encode_text(backbone.tokenize([text]).to(device)), dim=-1)
-    maps = {"similarity": _rows(features @ wanted[0], visual), "prompts": [], "band": 0}
+    maps = {"similarity": (features @ wanted[0]).view(visual.grid_size).tolist(), "prompts": [], "band": 0}
     if tower.prompts:
         last, settings = tower.transformer.resblocks[-1], tower.prompts.settings
         query, _, _ = before_attention(last, tower.prompts.prompts[-1])  # [count, heads, head_dim]
         _, key, _ = before_attention(last, states[0, 1:])
         weights = (torch.einsum("chd,nhd->chn", query, key) / query.shape[-1] ** 0.5).softmax(dim=-1).mean(dim=1)
-        maps["prompts"] = [_rows(of_prompt, visual) for of_prompt in weights]
+        maps["prompts"] = weights.view(-1, *visual.grid_size).tolist()
         maps["band"] = tower.patches // settings.count if settings.mask == "bands" else 0
     return maps | {"pixels": pixels.permute(1, 2, 0).cpu().numpy()}
-
-
-def _rows(values: torch.Tensor, visual: torch.nn.Module) -> list[list[float]]:
-    return values.view(visual.grid_size).tolist()
 
 
 def evaluate_maps(config: MapsConfig) -> dict:
