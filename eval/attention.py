@@ -4,7 +4,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise, product
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -213,10 +212,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     session = Session("attention", config, pairs)
     results = session.by_encoder(partial(_evaluate, session, pairs), load_caption_reader)
     captions = len(pairs.captions) if pairs else 0
-    report = session.report(tables, figures, results, notes=[NOTE], captions=captions)
-    if config.prompt is not None:
-        print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
-    return report
+    return session.report(tables, figures, results, notes=[NOTE], captions=captions)
 
 
 def _of(report: dict, part: str) -> dict[str, dict]:
