@@ -30,7 +30,7 @@ from debias_diffusion.data.retrieval import TIE, cosines
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import paired_difference, wilson
-from debias_diffusion.eval.report import Table, cell, compared_tables
+from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
 from debias_diffusion.eval.session import compare_encoders
 from debias_diffusion.files import read_file, sha256
 
@@ -277,15 +277,13 @@ def tables(report: dict) -> list[Table]:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """Each encoder's top-1 by class, from its worst to its best, and of all images."""
-    figure = Figure(figsize=(8, 3.5), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    for index, (label, numbers) in enumerate(report["encoders"].items()):
-        values = sorted(row["top1_percent"] for row in numbers["per_class"])
-        title = f"{label}, all {cell(numbers['top1_percent'], *numbers['top1_interval_percent'])}"
-        axes.plot(range(1, len(values) + 1), values, drawstyle="steps-mid", color=f"C{index}", label=title)
-        axes.axhline(numbers["top1_percent"], color=f"C{index}", linestyle="--", linewidth=1)
-    axes.set(title=report["settings"]["dataset"], xlabel="classes, from each encoder's worst", ylabel="top-1 (%)")
-    axes.set_ylim(-5, 105)
+    """Bars of top-1 of all images and of its mean over classes, which has no interval."""
+    figure = Figure(figsize=(6, 3.5), layout="constrained", dpi=150)
+    axes, groups = figure.subplots(), {}
+    for label, numbers in report["encoders"].items():
+        values = numbers["top1_percent"], numbers["mean_per_class_percent"]
+        groups[label] = values, [numbers["top1_interval_percent"], [None, None]]
+    draw_bars(axes, groups, ["top-1", "mean of classes"], digits=1)
+    axes.set(title=report["settings"]["dataset"], ylabel="%")
     axes.legend(fontsize="small")
     return {"classification.png": figure}

@@ -6,7 +6,7 @@ patches, mean over heads, without the mask that keeps it to its band.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -106,16 +106,12 @@ def plot_maps(results: Mapping[str, dict]) -> Figure:
         named |= {f"prompt {number}": of_prompt for number, of_prompt in enumerate(maps["prompts"], 1)}
         for axes in panels:
             axes.axis("off")
-        for number, (axes, (title, values)) in enumerate(zip(panels, named.items(), strict=False), -2):
+        for prompt, (axes, (title, values)) in enumerate(zip(panels, named.items(), strict=False), -2):
             axes.imshow(maps["pixels"], extent=(0, width, height, 0))
             axes.set_title(title, fontsize="small")
             if values is not None:
-                values, opacity = np.asarray(values), _opacity(values, number, maps["band"])
-                axes.imshow(values, alpha=opacity, extent=(0, width, height, 0), cmap="viridis")
+                patches, band = np.arange(np.size(values)).reshape(np.shape(values)), maps["band"]
+                shown = np.full(patches.shape, True) if prompt < 0 or not band else patches // band == prompt
+                opacity = np.where(shown, 0.75, _PAD)
+                axes.imshow(np.asarray(values), alpha=opacity, extent=(0, width, height, 0), cmap="viridis")
     return figure
-
-
-def _opacity(values: Sequence[Sequence[float]], prompt: int, band: int) -> np.ndarray:
-    """Of each patch, full in a prompt's band; of similarity (a negative number) of all."""
-    patches = np.arange(np.size(values)).reshape(np.shape(values))
-    return np.where((prompt < 0) | (band == 0) | (patches // max(1, band) == prompt), 0.75, _PAD)
