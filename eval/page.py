@@ -46,11 +46,7 @@ def evaluate_all(config: AllConfig) -> Path:
 
 
 def settings_of_all(config: AllConfig) -> dict[str, Any]:
-    """The settings of each evaluation that `config` allows, by its name in `EVALUATIONS`, in the order to run them.
-
-    Raises:
-        UserError: a setting cannot be used.
-    """
+    """The settings of each evaluation that `config` allows, by its name in `EVALUATIONS`, in the order to run them."""
     chosen = {name: entry.settings(config, entry.options) for name, entry in with_reports().items()}
     return {name: settings for name, settings in chosen.items() if settings is not None}
 

@@ -177,14 +177,7 @@ def write_png(path: Path, png: Figure | bytes) -> None:
 
 
 def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:
-    """Fills a template, by default one of `eval/`, and writes the page, whole or not at all. Text is escaped.
-
-    Args:
-        folder: that holds the template.
-
-    Raises:
-        jinja2.UndefinedError: the template names a value that is not given.
-    """
+    """Fills a template of `folder` and writes the page, whole or not at all. Text is escaped."""
     loader, options = FileSystemLoader(folder), {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **options)
     write_text(path, environment.get_template(template).render(values))

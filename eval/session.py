@@ -147,11 +147,6 @@ class ResultCache:
 # ---- encoders, and the report
 
 
-def load_two_tower(spec: EncoderSpec, device: torch.device) -> Backbone:
-    """In evaluation mode. Raises UserError for an encoder that cannot be loaded."""
-    return spec.load_two_tower().to(device)
-
-
 class Session:
     """One evaluation of several encoders.
 
@@ -179,7 +174,7 @@ class Session:
     def by_encoder(
         self,
         evaluate: Callable[[str, Any], Result],
-        load: Callable[[EncoderSpec, torch.device], Any] = load_two_tower,
+        load: Callable[[EncoderSpec, torch.device], Any] = lambda spec, device: spec.load_two_tower().to(device),
     ) -> dict[str, Result]:
         """The result of `evaluate`, given label and encoder, for each encoder, by label. One at a time is in memory.
 
