@@ -1,11 +1,9 @@
 """The attention from EOT to every position of long captions (Figures 1b and S6 to S8 of the paper)."""
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise, product
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -214,10 +212,7 @@ def evaluate_attention(config: AttentionConfig) -> dict:
     session = Session("attention", config, pairs)
     results = session.by_encoder(partial(_evaluate, session, pairs), load_caption_reader)
     captions = len(pairs.captions) if pairs else 0
-    report = session.report(tables, figures, results, notes=[NOTE], captions=captions)
-    if config.prompt is not None:
-        print(f"Word by word, in {', '.join(results)}: {Path(config.output) / 'attention_prompt.png'}")
-    return report
+    return session.report(tables, figures, results, notes=[NOTE], captions=captions)
 
 
 def _of(report: dict, part: str) -> dict[str, dict]:
@@ -273,41 +268,19 @@ def plot(results: dict[str, dict], captions: int) -> Figure:
     return figure
 
 
-_COLUMNS = 100  # characters in a line of the figure of a prompt
-_SIZE = 9  # points; a character of matplotlib's own monospaced font is 0.602 of that wide
-_LINE = 0.24  # inches
-
-
 def plot_prompt(results: dict[str, dict]) -> Figure:
-    """The words of `{label: look_at_prompt(...)}`, shaded by their share of the attention after the softmax.
-
-    All encoders have one scale, shown in the first line. It grows with the root of the share, because a few words
-    usually take so much that the rest would be white.
-    """
-    most = max(word["after_softmax"] for result in results.values() for word in result["words"])
-    scale = [most * part for part in (0.01, 0.1, 0.25, 0.5, 1.0)]
-    # Of each line its (word, share) pairs; a title has no share.
-    lines = [[("attention from EOT, last layer:", 0.0), *((f"{share:.2%}", share) for share in scale)]]
-    for label, result in results.items():
-        read, tokens = result["window"], result["tokens"]
+    """The share of the attention after the softmax of each word of `{label: look_at_prompt(...)}`, a row for each."""
+    most = max(len(result["words"]) for result in results.values())
+    figure = Figure(figsize=(2 + 0.16 * most, 2.2 * len(results)), layout="constrained", dpi=150)
+    rows = figure.subplots(len(results), sharey=True, squeeze=False)[:, 0]
+    for index, (axes, (label, result)) in enumerate(zip(rows, results.items(), strict=True)):
+        words, read, tokens = result["words"], result["window"], result["tokens"]
+        axes.bar(range(len(words)), [100 * word["after_softmax"] for word in words], color=f"C{index}")
+        # parse_math: a dollar sign begins no formula.
+        names = {"labels": [word["word"] for word in words], "rotation": 90, "fontsize": 7, "parse_math": False}
+        axes.set_xticks(range(len(words)), **names)
+        axes.set(xlim=(-1, most), ylabel="attention from EOT,\nlast layer (%)")
         part = f"{tokens} tokens" if tokens <= read else f"the first {read} of {tokens} tokens"
         ends = ", ".join(f"{name.upper()} {result[name]['after_softmax']:.1%}" for name in ("sot", "eot"))
-        lines += [[], [(f"{label}: {part}; {ends}", None)], []]
-        for word in result["words"]:
-            if sum(len(text) + 1 for text, _ in lines[-1]) + len(word["word"]) > _COLUMNS:
-                lines.append([])
-            lines[-1].append((word["word"], word["after_softmax"]))
-    figure = Figure(figsize=((_COLUMNS + 4) * _SIZE * 0.602 / 72, _LINE * (len(lines) + 1)), dpi=150)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-2, _COLUMNS + 2), ylim=(len(lines) + 1, -0.5))
-    axes.axis("off")
-    for row, words in enumerate(lines):
-        column = 0
-        for word, share in words:
-            if share is not None:
-                colour = (0.9, 0.35, 0.1, math.sqrt(share / most))
-                axes.bar(column - 0.3, 0.84, len(word) + 0.6, row + 0.08, align="edge", color=colour, linewidth=0)
-            style = {"family": "monospace", "size": _SIZE, "weight": "bold" if share is None else "normal"}
-            # parse_math: a dollar sign begins no formula.
-            axes.text(column, row + 0.5, word, va="center", parse_math=False, clip_on=True, **style)
-            column += len(word) + 1
+        axes.set_title(f"{label}: {part}; {ends}", fontsize="medium", loc="left")
     return figure

@@ -29,19 +29,14 @@ class ImageSession(Session):
         name, config: as in `Session`.
         data: `Pairs` or the like: its `records` are the images, at least one, which `images` opens; with its `bad`
             records and its `digest`.
-        counted: bad records that count with unreadable images, see `bad_records.check_share`.
 
     Attributes:
         image_digest: of the images' names and order, and of what shows that their files have changed.
-
-    Raises:
-        UserError: more are bad than the share `max_bad`.
     """
 
-    def __init__(self, name: str, config: Any, data: Any, counted: Sequence[BadRecord] = ()):
+    def __init__(self, name: str, config: Any, data: Any):
         super().__init__(name, config, data)
-        self.records, self.images, self._counted = data.records, data.images, list(counted)
-        check_share(self._counted, len(self.records) + len(self._counted), config.max_bad)
+        self.records, self.images = data.records, data.images
         self.image_digest = stamps_digest(self.records, self.images)
         self._readable: list[int] | None = None
 
@@ -64,7 +59,7 @@ class ImageSession(Session):
             self._readable = good
             print_left_out(bad)
             self.left_out += bad
-            check_share([*self._counted, *bad], len(self.records) + len(self._counted), self.config.max_bad)
+            check_share(bad, len(self.records), self.config.max_bad)
         if good != self._readable:
             name = self.records[min(set(good) ^ set(self._readable))].image
             raise UserError(
@@ -123,9 +118,7 @@ class PairSession(ImageSession):
     """
 
     def __init__(self, name: str, config: Any):
-        pairs = read_source(config, config.labelled, config.held_out)
-        # A data file is read beyond `limit`, so the share of its bad records was checked over all of it.
-        super().__init__(name, config, pairs, pairs.bad if config.dataset else ())
+        super().__init__(name, config, read_source(config, config.labelled, config.held_out))
 
     def read(self, label: str, backbone: Backbone) -> Readable:
         """The features of the images, and the captions of those that can be read.

@@ -18,7 +18,7 @@ from debias_diffusion.toyworld.checker import read_image
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, COLOURS, KINDS, PLACES, Thing, scene
 
-from .intervals import ends, wilson
+from .intervals import wilson
 from .multimodal import ServerModel
 from .options import Judging
 from .report import Table, cell
@@ -92,20 +92,15 @@ class Questioning:
 
         Raises UserError if too many are unanswered.
         """
-        keys = [self.depends | {"image": [OPENED_AS, digest], "questions": questions} for _, digest, questions in asked]
-        computes = [
-            lambda open_image=open_image, questions=questions: {"answers": self._judge(open_image(), questions)}
-            for open_image, _, questions in asked
-        ]
-        with ThreadPoolExecutor(self._judge.batch) as pool:
-            for at, key in enumerate(keys):
-                if not self._results.has("answers", key):
-                    computes[at] = pool.submit(computes[at]).result
-            try:
-                pairs = zip(tqdm(keys, desc=title), computes, strict=True)
-                found = [self._results.result("answers", key, compute)["answers"] for key, compute in pairs]
-            finally:  # after an error, the rest is not asked
-                pool.shutdown(cancel_futures=True)
+
+        def answer(of_image: OfImage) -> list[float | None]:
+            open_image, digest, questions = of_image
+            depends = self.depends | {"image": [OPENED_AS, digest], "questions": questions}
+            result = self._results.result("answers", depends, lambda: {"answers": self._judge(open_image(), questions)})
+            return result["answers"]
+
+        with ThreadPoolExecutor(self._judge.batch) as pool:  # after an error, `map` asks the rest no more
+            found = [*tqdm(pool.map(answer, asked), desc=title, total=len(asked))]
         check_answered(self.depends["judge"], [*chain(*found)])
         return found
 
@@ -180,24 +175,3 @@ def check_answered(name: str, answers: Sequence[float | None]) -> None:
             f"The judge {name!r} said neither yes nor no to {unanswered} of {len(answers)} questions, more than "
             f"{MOST_UNANSWERED:.0%}. Give a model that follows instructions."
         )
-
-
-def corrected(percent: float, drawn: np.ndarray, numbers: dict) -> dict:
-    """The percentage answered with yes by a judge without errors (Rogan & Gladen 1978), by the rates of its `errors`.
-
-    Its interval is wider: errors hide a part of what differs, and their rates are estimates too.
-
-    Args:
-        percent, drawn: of the judge itself, and in bootstrap samples, [S].
-
-    Returns:
-        "value", "low" and "high", which may lie outside of 0 to 100; the last two None of a single group.
-    """
-
-    def correct(percent, false_yes, false_no):
-        return (percent - 100 * false_yes) / (1 - false_yes - false_no)
-
-    random, counts = np.random.default_rng(0), [*zip(numbers["wrong"], numbers["asked"], strict=True)]
-    rates = (random.beta(hits + 0.5, asked - hits + 0.5, len(drawn)) for hits, asked in counts)  # Jeffreys' posterior
-    low, high = ends(correct(drawn, *rates))
-    return {"value": correct(percent, *(hits / asked for hits, asked in counts)), "low": low, "high": high}

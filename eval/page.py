@@ -46,11 +46,7 @@ def evaluate_all(config: AllConfig) -> Path:
 
 
 def settings_of_all(config: AllConfig) -> dict[str, Any]:
-    """The settings of each evaluation that `config` allows, by its name in `EVALUATIONS`, in the order to run them.
-
-    Raises:
-        UserError: a setting cannot be used.
-    """
+    """The settings of each evaluation that `config` allows, by its name in `EVALUATIONS`, in the order to run them."""
     chosen = {name: entry.settings(config, entry.options) for name, entry in with_reports().items()}
     return {name: settings for name, settings in chosen.items() if settings is not None}
 
@@ -73,10 +69,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Section:
-    """One evaluation on one set of data: facts `about` its runs, numbers, PNG files by name, and caveats."""
+    """One evaluation on one set of data: numbers, PNG files by name, caveats and facts about its runs."""
 
     title: str
-    about: list[str]
     tables: list[Table]
     figures: dict[str, bytes]
     notes: list[str]
@@ -172,8 +167,7 @@ def section(group: Sequence[Result]) -> Section:
     data = next(filter(None, named), "one prompt")
     data = data[0] if isinstance(data, list) else data  # of retrieval, a report has one benchmark
     name = data if data.startswith("toy/") else Path(data).name
-    title = f"{evaluation.title}: {name}"
-    return Section(title, _about(group), evaluation.tables(report), figures, report["notes"])
+    return Section(f"{evaluation.title}: {name}", evaluation.tables(report), figures, report["notes"] + _about(group))
 
 
 def merged(group: Sequence[Result]) -> dict:
@@ -220,5 +214,5 @@ def _write_markdown(output: Path, sections: Iterable[Section]) -> None:
             figure = f"report/{number}-{name}"
             write_png(output / figure, content)
             lines += [f"![{escaped(section.title)}]({figure})", ""]
-        lines += [f"- {escaped(text)}" for text in (*section.notes, *section.about)] + [""]
+        lines += [f"- {escaped(text)}" for text in section.notes] + [""]
     write_text(output / "report.md", "\n".join(lines))

@@ -4,7 +4,7 @@ import base64
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -123,6 +123,22 @@ def draw_bars(
     axes.set_xticks(np.arange(len(names)), names)
 
 
+def draw_curves(axes: Axes, lines: Mapping[str, Mapping[Hashable, dict | None]]) -> None:
+    """Points with 95% intervals by place, joined, a colour for each label, shifted so that intervals do not overlap.
+
+    Args:
+        lines: {label: {place: "value", "low" and "high", or None}}, the same places for each label.
+    """
+    for index, (label, numbers) in enumerate(lines.items()):
+        known = {at: number for at, number in enumerate(numbers.values()) if number}
+        values = [number["value"] for number in known.values()]
+        errors = error_lengths(values, [(number["low"], number["high"]) for number in known.values()])
+        places = np.array([*known]) + 0.1 * (index - (len(lines) - 1) / 2)
+        axes.errorbar(places, values, errors, fmt="o-", color=f"C{index}", markersize=4, elinewidth=1, label=label)
+        axes.set_xticks(range(len(numbers)), numbers)
+    axes.grid(alpha=0.3)
+
+
 def draw_by_position(axes: Axes, heights: Sequence[float], counts: Sequence[int], label: str, colour: str) -> None:
     """A curve over the positions of text, from 1, dotted where less than `FEW` of the captions reach.
 
@@ -141,7 +157,7 @@ def error_lengths(values: Sequence[float], intervals: Sequence[Sequence[float]])
     At least 0, because rounding may put the mean of a skewed sample just outside its interval; nan, which is not drawn,
     where no interval is known.
     """
-    values, (low, high) = np.asarray(values), np.asarray(intervals, dtype=float).T
+    values, (low, high) = np.asarray(values), np.asarray(intervals, dtype=float).reshape(-1, 2).T
     return np.maximum([values - low, high - values], 0)
 
 
@@ -161,14 +177,7 @@ def write_png(path: Path, png: Figure | bytes) -> None:
 
 
 def write_page(path: Path, template: str, folder: Path = TEMPLATES, **values) -> None:
-    """Fills a template, by default one of `eval/`, and writes the page, whole or not at all. Text is escaped.
-
-    Args:
-        folder: that holds the template.
-
-    Raises:
-        jinja2.UndefinedError: the template names a value that is not given.
-    """
+    """Fills a template of `folder` and writes the page, whole or not at all. Text is escaped."""
     loader, options = FileSystemLoader(folder), {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **options)
     write_text(path, environment.get_template(template).render(values))

@@ -7,7 +7,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -15,6 +15,8 @@ from typing import TextIO
 from debias_diffusion.data.bad_records import BadRecord, leave_out
 from debias_diffusion.data.captions import answer_of, check_object, fold, is_text, parse_object, usable_captions, utf8
 from debias_diffusion.data.images import ImageFolder, ImageSource, is_there
+from debias_diffusion.data.records import Record
+from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import bytes_digest, open_regular, read_file, read_json
 from debias_diffusion.limits import SHAREGPT4V_HELD_OUT
@@ -51,14 +53,12 @@ class Benchmark:
         images: the folders that images lie in. With several, an image's name begins with its folder. Where the only one
             is not there, images lie in the benchmark's own folder.
         page: where it is downloaded from.
-        keys: that an entry of its files has, for errors; empty where other errors say it.
     """
 
     read: Callable[[Path, list[BadRecord]], Entries]
     needs: tuple[str, ...]
     images: tuple[str, ...]
     page: str
-    keys: str = ""
 
 
 def _lines(root: Path, name: str) -> Iterator[tuple[str, str]]:
@@ -185,8 +185,7 @@ def _coco(*splits: str, captions_an_image: int | None = None) -> Benchmark:
                 number = str(image.get("id"))
                 yield Entry(f"{name}, image {number}", file, captions[number][:captions_an_image])
 
-    keys = "image_id, caption; of images id, file_name"
-    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download", keys)
+    return Benchmark(read, (*files.values(), *splits), splits, "https://cocodataset.org/#download")
 
 
 def _karpathy(*splits: str) -> Benchmark:
@@ -200,8 +199,7 @@ def _karpathy(*splits: str) -> Benchmark:
                 raw = [sentence.get("raw") for sentence in sentences if isinstance(sentence, dict)]
                 yield Entry(f"{name}, image {file}", file, raw)
 
-    keys = "split, filename, sentences, of these raw"
-    return Benchmark(read, (name, FLICKR_IMAGES), (FLICKR_IMAGES,), page, keys)
+    return Benchmark(read, (name, FLICKR_IMAGES), (FLICKR_IMAGES,), page)
 
 
 def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
@@ -212,32 +210,26 @@ def _flickr30k(root: Path, bad: list[BadRecord]) -> Entries:
 
 _IIW_FOLDERS = tuple(folder for folder, _ in IIW_PARTS.values())
 _IN_DCI = ("splits.json", "annotations", "photos")
-_DCI = Benchmark(_dci, _IN_DCI, ("photos",), f"{GITHUB}/facebookresearch/DCI", "image, short_caption, extra_caption")
+_DCI = Benchmark(_dci, _IN_DCI, ("photos",), f"{GITHUB}/facebookresearch/DCI")
 
 _BENCHMARKS = {
     "urban1k": Benchmark(_urban1k, ("caption", "image"), ("image",), f"{HUB}/BeichenZhang/Urban1k"),
     "dci": _DCI,
     "dci-as-released": replace(_DCI, read=partial(_dci, as_released=True)),
-    "long-dci": Benchmark(
-        _long_dci, ("dci_long.csv",), ("photos",), f"{HUB}/mderakhshani/Long-DCI", "filepath, title, divided by tabs"
-    ),
+    "long-dci": Benchmark(_long_dci, ("dci_long.csv",), ("photos",), f"{HUB}/mderakhshani/Long-DCI"),
     "docci": Benchmark(
         _docci,
         ("docci_descriptions.jsonlines", "images"),
         ("images",),
         "https://google.github.io/docci/#downloads",
-        "split (test), image_file, description",
     ),
     "iiw": Benchmark(
         _iiw,
         (*(f"{part}/data.jsonl" for part in IIW_PARTS), *_IIW_FOLDERS),
         _IIW_FOLDERS,
         f"{GITHUB}/google/imageinwords/tree/main/datasets",
-        "IIW, image (of IIW-400 image/key)",
     ),
-    "sharegpt4v-1k": Benchmark(
-        _sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{HUB}/Lin-Chen/ShareGPT4V", "image, conversations"
-    ),
+    "sharegpt4v-1k": Benchmark(_sharegpt4v, (SHAREGPT4V_FILE,), (".",), f"{HUB}/Lin-Chen/ShareGPT4V"),
     "coco": _coco("val2017"),
     "coco-five": _coco("val2017", captions_an_image=5),  # of five to seven, as in Long-CLIP's coco.py
     "coco-train": _coco("train2017"),
@@ -252,41 +244,42 @@ BENCHMARKS: Registry[Benchmark] = Registry("retrieval benchmark", _BENCHMARKS)
 
 
 @dataclass(frozen=True)
-class RetrievalSet:
-    """Images, captions, and which captions belong to which image.
+class Pairs:
+    """Captions and their images.
 
     Attributes:
-        images: what `source` opens, [N].
-        captions: white space folded, [M].
-        image_of: the position in `images` of each caption's image, [M]; every image has a caption.
-        source: opens the images.
-        bad: what was left out.
+        records: the images, each with its first caption, [N].
+        images: opens them; None if only captions were read.
+        captions: all captions, white space folded in a benchmark's, [M].
+        image_of: the position in `records` of each caption's image, [M]; every image has a caption.
+        bad: the bad records of all the data.
+        digest: of all the data: of a benchmark its captions and the images' names.
+        trained_on: by label of an encoder whose record names the data, how many of these images it has seen.
     """
 
-    images: list[str]
+    records: Sequence[Record]
+    images: ImageSource | None
     captions: list[str]
     image_of: list[int]
-    source: ImageSource
     bad: list[BadRecord]
+    digest: str
+    trained_on: dict[str, int] = field(default_factory=dict)
 
-    def select(self, positions: Sequence[int]) -> "RetrievalSet":
+    @property
+    def groups(self) -> list[str]:
+        """The name of each caption's group, see `toy_scenes.family`, [M]."""
+        return [family(self.records[image].image) for image in self.image_of]
+
+    def select(self, positions: Sequence[int], trained_on: dict[str, int]) -> "Pairs":
         """The images at these positions, in ascending order, with all their captions."""
-        new = {position: row for row, position in enumerate(positions)}
-        kept = [caption for caption, image in enumerate(self.image_of) if image in new]
-        return replace(
-            self,
-            images=[self.images[position] for position in positions],
-            captions=[self.captions[caption] for caption in kept],
-            image_of=[new[self.image_of[caption]] for caption in kept],
-        )
-
-    def digest(self) -> str:
-        """sha256, in hexadecimal, of the captions and of the images' names."""
-        parts = (self.images, self.captions, self.image_of)
-        return bytes_digest(json.dumps(part).encode() + b"\n" for part in parts)
+        rows = {position: row for row, position in enumerate(positions)}
+        kept = [(caption, rows[at]) for caption, at in zip(self.captions, self.image_of, strict=True) if at in rows]
+        captions, image_of = map(list, zip(*kept, strict=True))
+        records = [self.records[position] for position in positions]
+        return replace(self, records=records, captions=captions, image_of=image_of, trained_on=trained_on)
 
 
-def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
+def read_retrieval_set(name: str, root: str | os.PathLike) -> Pairs:
     """A benchmark of `BENCHMARKS` from the folder that `find_root` finds, in the order of its files.
 
     Entries with the same image file become one image with several captions. An entry that cannot be decoded, and an
@@ -298,7 +291,7 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
     """
     root = find_root(name, root)
     benchmark, source, label = BENCHMARKS[name], ImageFolder(root), f"{name} in {str(root)!r}"
-    advice = f"Expected keys: {benchmark.keys}. {_AGAIN}" if benchmark.keys else _AGAIN
+    advice = f"Download it again, from {benchmark.page}."
     if len(benchmark.images) == 1 and (root / benchmark.images[0]).is_dir():
         source = ImageFolder(root / benchmark.images[0])
     bad: list[BadRecord] = []
@@ -314,16 +307,18 @@ def read_retrieval_set(name: str, root: str | os.PathLike) -> RetrievalSet:
             f"{len(missing)} of the {len(by_image)} images of {label} are not in {str(source.root)!r}. The first is "
             f"{missing[0]!r}, of {by_image[missing[0]][0].where}. A benchmark is evaluated whole: unpack all of it."
         )
-    captions, image_of = [], []
+    records, captions, image_of = [], [], []
     for position, (image, entries) in enumerate(by_image.items()):
         where, given = entries[0].where, [caption for entry in entries for caption in entry.captions]
         texts = [fold(caption) for caption in given if is_text(caption) and caption.strip()]
         if not texts:
             raise UserError(f"{where} of {label} has no caption for the image {image!r}. {advice}")
         bad += [BadRecord(where, "empty caption", f"image {image}")] * (len(given) - len(texts))
+        records.append(Record(image, image, texts[0]))
         captions += texts
         image_of += [position] * len(texts)
-    return RetrievalSet(list(by_image), captions, image_of, source, bad)
+    digest = bytes_digest(json.dumps(part).encode() + b"\n" for part in (list(by_image), captions, image_of))
+    return Pairs(records, source, captions, image_of, bad, digest)
 
 
 def find_root(name: str, root: str | os.PathLike) -> Path:

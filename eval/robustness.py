@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -110,7 +109,7 @@ def _by_edit(edits: Iterable[str], value: Callable[[str, str], Any]) -> dict[str
     return {edit: {direction: value(edit, direction) for direction in DIRECTIONS} for edit in edits}
 
 
-def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> dict:
+def _numbers(result: EditedHits, shares: dict[str, ShareKept]) -> dict:
     groups, kept = result.groups, {direction: share for direction, (share, _) in shares.items()}
     orders = {direction: result.hits["shuffle"][direction].mean(axis=1) for direction in DIRECTIONS}
     return {
@@ -132,19 +131,7 @@ def _numbers(label: str, result: EditedHits, shares: dict[str, ShareKept]) -> di
             for name, values in result.similarities.items()
         },
         "first_two_sentences_tokens": float(np.mean(result.first_two_tokens)),
-        "in_words": _sentence(label, kept["text_to_image"]),
     }
-
-
-def _sentence(label: str, kept: dict) -> str:
-    if kept["share"] is None:
-        return f"{label} finds no image first even with whole captions, so it has nothing to lose."
-    if kept["low"] is None or _is_too_low(kept):
-        return f"Too few images to say what share of its R@1 {label} keeps without the first sentence."
-    return (
-        f"{label} keeps {kept['share']:.0f}% of its text-to-image R@1 when the first sentence is removed "
-        f"(95%: {kept['low']:.0f} to {kept['high']:.0f})."
-    )
 
 
 def _is_too_low(kept: dict) -> bool:
@@ -192,14 +179,14 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         }
         for label, result in results.items()
     }
-    encoders = {label: _numbers(label, result, shares[label]) for label, result in results.items()}
+    encoders = {label: _numbers(result, shares[label]) for label, result in results.items()}
     first, notes = next(iter(results.values())), []
     if first.one_sentence:
         notes = [
             f"{first.one_sentence} of {len(first.first_two_tokens)} captions have a single sentence, which no edit "
             "moves or removes: this makes the drops smaller and the share kept larger."
         ]
-    report = session.report(
+    return session.report(
         tables,
         figures,
         encoders,
@@ -209,9 +196,6 @@ def evaluate_robustness(config: RobustnessConfig) -> dict:
         captions=len(first.first_two_tokens),
         one_sentence_captions=first.one_sentence,
     )
-    for numbers in encoders.values():
-        print(numbers["in_words"])
-    return report
 
 
 def tables(report: dict) -> list[Table]:
@@ -273,7 +257,11 @@ def figures(report: dict) -> dict[str, Figure]:
             else:
                 draw_bars(axes, groups, [EDITS[edit].title for edit in edits])
                 axes.margins(y=0.08)
-        _draw_shares(row[4], [numbers["kept_without_summary_percent"][direction] for numbers in encoders.values()])
+        kept = {label: numbers["kept_without_summary_percent"][direction] for label, numbers in encoders.items()}
+        draw_bars(
+            row[4], {label: ([of["share"] or np.nan], [[of["low"], of["high"]]]) for label, of in kept.items()}, [""]
+        )
+        row[4].set_ylabel("%")
         row[0].set_ylabel(f"{in_words(direction)}\nR@1 (%)")
     for scaled in (rows[:, :4], rows[:, 4:]):  # R@1, and shares: each on one scale
         highest = max(axes.get_ylim()[1] for axes in scaled.flat)
@@ -286,13 +274,3 @@ def figures(report: dict) -> dict[str, Figure]:
     rows[1, 3].set_xlabel("padding sentences")
     figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return {"robustness.png": figure}
-
-
-def _draw_shares(axes: Axes, shares: Sequence[dict]) -> None:
-    """Bars of the shares that are known, by encoder."""
-    for index, kept in enumerate(shares):
-        if kept["share"] is not None:
-            error = error_lengths([kept["share"]], [[kept["low"], kept["high"]]])
-            bars = axes.bar([index], [kept["share"]], color=f"C{index}", yerr=error, capsize=3)
-            axes.bar_label(bars, fmt="%.0f%%", fontsize=9, padding=1)
-    axes.set(xticks=[], ylim=(0, max(110, axes.get_ylim()[1])), ylabel="%")

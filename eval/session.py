@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,20 +17,17 @@ from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import save_tensors
-from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
-from debias_diffusion.data.images import ImageSource
-from debias_diffusion.data.records import Record
+from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.seen import seen_positions
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
-from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import EncoderSpec
 from debias_diffusion.errors import UserError
-from debias_diffusion.files import atomic_file, json_digest, read_checked, sha256, with_checksum, write_json
+from debias_diffusion.files import atomic_file, json_digest, read_checked, with_checksum, write_json
 from debias_diffusion.limits import SHAREGPT4V_HELD_OUT
 
 from .report import Table, versions, write_png
-from .retrieval_sets import read_retrieval_set
+from .retrieval_sets import Pairs, read_retrieval_set
 
 CACHE = "cache"  # in an evaluation's output folder
 
@@ -38,34 +35,6 @@ Result = TypeVar("Result")
 
 
 # ---- data
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Captions and their images.
-
-    Attributes:
-        records: the images, each with its first caption, [N].
-        images: opens them; None if only captions were read.
-        captions: all captions, at least one, [M].
-        image_of: the position in `records` of each caption's image, [M].
-        bad: the bad records of all the data.
-        digest: of all the data.
-        trained_on: by label of an encoder whose record names the data, how many of these images it has seen.
-    """
-
-    records: Sequence[Record]
-    images: ImageSource | None
-    captions: list[str]
-    image_of: list[int]
-    bad: list[BadRecord]
-    digest: str
-    trained_on: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def groups(self) -> list[str]:
-        """The name of each caption's group, see `toy_scenes.family`, [M]."""
-        return [family(self.records[image].image) for image in self.image_of]
 
 
 def read_source(
@@ -92,26 +61,20 @@ def read_source(
     specs, limit = {label: [spec, *beside] for label, spec in (encoders or {}).items()}, config.limit
     if dataset := config.dataset:
         [name] = [dataset] if isinstance(dataset, str) else dataset
-        source = read_retrieval_set(name, config.root)
-        bad, images, digest = source.bad, source.source, source.digest()
-        count, usable, most = len(source.images), len(source.captions), None
+        pairs, most = read_retrieval_set(name, config.root), None
     else:
-        name = config.data
+        name, most = config.data, SHAREGPT4V_HELD_OUT
         source, images = (read_captions(name), None) if only_captions else open_data(name, config.images)
-        bad, digest = source.bad, data_digest(name, source)
-        count = usable = len(source.records)
-        most = SHAREGPT4V_HELD_OUT
-    print_left_out(bad)
-    check_share(bad, usable + len(bad), config.max_bad)
-    positions, seen = _choose(specs, held_out, name, digest, count, most if limit == "auto" else limit)
-    if not dataset:
-        records = source.records[positions]
-        texts = [record.caption for record in records]
-        return Pairs(records, images, texts, list(range(len(records))), bad, digest, seen)
-    used = source.select(positions.tolist())
-    first = dict(zip(reversed(used.image_of), reversed(used.captions), strict=True))  # the earliest is set last
-    records = [Record(image, image, first[position]) for position, image in enumerate(used.images)]
-    return Pairs(records, images, used.captions, used.image_of, bad, digest, seen)
+        pairs = Pairs(source.records, images, [], [], source.bad, data_digest(name, source))
+    count = len(pairs.records)
+    print_left_out(pairs.bad)
+    check_share(pairs.bad, max(count, len(pairs.captions)) + len(pairs.bad), config.max_bad)
+    chosen = _choose(specs, held_out, name, pairs.digest, count, most if limit == "auto" else limit)
+    if dataset:
+        return pairs.select(*chosen)
+    records = pairs.records[chosen[0]]
+    captions, image_of = [record.caption for record in records], list(range(len(records)))
+    return replace(pairs, records=records, captions=captions, image_of=image_of, trained_on=chosen[1])
 
 
 def _choose(
@@ -145,7 +108,7 @@ class ResultCache:
 
     Attributes:
         folder: where results are kept.
-        seconds: how long the results requested so far took to compute, in whichever run that was.
+        seconds: how long the results requested so far took to compute, in whichever run that was; tensors in this one.
     """
 
     def __init__(self, output: str | os.PathLike):
@@ -167,24 +130,14 @@ class ResultCache:
         return kept["content"]
 
     def tensors(self, kind: str, depends: dict, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The same for tensors on the CPU; the checksum of their file is a result."""
-        file, note = (self._file(kind, depends, ending) for ending in ("safetensors", "json"))
-
-        def save() -> dict:
+        """The same for tensors on the CPU, in one file, which is written whole or not at all."""
+        file, started = self._file(kind, depends, "safetensors"), time.monotonic()
+        if not file.exists():
             content = compute()
             with atomic_file(file) as temporary:
                 save_tensors(content, temporary)
-            return {"sha256": sha256(file)}
-
-        kept = read_checked(note)
-        if kept and not (file.exists() and sha256(file) == kept["content"]["sha256"]):
-            note.unlink()
-        self.result(kind, depends, save)
+            self.seconds += time.monotonic() - started
         return load_file(file)
-
-    def has(self, kind: str, depends: dict) -> bool:
-        """Whether `result` has it, damaged or not."""
-        return self._file(kind, depends, "json").exists()
 
     def _file(self, kind: str, depends: dict, ending: str) -> Path:
         digest = json_digest({"depends": depends, "versions": versions()})
@@ -192,11 +145,6 @@ class ResultCache:
 
 
 # ---- encoders, and the report
-
-
-def load_two_tower(spec: EncoderSpec, device: torch.device) -> Backbone:
-    """In evaluation mode. Raises UserError for an encoder that cannot be loaded."""
-    return spec.load_two_tower().to(device)
 
 
 class Session:
@@ -226,7 +174,7 @@ class Session:
     def by_encoder(
         self,
         evaluate: Callable[[str, Any], Result],
-        load: Callable[[EncoderSpec, torch.device], Any] = load_two_tower,
+        load: Callable[[EncoderSpec, torch.device], Any] = lambda spec, device: spec.load_two_tower().to(device),
     ) -> dict[str, Result]:
         """The result of `evaluate`, given label and encoder, for each encoder, by label. One at a time is in memory.
 

@@ -33,10 +33,8 @@ def coco_pairs(root: str, count: int) -> Iterator[tuple[str, str]]:
     """(image, caption) of the first images of COCO's train2017, each with its first caption."""
     if not count:
         return
-    read = read_retrieval_set("coco-train", os.path.join(root, "coco"))
-    first = dict(zip(reversed(read.image_of), reversed(read.captions), strict=True))  # the earliest is set last
-    for position, image in enumerate(read.images[:count]):
-        yield f"{COCO}/{image}", first[position]
+    for record in read_retrieval_set("coco-train", os.path.join(root, "coco")).records[:count]:
+        yield f"{COCO}/{record.image}", record.caption
 
 
 def imagenet_pairs(root: Path, count: int) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.images.generation import _reference, _unreadable
+from debias_diffusion.eval.images.generation import _reference, check_images
 from debias_diffusion.methods.dual_caption import RECIPES
 from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.training.batches import CaptionDataset
@@ -101,11 +101,11 @@ def test_a_bad_image_does_not_stop_any_reader(three):
         [fault for _, fault in (check_record(record, images, TOKENIZER) for record in records) if fault],
         cached_images(tower, records, images, folder / "cache", batch=2)[1],
         encode_images(backbone, records, images, 2, "cpu", progress=False)[2],
-        _unreadable(records, images).values(),
+        check_images(records, images)[0],
     ):
         assert [str(fault) for fault in bad] == ["1.png: unreadable image (1.png: RuntimeError: Failed to decode)"]
     assert sample.sample_id == "2"
-    with pytest.raises(UserError, match=r"cannot be read now: 1.png: .*Start the same command again"):
+    with pytest.raises(UserError, match=r"'1.png' cannot be read any more: .*Start the same command again"):
         _reference(records[1], images)
 
 
@@ -114,5 +114,5 @@ def test_what_is_no_regular_file_is_a_bad_record_at_once(three, kind):
     records, folder = three
     (folder / "1.png").unlink()
     put_odd(folder / "1.png", kind)
-    bad = _unreadable(records, ImageFolder(folder))
-    assert [(at, bad.kind) for at, bad in bad.items()] == [(1, "unreadable image")]
+    bad, good = check_images(records, ImageFolder(folder))
+    assert [one.kind for one in bad] == ["unreadable image"] and good == [0, 2]

@@ -146,9 +146,9 @@ FAULTS = [
     ("urban1k", "caption", None, "hold caption, image;.*huggingface.co/datasets/BeichenZhang"),
     ("dci", "annotations/2-data.json", None, "names .*2-data.json"),
     ("long-dci", "dci_long.csv", ("Plain.", ""), "dci_long.csv, image sa_3.jpg.*no caption"),
-    ("docci", "docci_descriptions.jsonlines", '{"split": "val"}', "no usable record.*: split"),
+    ("docci", "docci_descriptions.jsonlines", '{"split": "val"}', "no usable record.* from https"),
     ("flickr30k-test", "dataset_flickr30k.json", '[{"image": "1.jpg"}]', "a list, not a dict.*'images'"),
-    ("iiw", "DCI_Test/data.jsonl", ('"IIW"', '"no"'), "DCI_Test/.*line 1.*no caption.*: IIW, image"),
+    ("iiw", "DCI_Test/data.jsonl", ('"IIW"', '"no"'), "DCI_Test/.*line 1.*no caption"),
 ]
 
 
@@ -192,7 +192,7 @@ def test_benchmarks_are_evaluated_without_their_unreadable_images(tmp_path, coar
     assert [(reports[name]["images"], reports[name]["captions"]) for name in names] == [(1, 5), (3, 3)]
     assert [bad["kind"] for bad in reports["coco-five"]["left_out"]] == ["unreadable image"]
     for name, report in reports.items():
-        assert report["digests"]["data"] == read_retrieval_set(name, data / name).digest()
+        assert report["digests"]["data"] == read_retrieval_set(name, data / name).digest
     # A search on the first image of urban1k: of it and no other is said that the model has seen it.
     (tmp_path / "clip" / SEEN).write_text(json.dumps({reports["urban1k"]["digests"]["data"]: [[0, 1]]}))
     [name] = reports["urban1k"]["encoders"]

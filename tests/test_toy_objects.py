@@ -7,7 +7,7 @@ import pytest
 
 from debias_diffusion.eval.images.objects import LATE, compare_images, compare_objects, objects_numbers
 from debias_diffusion.eval.intervals import paired_difference
-from debias_diffusion.toyworld.checker import Comparison
+from debias_diffusion.toyworld.checker import Comparison, describe, read_image
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import PLACES, Scene, Thing
 
@@ -30,6 +30,9 @@ def test_images_in_closed_form():
     """One object right in another size, one of the wrong colour, one missing, two more than asked; then all right."""
     further = (Thing("cross", "pink", "small", "bottom"), Thing("circle", "brown", "large", "right"))
     shown = Scene("black", (replace(STAR, size="large"), replace(RING, colour="green"), *further))
+    words = "Top: right, but large. Left: green ring. Centre: missing. Right: brown circle, for which nobody asked. "
+    words += "Bottom: pink cross, for which nobody asked. Background: another."
+    assert describe(read_image(render(shown)), ASKED) == f"1 of 3 objects right. {words}"
     numbers = objects_numbers(compared([shown, ASKED], [ASKED, ASKED]), [MENTIONS] * 2)
     by_sentence = {line["sentence"]: values_of(line) for line in numbers.pop("objects_right_by_sentence")}
     # Sentence 5 mentions two objects: of the first image one is wrong and one is missing.

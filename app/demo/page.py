@@ -17,7 +17,7 @@ from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import open_regular
 from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING, Emphasis, Reading
-from debias_diffusion.toyworld.checker import describe, judge, read_image
+from debias_diffusion.toyworld.checker import describe, read_image
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import Scene
@@ -300,7 +300,7 @@ def _reference(toy_scene: tuple[Scene, Caption] | None) -> list[tuple]:
 
 def _marks(image: Image.Image, toy_scene: tuple[Scene, Caption] | None) -> str:
     """What an image shows of the prompt's scene, to end its caption with."""
-    return "" if toy_scene is None else f". {describe(judge(read_image(image), toy_scene[0]), toy_scene[0])}"
+    return "" if toy_scene is None else f". {describe(read_image(image), toy_scene[0])}"
 
 
 def _attention(title: str, share: dict) -> gr.HighlightedText:

@@ -77,44 +77,24 @@ def compare(reading: SceneReading, scene: Scene) -> Comparison:
     return Comparison(correct, sizes, filled, reading.background == scene.background)
 
 
-RIGHT, WRONG, EXTRA = "right", "wrong", "extra"
+def describe(reading: SceneReading, scene: Scene) -> str:
+    """What an image shows of its scene: "3 of 4 objects right. Top: missing. Left: red star, for which nobody asked."
 
-
-class Verdict(NamedTuple):
-    """What an image shows somewhere, compared with its scene: RIGHT, WRONG or EXTRA, and in words."""
-
-    verdict: str
-    text: str
-
-
-def judge(reading: SceneReading, scene: Scene) -> dict[str, Verdict]:
-    """What an image shows in each place: first where the scene has an object, then where it has none, "empty" or EXTRA.
-
-    The size of an object does not count. The last entry, "background", is of the background.
+    Places where the scene has an object come first. The size of an object does not count, but is named.
     """
-    comparison, things = compare(reading, scene), {thing.place: thing for thing in scene.things}
-    verdicts = {}
+    comparison, things, notes = compare(reading, scene), {thing.place: thing for thing in scene.things}, {}
     for place in sorted(PLACES, key=lambda place: [*things, *PLACES].index(place)):
-        there, right = reading.objects[place], comparison.correct.get(place)
+        there = reading.objects[place]
         seen = f"{there.colour} {there.kind}" if isinstance(there, Thing) else "something unclear" if there else None
-        if right:
-            verdicts[place] = Verdict(RIGHT, "right" if comparison.sizes[place] else f"right, but {there.size}")
-        elif place in things:
-            verdicts[place] = Verdict(WRONG, seen or "missing")
-        else:
-            verdicts[place] = Verdict(EXTRA, seen) if seen else Verdict(RIGHT, "empty")
-    return verdicts | {"background": Verdict(RIGHT, "right") if comparison.background else Verdict(WRONG, "another")}
-
-
-def describe(verdicts: dict[str, Verdict], scene: Scene) -> str:
-    """What `judge` found, in words: "3 of 4 objects right. Top: missing. Left: red star, for which nobody asked." """
-    right = sum(verdicts[thing.place].verdict == RIGHT for thing in scene.things)
-    notes = [
-        f"{place.capitalize()}: {text}{', for which nobody asked' * (verdict == EXTRA)}."
-        for place, (verdict, text) in verdicts.items()
-        if text not in ("right", "empty")
-    ]
-    return " ".join([f"{right} of {len(scene.things)} objects right.", *notes])
+        if place not in things:
+            notes[place] = seen and f"{seen}, for which nobody asked"
+        elif not comparison.correct[place]:
+            notes[place] = seen or "missing"
+        elif not comparison.sizes[place]:
+            notes[place] = f"right, but {there.size}"
+    notes["background"] = None if comparison.background else "another"
+    right = f"{sum(comparison.correct.values())} of {len(scene.things)} objects right."
+    return " ".join([right, *(f"{place.capitalize()}: {note}." for place, note in notes.items() if note)])
 
 
 def _is(seen: Thing | str | None, thing: Thing) -> bool:

@@ -17,7 +17,7 @@ from debias_diffusion.data.bad_records import BadRecord, check_share, print_left
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.toy_scenes import family, is_toy_scenes, toy_scene
-from debias_diffusion.errors import UserError
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.prompts import ImageTask
 from debias_diffusion.processes import Processes
@@ -25,9 +25,9 @@ from debias_diffusion.toyworld.checker import Comparison
 
 from ..intervals import first_of_each
 from ..options import GenerationConfig
-from ..report import Table, cell, compared_tables
+from ..report import Table, cell, compared_tables, draw_curves, error_lengths
 from ..session import Session, read_source
-from .networks import FID_FEATURES, ImageLike, load_image
+from .networks import FID_FEATURES, load_image
 from .objects import BY_SENTENCE, compare_images, compare_objects, objects_numbers, sums_by_image
 from .objects import NOTE as OBJECTS_NOTE
 from .objects import SCORES as OBJECTS
@@ -94,8 +94,7 @@ class _Generation:
         load_networks(config, torch.device("cpu"))  # what cannot be loaded should not stop it after hours of generating
         self.pairs = read_source(config, config.labelled, config.held_out, beside=config.second_encoders)
         records, images = self.pairs.records, self.pairs.images
-        bad = _unreadable(records, images)
-        unreadable, good = list(bad.values()), [index for index in range(len(records)) if index not in bad]
+        unreadable, good = check_images(records, images)
         print_left_out(unreadable)
         needs_fid = config.inception_weights is not None or config.own_features is not None
         if len(good) < (2 if needs_fid else 1):
@@ -124,11 +123,11 @@ class _Generation:
             self.pairs.images.stamp(record.image) + record.caption.encode("utf-8", "surrogatepass") + b"\0"
             for record in self.records
         )
+        images_of_pairs = [partial(_reference, record, self.pairs.images) for record in self.records]
 
         @cache
         def references() -> References:
-            images = [partial(_reference, record, self.pairs.images) for record in self.records]
-            return networks.of_references(images, self.captions, self.groups)
+            return networks.of_references(images_of_pairs, self.captions, self.groups)
 
         def score_images(files: Sequence[Path]) -> dict:
             return asdict(networks(files, references()))
@@ -166,13 +165,16 @@ class _Generation:
         notes = networks.notes + notes + [note for label in rendered for note in scores[label].notes]
         notes += [OBJECTS_NOTE] * self.is_toy
         session.digests |= networks.digests | digests
+        shown = first_of_each(self.groups)[:EXAMPLES]  # scenes of one family show the same objects
+        columns = {"reference image": images_of_pairs} | {label: images.files for label, images in rendered.items()}
+        examples = {title: [load_image(images[index]) for index in shown] for title, images in columns.items()}
         return session.report(
             tables,
             figures,
             encoders,
             compared,
             list(dict.fromkeys(notes)),
-            saved={"examples.png": self._examples(rendered)},
+            saved={"examples.png": plot_examples([self.captions[index] for index in shown], examples)},
             seconds=session.cache.seconds + sum(numbers["seconds"] for numbers in encoders.values()),
             drawing=self.drawing,
             images=len(self.records),
@@ -180,30 +182,24 @@ class _Generation:
             resize=networks.resize,
         )
 
-    def _examples(self, rendered: Mapping[str, Rendered]) -> Figure:
-        shown = first_of_each(self.groups)[:EXAMPLES]  # scenes of one family show the same objects
-        return plot_examples(
-            [self.captions[index] for index in shown],
-            [_reference(self.records[index], self.pairs.images) for index in shown],
-            {label: [images.files[index] for index in shown] for label, images in rendered.items()},
-        )
 
-
-def _unreadable(records: Sequence[Record], images: ImageSource) -> dict[int, BadRecord]:
-    """The bad records, by position: those whose image cannot be decoded."""
-    checked = (read_or_bad(record, images.open) for record in tqdm(records, desc="check reference images"))
-    return {index: image for index, image in enumerate(checked) if isinstance(image, BadRecord)}
+def check_images(records: Sequence[Record], images: ImageSource) -> tuple[list[BadRecord], list[int]]:
+    """The bad records, whose image cannot be decoded, and the positions of the others."""
+    bad, good = [], []
+    for index, record in enumerate(tqdm(records, desc="check reference images")):
+        image = read_or_bad(record, images.open)
+        if isinstance(image, BadRecord):
+            bad.append(image)
+        else:
+            good.append(index)
+    return bad, good
 
 
 def _reference(record: Record, images: ImageSource) -> Image.Image:
     """The image of a record that was readable when the evaluation began. Raises UserError if it no longer is."""
-    image = read_or_bad(record, images.open)
-    if isinstance(image, BadRecord):
-        raise UserError(
-            f"An image that could be read at the start cannot be read now: {image}. Start the same command again, "
-            "which skips unreadable images, and do not change the images meanwhile."
-        )
-    return image
+    advice = "Start the same command again, which skips unreadable images, and do not change the images meanwhile."
+    with explain_failure(f"The reference image {printable(record.image)!r} cannot be read any more", advice):
+        return images.open(record.image)
 
 
 def titles(report: dict) -> dict[str, str]:
@@ -283,16 +279,18 @@ def figures(report: dict) -> dict[str, Figure]:
     width = _COLUMNS // max(len(series), 1)
     for place, (title, lines) in enumerate(series.items()):
         axes = figure.add_subplot(grid[rows, place * width : (place + 1) * width])
-        _draw_by_sentence(axes, lines)
+        draw_curves(axes, lines)
+        axes.set_xlabel("sentence")
         axes.set_title(title, fontsize="medium")
+        axes.legend(fontsize="small")
     return {f"{NAME}.png": figure}
 
 
 def _draw_score(axes: Axes, numbers: Mapping[str, dict | None], is_first: bool) -> None:
     for row, number in enumerate(numbers.values()):
         if number:
-            axes.plot([number["low"], number["high"]], [row, row], color=f"C{row}", linewidth=2)
-            axes.plot([number["value"]], [row], "o", color=f"C{row}")
+            ends = error_lengths([number["value"]], [[number["low"], number["high"]]])
+            axes.errorbar([number["value"]], [row], xerr=ends, fmt="o", color=f"C{row}", elinewidth=2)
             text = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
             axes.annotate(f"{number['value']:.3g}", (number["value"], row), (0, 5), **text)
     axes.set_yticks(range(len(numbers)), numbers if is_first else [""] * len(numbers))
@@ -309,34 +307,15 @@ def _series(scores: Mapping[str, dict], names: Mapping[str, str]) -> dict[str, d
     series = {title: {} for title in titles}
     for label, numbers in scores.items():
         lines = {line["sentence"]: line for line in numbers.get(BY_SENTENCE, ())}
-        precision = {sentence: line["precision"] for sentence, line in lines.items() if line["precision"]}
-        sentences = [name for name in numbers if name.startswith(OF_SENTENCE)]
-        clip = {int(name.removeprefix(OF_SENTENCE)): numbers[name] for name in sentences}
-        for title, by_sentence in zip(titles, (lines, precision, clip), strict=True):
-            series[title][label] = by_sentence
+        clip = {name.removeprefix(OF_SENTENCE): each for name, each in numbers.items() if name.startswith(OF_SENTENCE)}
+        parts = lines, {sentence: line["precision"] for sentence, line in lines.items()}, clip
+        for by_title, part in zip(series.values(), parts, strict=True):
+            by_title[label] = part
     return {title: lines for title, lines in series.items() if any(lines.values())}
 
 
-def _draw_by_sentence(axes: Axes, lines: Mapping[str, Mapping[int, dict]]) -> None:
-    for row, (label, numbers) in enumerate(lines.items()):
-        # Shifted a little, so that intervals do not overlap.
-        places = [sentence + 0.12 * (row - (len(lines) - 1) / 2) for sentence in numbers]
-        values = [number["value"] for number in numbers.values()]
-        axes.plot(places, values, "o-", color=f"C{row}", label=label, markersize=4)
-        for place, number in zip(places, numbers.values(), strict=True):
-            axes.plot([place, place], [number["low"], number["high"]], color=f"C{row}", linewidth=1, alpha=0.6)
-    axes.set_xlabel("sentence")
-    axes.set_xticks(sorted({sentence for numbers in lines.values() for sentence in numbers}))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-
-
-def plot_examples(
-    captions: Sequence[str], references: Sequence[Image.Image], generated: Mapping[str, Sequence[ImageLike]]
-) -> Figure:
-    """A row for each prompt: the prompt, its reference image, and the image of each encoder; small ones as pixels."""
-    columns = {"reference image": references}
-    columns |= {label: [load_image(file) for file in files] for label, files in generated.items()}
+def plot_examples(captions: Sequence[str], columns: Mapping[str, Sequence[Image.Image]]) -> Figure:
+    """A row for each prompt: the prompt, and the image of each column, by title; small ones as pixels."""
     figure = Figure(figsize=(3.4 + 2.2 * len(columns), 2.35 * len(captions)), layout="constrained", dpi=110)
     grid = figure.add_gridspec(len(captions), 1 + len(columns), width_ratios=[1.5, *[1] * len(columns)])
     for row, caption in enumerate(captions):
@@ -348,7 +327,7 @@ def plot_examples(
         for column, (label, images) in enumerate(columns.items(), 1):
             axes = figure.add_subplot(grid[row, column])
             axes.axis("off")
-            image = images[row].copy()
+            image = images[row]
             image.thumbnail((_SHOWN, _SHOWN))  # never enlarges
             axes.imshow(image, interpolation="nearest" if max(image.size) < _SHOWN else None)
             if not row:

@@ -34,11 +34,7 @@ ImageLike = str | os.PathLike | Callable[[], Image.Image]
 
 
 def load_image(image: ImageLike) -> Image.Image:
-    """The image, as RGB.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """The image, as RGB. Raises UserError for a file that cannot be read."""
     if callable(image):
         return image()
     advice = "Delete it, and start the command that generated it again."

@@ -138,13 +138,6 @@ def standard_error(values: Sequence[float], groups: Sequence[Hashable]) -> float
     return float(np.std(values, ddof=1)) * math.sqrt(half / (count - half))
 
 
-def _interval(value: float, error: float, score: str) -> dict[str, float]:
-    """The value and its interval, which ends where the score does."""
-    least = -math.inf if score.startswith("kid") else 0.0
-    most = 1.0 if score.startswith(("precision", "recall")) else math.inf
-    return {"value": value, "low": max(value - _NORMAL * error, least), "high": min(value + _NORMAL * error, most)}
-
-
 @dataclass
 class ImageNumbers:
     """The scores of one encoder's images. JSON-ready: `asdict(numbers)`, and `ImageNumbers(**...)` back.
@@ -180,19 +173,15 @@ def compare_scores(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, floa
         if score in a.by_image:
             rows = zip(a.by_image[score], b.by_image[score], a.groups, strict=True)
             compared[score] = paired_difference(*zip(*(row for row in rows if None not in row), strict=True))
-        else:
-            compared[score] = _difference_of_distances(a, b, score)
+            continue
+        difference = a.numbers[score]["value"] - b.numbers[score]["value"]
+        compared[score] = {"difference": difference, "low": None, "high": None, "p": None}
+        if a.halves[score]:
+            error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.groups)
+            p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
+            low, high = difference - _NORMAL * error, difference + _NORMAL * error
+            compared[score] = {"difference": difference, "low": low, "high": high, "p": p}
     return compared
-
-
-def _difference_of_distances(a: ImageNumbers, b: ImageNumbers, score: str) -> dict[str, float | None]:
-    difference = a.numbers[score]["value"] - b.numbers[score]["value"]
-    if not a.halves[score]:
-        return {"difference": difference, "low": None, "high": None, "p": None}
-    error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.groups)
-    p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
-    low, high = difference - _NORMAL * error, difference + _NORMAL * error
-    return {"difference": difference, "low": low, "high": high, "p": p}
 
 
 # ---- networks and scores together
@@ -320,8 +309,11 @@ def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, 
     result.halves |= of_halves
     for score, value in values.items():
         result.numbers[score] = {"value": value, "low": None, "high": None}
-        if of_halves[score]:
-            result.numbers[score] = _interval(value, standard_error(of_halves[score], result.groups), score)
+        if of_halves[score]:  # the interval ends where the score does
+            reach = _NORMAL * standard_error(of_halves[score], result.groups)
+            least = -math.inf if score.startswith("kid") else 0.0
+            most = 1.0 if score.startswith(("precision", "recall")) else math.inf
+            result.numbers[score] |= {"low": max(value - reach, least), "high": min(value + reach, most)}
 
 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:

@@ -9,6 +9,7 @@ without an image's suffix, stops at an unreadable image instead of naming it, an
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,14 +23,14 @@ from timm.data import ImageNetInfo
 from torch import Tensor
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.bad_records import BadRecord, print_left_out
+from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out
 from debias_diffusion.data.images import ImageFolder, ImageSource, digest_of
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import TIE
+from debias_diffusion.data.retrieval import TIE, cosines
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import paired_difference, wilson
-from debias_diffusion.eval.report import Table, cell, compared_tables
+from debias_diffusion.eval.report import Table, cell, compared_tables, draw_bars
 from debias_diffusion.eval.session import compare_encoders
 from debias_diffusion.files import read_file, sha256
 
@@ -193,27 +194,15 @@ def class_features(backbone: Backbone, data: LabelledImages, batch_size: int, de
     return open_clip.build_zero_shot_classifier(*given, device=device, use_tqdm=True).T.contiguous().cpu()
 
 
-def classify(image_features: Tensor, class_features: Tensor, block: int = 4096) -> Tensor:
-    """The class of each image, by cosine similarity; of equal ones (within 1e-6) the first.
+def classify(image_features: Tensor, class_features: Tensor) -> Tensor:
+    """The class of each image, int64 [N], by the cosine of [N, D] with [C, D]; of equal ones (within 1e-6) the first.
 
-    Args:
-        image_features: [N, D], finite; need not be normalised.
-        class_features: [C, D], finite; need not be normalised.
-        block: images compared at once.
-
-    Returns:
-        int64 [N], from 0 to C - 1.
-
-    Raises:
-        UserError: a feature is not finite.
+    Raises UserError if a feature is not finite.
     """
     if not (image_features.isfinite().all() and class_features.isfinite().all()):
-        raise UserError("classify got features that are NaN or infinite. Check the model's weights.")
-    classes, guesses = F.normalize(class_features.double(), dim=1), []
-    for part in F.normalize(image_features.double(), dim=1).split(block):
-        similarity = part @ classes.T  # [B, C]
-        guesses.append((similarity >= similarity.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1))
-    return torch.cat(guesses)
+        raise UserError("Features are NaN or infinite, so no class is nearest. Check the model's weights.")
+    similarity = cosines(image_features, class_features)
+    return (similarity >= similarity.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1)
 
 
 def top1(predicted: Sequence[int], labels: Sequence[int], classes: Sequence[str]) -> dict:
@@ -251,17 +240,15 @@ def evaluate_classification(config: ClassificationConfig) -> dict:
     if not data.records:
         raise UserError(f"{config.data!r} holds no image of a class of {config.dataset}. Give the folder of images.")
     print_left_out(data.bad)
-    session = ImageSession("classification", config, data, data.bad)
+    check_share(data.bad, len(data.records) + len(data.bad), config.max_bad)
+    session = ImageSession("classification", config, data)
 
     def classify_all(label: str, backbone: Backbone) -> tuple[list[int], list[int]]:
         """The classes that one encoder assigns to the readable images, and their true ones."""
         features, good = session.encode(label, backbone)
-
-        def compute() -> dict[str, Tensor]:
-            return {"features": class_features(backbone, data, config.batch_size, session.device)}
-
+        compute = partial(class_features, backbone, data, config.batch_size, session.device)
         depends = {"encoder": session.digests["encoders"][label], "classes": data.classes, "templates": data.templates}
-        classes = session.cache.tensors("classes", depends, compute)["features"]
+        classes = session.cache.tensors("classes", depends, lambda: {"features": compute()})["features"]
         return classify(features, classes).tolist(), [data.labels[index] for index in good]
 
     results = session.by_encoder(classify_all)
@@ -290,15 +277,13 @@ def tables(report: dict) -> list[Table]:
 
 
 def figures(report: dict) -> dict[str, Figure]:
-    """Each encoder's top-1 by class, from its worst to its best, and of all images."""
-    figure = Figure(figsize=(8, 3.5), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    for index, (label, numbers) in enumerate(report["encoders"].items()):
-        values = sorted(row["top1_percent"] for row in numbers["per_class"])
-        title = f"{label}, all {cell(numbers['top1_percent'], *numbers['top1_interval_percent'])}"
-        axes.plot(range(1, len(values) + 1), values, drawstyle="steps-mid", color=f"C{index}", label=title)
-        axes.axhline(numbers["top1_percent"], color=f"C{index}", linestyle="--", linewidth=1)
-    axes.set(title=report["settings"]["dataset"], xlabel="classes, from each encoder's worst", ylabel="top-1 (%)")
-    axes.set_ylim(-5, 105)
+    """Bars of top-1 of all images and of its mean over classes, which has no interval."""
+    figure = Figure(figsize=(6, 3.5), layout="constrained", dpi=150)
+    axes, groups = figure.subplots(), {}
+    for label, numbers in report["encoders"].items():
+        values = numbers["top1_percent"], numbers["mean_per_class_percent"]
+        groups[label] = values, [numbers["top1_interval_percent"], [None, None]]
+    draw_bars(axes, groups, ["top-1", "mean of classes"], digits=1)
+    axes.set(title=report["settings"]["dataset"], ylabel="%")
     axes.legend(fontsize="small")
     return {"classification.png": figure}

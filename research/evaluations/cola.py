@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_average_precision
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.bad_records import BadRecord, leave_out, print_left_out
+from debias_diffusion.data.bad_records import BadRecord, check_share, leave_out, print_left_out
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
@@ -165,9 +165,10 @@ def evaluate_cola(config: ColaConfig) -> dict:
     """
     data = read_cola(config.data)
     print_left_out(data.bad)
+    check_share(data.bad, len(data.images) + len(data.bad), config.max_bad)
     records, digest = [Record(name, name, "") for name in data.images], sha256(config.data)
     pairs = Pairs(records, ImageFolder(config.images), data.texts, data.image_of, data.bad, digest)
-    session = ImageSession("cola", config, pairs, data.bad)
+    session = ImageSession("cola", config, pairs)
     results = session.by_encoder(partial(_score, session, data))
     kind, measure = ("items", "accuracy") if data.part == MULTI else ("classes", "mAP")
     values = {label: {kind: list(scores.values())} for label, scores in results.items()}
@@ -194,13 +195,9 @@ _NOTES = {
 def _score(session: ImageSession, data: Cola, label: str, backbone: Backbone) -> dict[int, float]:
     """One encoder's score of each item, or of each class by its number."""
     (features, good), config, scores = session.encode(label, backbone), session.config, {}
-
-    def compute() -> dict[str, Tensor]:
-        title = f"texts, {label}"
-        return {"features": encode_texts(backbone, data.texts, config.batch_size, session.device, title)}
-
+    compute = partial(encode_texts, backbone, data.texts, config.batch_size, session.device, f"texts, {label}")
     depends = {"encoder": session.digests["encoders"][label], "texts": data.texts}
-    texts = session.cache.tensors("texts", depends, compute)["features"]
+    texts = session.cache.tensors("texts", depends, lambda: {"features": compute()})["features"]
     if data.part == SINGLE:
         rows = torch.tensor(good)
         scores = class_precisions(features, texts, data.present[rows], data.hard[rows])

@@ -6,7 +6,7 @@ patches, mean over heads, without the mask that keeps it to its band.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -47,19 +47,15 @@ def image_maps(backbone: Backbone, image: str | os.PathLike, text: str) -> dict:
         states, after = after, tower.run_block(block, after)
     features = F.normalize(tower.project(after[0, 1:, None]), dim=-1)  # each patch in the place of CLS
     wanted = F.normalize(backbone.encode_text(backbone.tokenize([text]).to(device)), dim=-1)
-    maps = {"similarity": _rows(features @ wanted[0], visual), "prompts": [], "band": 0}
+    maps = {"similarity": (features @ wanted[0]).view(visual.grid_size).tolist(), "prompts": [], "band": 0}
     if tower.prompts:
         last, settings = tower.transformer.resblocks[-1], tower.prompts.settings
         query, _, _ = before_attention(last, tower.prompts.prompts[-1])  # [count, heads, head_dim]
         _, key, _ = before_attention(last, states[0, 1:])
         weights = (torch.einsum("chd,nhd->chn", query, key) / query.shape[-1] ** 0.5).softmax(dim=-1).mean(dim=1)
-        maps["prompts"] = [_rows(of_prompt, visual) for of_prompt in weights]
+        maps["prompts"] = weights.view(-1, *visual.grid_size).tolist()
         maps["band"] = tower.patches // settings.count if settings.mask == "bands" else 0
     return maps | {"pixels": pixels.permute(1, 2, 0).cpu().numpy()}
-
-
-def _rows(values: torch.Tensor, visual: torch.nn.Module) -> list[list[float]]:
-    return values.view(visual.grid_size).tolist()
 
 
 def evaluate_maps(config: MapsConfig) -> dict:
@@ -110,16 +106,12 @@ def plot_maps(results: Mapping[str, dict]) -> Figure:
         named |= {f"prompt {number}": of_prompt for number, of_prompt in enumerate(maps["prompts"], 1)}
         for axes in panels:
             axes.axis("off")
-        for number, (axes, (title, values)) in enumerate(zip(panels, named.items(), strict=False), -2):
+        for prompt, (axes, (title, values)) in enumerate(zip(panels, named.items(), strict=False), -2):
             axes.imshow(maps["pixels"], extent=(0, width, height, 0))
             axes.set_title(title, fontsize="small")
             if values is not None:
-                values, opacity = np.asarray(values), _opacity(values, number, maps["band"])
-                axes.imshow(values, alpha=opacity, extent=(0, width, height, 0), cmap="viridis")
+                patches, band = np.arange(np.size(values)).reshape(np.shape(values)), maps["band"]
+                shown = np.full(patches.shape, True) if prompt < 0 or not band else patches // band == prompt
+                opacity = np.where(shown, 0.75, _PAD)
+                axes.imshow(np.asarray(values), alpha=opacity, extent=(0, width, height, 0), cmap="viridis")
     return figure
-
-
-def _opacity(values: Sequence[Sequence[float]], prompt: int, band: int) -> np.ndarray:
-    """Of each patch, full in a prompt's band; of similarity (a negative number) of all."""
-    patches = np.arange(np.size(values)).reshape(np.shape(values))
-    return np.where((prompt < 0) | (band == 0) | (patches // max(1, band) == prompt), 0.75, _PAD)

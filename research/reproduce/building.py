@@ -10,10 +10,11 @@ from debias_diffusion.ablation.saved import FILE as ABLATION_FILE
 from debias_diffusion.app.align.command import align
 from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders.spec import SHORT
-from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.errors import UserError
 from debias_diffusion.files import json_digest
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods import METHODS
+from debias_diffusion.registry import Registry
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.checkpoints import BEST, CHECKPOINT
 from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
@@ -65,11 +66,8 @@ class Work:
         if key not in self._models:
             self._models[key] = self._model(model, seed)
         encoder, unablated, label, needs = self._models[key]
-        given = dict(_named(evaluation, self.world.evaluations, "evaluation"))
-        if (kind := given.pop("kind", None)) not in KINDS:
-            raise UserError(
-                f"The evaluation {evaluation!r} is of the kind {kind!r}, but must be one of {', '.join(KINDS)}."
-            )
+        given = dict(Registry("evaluation of this world", self.world.evaluations).find(evaluation))
+        measure = Registry("kind of evaluation", KINDS).find(kind := given.pop("kind", ""))
         settings = self._filled(given | (model.evaluation or {}), seed)
 
         def work(folder: Path) -> dict:
@@ -77,7 +75,7 @@ class Work:
             nothing_helps &= kind != "ablation"  # which is of the search itself
             where = {"encoders": [unablated if nothing_helps else encoder], "output": str(folder)}
             where |= {"device": self.device} if self.device else {}
-            return KINDS[kind](settings | where)
+            return measure(settings | where)
 
         # Benchmarks that are the same data in a small world are evaluated once.
         name = f"seed-{seed}/{kind}-{self._digest(settings)}/{label}"
@@ -90,7 +88,7 @@ class Work:
     def _model(self, model: Model, seed: int) -> tuple[str, str, str, tuple[str, ...]]:
         """(the name of its encoder, that of the base model, which stands for it where a search finds no head to ablate,
         its label in folder names, the unit that makes it, if any)"""
-        base = _named(model.base, self.world.bases, "base model")
+        base = Registry("base model of this world", self.world.bases).find(model.base)
         if model.training is not None and model.ablation is not None:
             raise UserError(f"A row has both a training {model.training} and an ablation {model.ablation}. Give one.")
         encoder = fill(f"{base.model}:{base.pretrained}" if base.pretrained else base.model, self.root, seed)
@@ -213,16 +211,6 @@ class Work:
 
 def _check_names(command: str, settings: Mapping, options: type) -> None:
     """Raises UserError for a setting that a command does not have."""
-    known = [part.name for part in fields(options)]
+    known = Registry(f"setting of `{command}`", {part.name: part for part in fields(options)})
     for name in settings:
-        if name not in known:
-            raise UserError(
-                f"{command} has no setting {name!r}.{near_matches(name, known)} See `python -m research "
-                f"{command} --help`."
-            )
-
-
-def _named(name: str, known: Mapping[str, Any], kind: str) -> Any:
-    if name not in known:
-        raise UserError(f"This world has no {kind} {name!r}.{near_matches(name, known)} It has: {', '.join(known)}.")
-    return known[name]
+        known.find(name)

@@ -15,9 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from debias_diffusion.errors import UserError, near_matches
+from debias_diffusion.errors import UserError
 from debias_diffusion.eval.intervals import paired_ratio_difference
 from debias_diffusion.files import read_json_object
+from debias_diffusion.registry import Registry
 
 from .papers import Claim, Claims, Comparison, Model, Queries, Recorded
 
@@ -123,18 +124,10 @@ def compared_models(claims: Claims, claim: Claim) -> Iterator[tuple[Comparison, 
     Raises:
         UserError: a comparison names an unknown model.
     """
+    models = Registry("model of the claims", claims.models)
     for comparison in claim.compare:
         names = filter(None, (comparison.a, comparison.b, comparison.c, comparison.d))
-        yield comparison, [(name, _find_model(claims, name)) for name in names]
-
-
-def _find_model(claims: Claims, name: str) -> Model:
-    if name not in claims.models:
-        raise UserError(
-            f"The claims compare an unknown model {name!r}.{near_matches(name, claims.models)} Known are "
-            f"{', '.join(claims.models)}."
-        )
-    return claims.models[name]
+        yield comparison, [(name, models.find(name)) for name in names]
 
 
 def decide(claims: Claims, scores: Lookup, repository: Path) -> dict[str, list[dict]]:

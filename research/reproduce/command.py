@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from debias_diffusion.errors import FailedError, UserError, near_matches
+from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval.report import Table, cell, escaped, versions
 from debias_diffusion.files import write_json, write_text
+from debias_diffusion.registry import Registry
 from debias_diffusion.training.progress import duration
 
 from ..options import ReproduceConfig
@@ -80,9 +81,7 @@ class Reproduction:
         for name in wanted:
             if name in absent:
                 raise UserError(f"{name} cannot be reproduced here: {absent[name]} `reproduce --list` names what can.")
-            known = [*tables, CLAIMS, ALL]
-            if name not in known:
-                raise UserError(f"There is no {name!r}.{near_matches(name, known)} Choose from: {', '.join(known)}.")
+            Registry("table", tables | dict.fromkeys((CLAIMS, ALL))).find(name)
         return {name: table for name, table in tables.items() if name in wanted or ALL in wanted}
 
     def _models_and_columns(self) -> Iterator[tuple[Model, Column]]:
@@ -114,11 +113,8 @@ class Reproduction:
         values = {}
         for seed in self.config.seeds:
             scores = result_of(self.output, self.work.add(model, evaluation, seed))["content"]
-            if score not in scores:
-                raise UserError(
-                    f"{evaluation} has no score {score!r}.{near_matches(score, scores)} It has: {', '.join(scores)}."
-                )
-            values[seed] = Queries(**scores[score]) if isinstance(scores[score], dict) else scores[score]
+            value = Registry(f"score of {evaluation}", scores).find(score)
+            values[seed] = Queries(**value) if isinstance(value, dict) else value
         return values
 
     def _programs(self, name: str, wanted: Iterable[tuple[Model, Column]]) -> list[str]:

@@ -75,8 +75,7 @@ class Contents:
 
     def _of_benchmark(self, name: str, root: str, limit: int | None) -> list[str | None]:
         benchmark = read_retrieval_set(name, root)
-        records = [Record(image, image, "") for image in benchmark.images[:limit]]
-        return [name, benchmark.digest(), self._of_images(records, benchmark.source)]
+        return [name, benchmark.digest, self._of_images(benchmark.records[:limit], benchmark.images)]
 
     def _of_images(self, records: Sequence[Record], images: ImageSource) -> str | None:
         if self._folder is None:

@@ -82,13 +82,13 @@ def robustness_scores(settings: dict) -> Scores:
     return scores
 
 
-def attention_scores(settings: dict) -> Scores:
+def attention_scores(report: dict) -> Scores:
     """How EOT's attention changes over 100 positions, in standard deviations ("slope move4": with sentence 4 first).
 
     The slope is of the least-squares line through the means of the positions that a tenth of the captions reach,
     weighted by how many do; SOT is left out, as in Figure 1b.
     """
-    [numbers] = evaluate_attention(checked(AttentionConfig, settings))["encoders"].values()
+    [numbers] = report["encoders"].values()
     of_edits = {"slope": "keep", "slope move4": "move4"}
     return {score: attention_slope(numbers["attention"][edit]) for score, edit in of_edits.items()}
 
@@ -104,18 +104,8 @@ def attention_slope(numbers: dict) -> float:
     return float(100 * slope)
 
 
-def generation_scores(settings: dict) -> Scores:
-    """Every score of `evaluate generation` ("dino_score", "objects_right", ...), see `image_scores`."""
-    return image_scores(evaluate_generation(checked(GenerationConfig, settings)))
-
-
-def referring_scores(settings: dict) -> Scores:
-    """The same of images of captions that refer back, and those by kind of mention."""
-    return image_scores(evaluate_referring(checked(GenerationConfig, settings)))
-
-
 def image_scores(report: dict) -> Scores:
-    """The scores of a report of one encoder's images, also of groups of objects.
+    """Every score of a report of one encoder's images ("dino_score", "objects_right", ...), also of groups of objects.
 
     Those of a group are named by its list: "objects_right_by_sentence: 5". "fid" is of Inception's 64 features, whose
     scale the paper's has, or of `own_features` where there is no Inception; without either there is none.
@@ -132,17 +122,17 @@ def image_scores(report: dict) -> Scores:
     return scores if fid is None else scores | {"fid": fid}
 
 
-def cola_scores(settings: dict) -> Scores:
+def cola_scores(report: dict) -> Scores:
     """Whether each of Cola's items is right, or the average precision of each class, in percent ("t2i")."""
-    [encoder] = evaluate_cola(checked(ColaConfig, settings))["encoders"].values()
+    [encoder] = report["encoders"].values()
     scores = encoder["scores_percent"]
     values = [*scores.values()] if isinstance(scores, dict) else scores
     return {"t2i": _queries(np.array(values), [str(item) for item in range(len(values))])}
 
 
-def classification_scores(settings: dict) -> Scores:
+def classification_scores(report: dict) -> Scores:
     """Top-1 of all images in percent ("t2i")."""
-    [encoder] = evaluate_classification(checked(ClassificationConfig, settings))["encoders"].values()
+    [encoder] = report["encoders"].values()
     return {"t2i": encoder["top1_percent"]}
 
 
@@ -168,14 +158,21 @@ def _of_images(values: dict[str, list[int]] | list[float | None], groups: Sequen
     return _queries(np.array([value for value, _ in kept]), [group for _, group in kept])
 
 
+def _of_report(
+    options: type, evaluate: Callable[[Any], dict], scores: Callable[[dict], Scores], settings: dict
+) -> Scores:
+    """The scores that stand in the report of an evaluation of one encoder."""
+    return scores(evaluate(checked(options, settings)))
+
+
 # {kind: from an evaluation's settings, `encoders` and `output` among them, to scores}
 KINDS: dict[str, Callable[[dict], Scores]] = {
     "retrieval": retrieval_scores,
     "robustness": robustness_scores,
-    "attention": attention_scores,
-    "generation": generation_scores,
-    "referring": referring_scores,
-    "cola": cola_scores,
-    "classification": classification_scores,
+    "attention": partial(_of_report, AttentionConfig, evaluate_attention, attention_scores),
+    "generation": partial(_of_report, GenerationConfig, evaluate_generation, image_scores),
+    "referring": partial(_of_report, GenerationConfig, evaluate_referring, image_scores),
+    "cola": partial(_of_report, ColaConfig, evaluate_cola, cola_scores),
+    "classification": partial(_of_report, ClassificationConfig, evaluate_classification, classification_scores),
     "ablation": ablation_scores,
 }

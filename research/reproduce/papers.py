@@ -7,9 +7,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 import yaml
 
-from debias_diffusion.errors import UserError, near_matches, reason
+from debias_diffusion.errors import UserError, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.limits import Checked
+from debias_diffusion.registry import Registry
 from debias_diffusion.text.chunks import Reading
 
 from ..options import ReproduceConfig
@@ -320,11 +321,8 @@ def read_absent(folder: Path) -> list[dict[str, str]]:
 
 def read_world(folder: Path, name: str) -> World:
     """The world of that name. Raises UserError for an unknown one."""
-    file = folder / f"{WORLD}{name}.yaml"
-    if not file.is_file():
-        known = [path.stem.removeprefix(WORLD) for path in sorted(folder.glob(f"{WORLD}*.yaml"))]
-        raise UserError(f"There is no world {name!r}.{near_matches(name, known)} Choose one of: {', '.join(known)}.")
-    return read_yaml(file, World)
+    files = {file.stem.removeprefix(WORLD): file for file in sorted(folder.glob(f"{WORLD}*.yaml"))}
+    return read_yaml(Registry("world", files).find(name), World)
 
 
 def read_yaml(file: Path, kind: Any) -> Any:
@@ -358,8 +356,7 @@ def _build_dataclass(kind: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise UserError(f"{where} is {value!r}, but must hold keys. {allowed}")
     for key in value:
-        if key not in hints:
-            raise UserError(f"{where}: unknown key {key!r}.{near_matches(str(key), hints)} {allowed}")
+        Registry(f"key of {where}:", hints).find(key)
     parts = {key: _build(hints[key], part, f"{where}: {key}") for key, part in value.items()}
     try:
         return kind(**parts)

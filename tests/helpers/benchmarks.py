@@ -34,11 +34,12 @@ def lay_out(root: Path, files: dict, expected: dict, images: str) -> dict:
 def check_benchmark(name: str, root: Path, expected: dict[str, list[str]]) -> None:
     """Whether a benchmark is read as these captions by image."""
     read = read_retrieval_set(name, root)
-    assert read.bad == [] and read.images == list(expected)
+    images = [record.image for record in read.records]
+    assert read.bad == [] and images == list(expected)
     assert read.captions == [caption for captions in expected.values() for caption in captions]
-    assert [read.images[i] for i in read.image_of] == [image for image, texts in expected.items() for _ in texts]
-    assert {read.source.open(image).size for image in read.images} == {(32, 32)}
-    last = read.select([len(read.images) - 1])
-    assert (last.images, last.captions) == (read.images[-1:], expected[read.images[-1]])
+    assert [images[i] for i in read.image_of] == [image for image, texts in expected.items() for _ in texts]
+    assert {read.images.open(image).size for image in images} == {(32, 32)}
+    last = read.select([len(images) - 1], {})
+    assert (last.records, last.captions) == (read.records[-1:], expected[images[-1]])
     assert last.image_of == [0] * len(last.captions)
-    assert last.digest() != read.digest() == read_retrieval_set(name, str(root)).digest()
+    assert read.digest == read_retrieval_set(name, str(root)).digest

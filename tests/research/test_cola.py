@@ -9,7 +9,7 @@ from helpers.tiny_clip import save_tiny_clip
 from PIL import Image
 
 from research.evaluations.cola import MULTI, SINGLE, ColaConfig, class_precisions, evaluate_cola, read_cola, right_items
-from research.reproduce.measuring import cola_scores
+from research.reproduce.measuring import KINDS
 
 PLACE = "https://cs-people.bu.edu/array/data/vg_gqa_images"
 COLOURS = ("red", "green", "blue", "white", "black")
@@ -85,7 +85,7 @@ def test_a_table_is_measured_by_item_or_by_class(tmp_path, capsys):
         data = write(tmp_path / f"{name}.json", content)
         report = evaluate_cola(ColaConfig(data=data, **settings))
         [expected] = [encoder["scores_percent"] for encoder in report["encoders"].values()]
-        printed, scores = capsys.readouterr().out, cola_scores(settings | {"data": data})["t2i"]
+        printed, scores = capsys.readouterr().out, KINDS["cola"](settings | {"data": data})["t2i"]
         if name == "one":
             assert scores["above"] == expected and "(no interval: too few)" in printed
         else:  # no hard image shows the third

@@ -210,7 +210,7 @@ def test_a_claim_holds_if_each_of_its_comparisons_does(tmp_path):
     # (up - down) - (noisy - noisy) is up - down; (up - down) - (up - down) is 0 for every seed, and has no interval
     assert decided("up down", c="noisy", d="noisy", sign="=", margin=53.0) == HOLDS
     assert decided("up down", c="up", d="down", sign="=", margin=0.1) == UNDECIDED
-    with pytest.raises(UserError, match="unknown model 'upp'. Did you mean up"):
+    with pytest.raises(UserError, match="Unknown model of the claims 'upp'. Did you mean up"):
         decided("upp down")
 
 
