@@ -131,8 +131,8 @@ def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cac
 def test_libraries_read_the_cache_alone_if_the_hub_is_out_of_reach(cache, monkeypatch):
     folder = hub_repository(cache, "some/encoder")
     assert locate("some/encoder") == locate(str(folder)) == (str(folder), None)
-    hub.locate.cache_clear()
-    monkeypatch.setattr(hub.HfApi, "model_info", Mock())
+    hub._repository.cache_clear()
+    monkeypatch.setattr(hub.HfApi, "model_info", Mock(side_effect=lambda name, **_: ModelInfo(id=name, siblings=[])))
     assert locate("some/encoder") == ("some/encoder", None)
     assert locate("some/encoder@v1") == ("some/encoder", "v1")
 
@@ -221,5 +221,6 @@ def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="connection broke"):
         load_two_tower("some/files")
     listed.append("a-smaller-one.safetensors")
+    hub._repository.cache_clear()
     with pytest.raises(UserError, match="a-smaller-one.safetensors, longclip-L.pt"):
         load_text_encoder("some/files")

@@ -142,7 +142,7 @@ class EncoderSpec:
         """In tokens, BOS and EOS included: of the configuration; where there is none, of the weights."""
         if self.kind is Kind.ORIGINAL or self.is_short:
             return TRAINED_POSITIONS
-        config = self._config()
+        config = {} if self.kind is Kind.FILE else self._config()
         text = config.get("model_cfg", config)
         text = text.get("text_cfg") or text.get("text_config") or text
         length = text.get("context_length") or text.get("max_position_embeddings")

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from debias_diffusion.devices import DTYPES
-from debias_diffusion.encoders.hub import check_location, from_pretrained, load_pretrained, location_digest
+from debias_diffusion.encoders.hub import from_pretrained, load_pretrained, location_digest
 from debias_diffusion.errors import explain_failure
 from debias_diffusion.eval.multimodal import ServerModel
 from debias_diffusion.eval.report import image_url
@@ -42,7 +42,6 @@ def model_digest(model: str, server: str | None = None) -> str:
 
 
 def _check_kind(model: str) -> None:
-    check_location(model)
     config = from_pretrained(AutoConfig, model, trust_remote_code=False)
     if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         raise ValueError(f"transformers has no image-text-to-text model of its kind, {config.model_type}")
