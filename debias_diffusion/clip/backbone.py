@@ -27,11 +27,10 @@ from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts, has_pla
 from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings
 from .text_tower import POOLINGS, TextTower, set_positions, set_short_positions
-from .weight_files import CONFIG_FILE, WEIGHTS_FILE, model_digest, save_tensors
+from .weight_files import CONFIG_FILE, POSITIONS, WEIGHTS_FILE, model_digest, save_tensors
 
 # Beside the weights, where short captions had a table of their own.
 SHORT_POSITIONS_FILE = "short_positions.safetensors"
-_SHORT_POSITIONS = "positional_embedding"
 _PROMPTS = "regional_prompts"  # in `config`
 _IMAGE_SETTINGS = ("embed_dim", "quick_gelu", "vision_cfg")  # of `model_cfg`, what open_clip builds an image tower of
 
@@ -292,5 +291,5 @@ class Backbone(nn.Module):
         self.family.save_tokenizer(self.tokenizer, folder)
         save_tensors(self.model.state_dict(), folder / WEIGHTS_FILE)
         if self.short_positions is not None:
-            save_tensors({_SHORT_POSITIONS: self.short_positions}, folder / SHORT_POSITIONS_FILE)
+            save_tensors({POSITIONS: self.short_positions}, folder / SHORT_POSITIONS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")

@@ -64,13 +64,11 @@ class ImageTower:
     """
 
     def __init__(self, visual: nn.Module):
-        if not isinstance(visual, VisionTransformer):
-            raise UserError(
-                f"The image tower is a {type(visual).__name__}, which cannot be run block by block. Give a CLIP with "
-                "open_clip's own vision transformer, for example ViT-B-16."
-            )
         if not has_plain_blocks(visual):
-            raise UserError("The image tower's blocks are not plain CLIP blocks. Give another, such as ViT-B-16.")
+            raise UserError(
+                f"The image tower is a {type(visual).__name__}, or its blocks are not plain ones of CLIP, so it cannot "
+                "be run block by block. Give a CLIP with open_clip's own vision transformer, for example ViT-B-16."
+            )
         self.visual = visual
         self.changes: dict[int, Callable[[Attention], Attention]] = {}
 

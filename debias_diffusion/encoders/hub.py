@@ -25,8 +25,7 @@ _Model = TypeVar("_Model", bound="PreTrainedModel")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
-_WEIGHTS = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
-_FOLDERS = {*_WEIGHTS, *(f"text_encoder/{name}" for name in _WEIGHTS), CONFIG_FILE}
+_FOLDERS = re.compile(rf"(text_encoder/)?(model\.safetensors|pytorch_model\.bin)(\.index\.json)?|{CONFIG_FILE}")
 
 
 def from_pretrained(cls: Any, location: str, **options) -> Any:
@@ -137,7 +136,7 @@ def find_hub_file(location: str) -> Path | None:
     """
     place, revision, names = _repository(location)
     files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)
-    if not files or _FOLDERS & set(names):
+    if not files or any(map(_FOLDERS.fullmatch, names)):
         return None
     if len(files) > 1:
         name = location.partition("@")[0]

@@ -4,7 +4,7 @@ Each ninth of the image is compared with renderings of all kinds, colours and si
 up to a pixel, crisp and blurred. The nearest template wins if it is near enough.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -71,8 +71,11 @@ class Comparison:
 def compare(reading: SceneReading, scene: Scene) -> Comparison:
     """Compares what an image shows with the scene that it should show."""
     seen = reading.objects
-    correct = {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
     sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
+    correct = {
+        thing.place: isinstance(there := seen[thing.place], Thing) and replace(there, size=thing.size) == thing
+        for thing in scene.things
+    }
     filled = tuple(place for place, there in seen.items() if there is not None)
     return Comparison(correct, sizes, filled, reading.background == scene.background)
 
@@ -115,10 +118,6 @@ def describe(verdicts: dict[str, Verdict], scene: Scene) -> str:
         if text not in ("right", "empty")
     ]
     return " ".join([f"{right} of {len(scene.things)} objects right.", *notes])
-
-
-def _is(seen: Thing | str | None, thing: Thing) -> bool:
-    return isinstance(seen, Thing) and (seen.kind, seen.colour) == (thing.kind, thing.colour)
 
 
 def _background(pixels: np.ndarray) -> str:
