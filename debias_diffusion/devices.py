@@ -17,11 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The device of that name; without a name the fastest available: cuda, mps, cpu.
-
-    Raises:
-        UserError: the device is not available.
-    """
+    """The device of that name; without a name the fastest available: cuda, mps, cpu."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

@@ -96,11 +96,7 @@ def run_block(
 
 
 def block_numbers(transformer: Transformer, blocks: Sequence[int]) -> list[int]:
-    """Blocks by number from 0; a negative number counts from the last block, -1.
-
-    Raises:
-        UserError: there is no such block.
-    """
+    """Blocks by number from 0; a negative number counts from the last block, -1."""
     depth = len(transformer.resblocks)
     if outside := [block for block in blocks if not -depth <= block < depth]:
         raise UserError(f"There is no block {outside[0]}. Give numbers from 0 to {depth - 1}, or from -{depth} to -1.")

@@ -47,8 +47,7 @@ class Family:
     def caption_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text_cfg: dict) -> CaptionTokenizer:
         """The tokenizer for the context length and the vocabulary of `text_cfg`.
 
-        Raises:
-            ValueError: the tokenizer lacks an id that the layout needs, or has more ids than the tower.
+        Raises ValueError if it lacks an id that the layout needs, or has more ids than the tower.
         """
         vocabulary, context_length = text_cfg["vocab_size"], text_cfg["context_length"]
         if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
@@ -61,11 +60,7 @@ class Family:
         return CaptionTokenizer(tokenizer, context_length, Markers(None, *ids), self.cleaning)
 
     def load_tokenizer(self, model: str, folder: Path | None, text_cfg: dict) -> CaptionTokenizer:
-        """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run.
-
-        Raises:
-            UserError: there is none, or it does not fit the text tower.
-        """
+        """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run."""
         place = folder and folder / TOKENIZER_FOLDER
         if place and not place.is_dir():
             place = folder if self.hub_tokenizer and (folder / "tokenizer.json").is_file() else None
@@ -109,11 +104,7 @@ FAMILIES: Registry[Callable[[dict], Family | None]] = Registry("family", {"CLIP"
 
 
 def find_family(model: str, model_cfg: dict) -> Family:
-    """The first of `FAMILIES` that a model is of, by its open_clip configuration.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The first of `FAMILIES` that a model is of, by its open_clip configuration."""
     text_cfg = model_cfg["text_cfg"]
     unfit = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
     unfit += ["multimodal_cfg"] * ("multimodal_cfg" in model_cfg)

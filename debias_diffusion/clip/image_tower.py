@@ -37,10 +37,6 @@ class MaskedPatches:
     is_masked: torch.Tensor
     vector: torch.Tensor | None
 
-    def visible(self) -> torch.Tensor:
-        """[batch, visible] the numbers of the other patches, in order."""
-        return (~self.is_masked).nonzero()[:, 1].view(len(self.is_masked), -1)
-
 
 class ImageTower:
     """open_clip's vision transformer as parts: embed, run each block, project.
@@ -151,7 +147,7 @@ class ImageTower:
             hidden = torch.where(masked.is_masked[..., None], vector, patches)
             views, states = self._run(self._with_cls(torch.cat([patches, hidden])), blocks)
             return *self.project(views).split(batch), states[:batch]
-        visible = masked.visible()
+        visible = (~masked.is_masked).nonzero()[:, 1].view(batch, -1)  # numbers of patches, in order
         features, states = self.encode(images, blocks)
         hidden_states, _ = self._run(self._with_cls(patches, visible))
         return features, self.project(hidden_states), states

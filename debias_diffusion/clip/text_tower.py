@@ -96,11 +96,7 @@ class TextTower:
         return features, stack_states(states, features, hidden_states.shape[-1])
 
     def pack(self, tokens: TokenBatch) -> TowerInput:
-        """Packed states [tokens, width], for who runs the blocks; `changes` are left to them.
-
-        Raises:
-            UserError: pads stand before SOT, so that token 0 is no SOT.
-        """
+        """Packed states [tokens, width], for who runs the blocks; `changes` are left to them. Token 0 must be SOT."""
         self._check_sot(tokens)
         return self._pack(tokens, Layout.of(tokens))
 

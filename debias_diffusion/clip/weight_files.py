@@ -67,9 +67,6 @@ def read_state(file: Path) -> State:
     """The state dict in a file, without the prefix `module.`.
 
     Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
-
-    Raises:
-        UserError: the file holds no state dict.
     """
     with open_regular(file) as opened:
         start = opened.read(9)
@@ -87,11 +84,8 @@ def read_state(file: Path) -> State:
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
     """Raises UserError, which names the first of them, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
 
-    Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision.
-
-    Args:
-        tensors: (name, tensor); integers are skipped.
-        label: the model they belong to, in words, at the beginning of the message.
+    Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision. `label` is the
+    model in words, at the beginning of the message.
     """
     damaged = []
     for name, tensor in tensors:
@@ -168,12 +162,6 @@ def save_tensors(tensors: State, file: Path, metadata: dict[str, str] | None = N
 def is_long_clip(state: State) -> bool:
     """Whether a state dict has Long-CLIP's two tables of positions, with or without the prefix `text.`."""
     return _LONG_CLIPS in state or TEXT + _LONG_CLIPS in state
-
-
-def without_text_prefix(state: State) -> State:
-    """A two-tower's weights with the text tower's names as OpenAI's."""
-    renamed = {name.removeprefix(TEXT): tensor for name, tensor in state.items()}
-    return {name: tensor for name, tensor in renamed.items() if name not in _NO_WEIGHTS}
 
 
 def fold_long_clip(state: State) -> State:

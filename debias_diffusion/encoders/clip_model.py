@@ -140,9 +140,6 @@ def read_two_tower(location: str) -> Backbone:
     """A two-tower of transformers as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
 
     Images are preprocessed by the settings of its image processor, else as open_clip does for such a model.
-
-    Raises:
-        UserError: there is no whole model of one of `MODEL_TYPES`, or open_clip's module cannot hold it.
     """
     content = read_model_config(location)
     kind = content.get("model_type")

@@ -122,17 +122,9 @@ def location_digest(location: str) -> str:
 
 
 def find_hub_file(location: str) -> Path | None:
-    """The file of weights of a hub repository that holds nothing else to load, downloaded unless it is cached.
+    """The file of weights of a hub repository that holds nothing else to load, such as Long-CLIP's, downloaded.
 
-    Args:
-        location: a hub id, as "BeichenZhang/LongCLIP-L", whose file is longclip-L.pt.
-
-    Returns:
-        The file in the hub's cache; None if the repository has a transformers or open_clip folder, or no weights at its
-        root.
-
-    Raises:
-        UserError: it has several files of weights. Errors of the library, and `locate`'s, pass through.
+    None if the repository has a transformers or open_clip folder, or no weights at its root.
     """
     place, revision, names = _repository(location)
     files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)

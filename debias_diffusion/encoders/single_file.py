@@ -51,9 +51,6 @@ def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder in a file of weights (see `read_state`), in float32 and eval mode, and its tokenizer; see above.
 
     A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
-
-    Raises:
-        UserError: the file holds no whole CLIP text encoder.
     """
     file = Path(location)
     tensors = {name: value for name, value in read_state(file).items() if isinstance(value, torch.Tensor)}
@@ -75,11 +72,7 @@ def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
 
 
 def _text_part(tensors: State, file: Path) -> tuple[State, bool]:
-    """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations).
-
-    Raises:
-        UserError: there is none.
-    """
+    """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations)."""
     candidates = []
     for name, tensor in tensors.items():
         prefix = name.removesuffix(_TRANSFORMERS)

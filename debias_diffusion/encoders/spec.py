@@ -277,11 +277,7 @@ def load_two_tower(name: str | os.PathLike) -> "Backbone":
 
 
 def load_ablated(location: str) -> "Backbone":
-    """The base model of a search, with the heads that it found suppressed.
-
-    Raises:
-        UserError: the base model cannot be loaded, or is another one now.
-    """
+    """The base model of a search, with the heads that it found suppressed."""
     from ..ablation.saved import read_ablation
 
     base, digest, ablation = read_ablation(location)
@@ -296,14 +292,7 @@ def load_ablated(location: str) -> "Backbone":
 
 
 def parse_encoders(names: Sequence[str], readings: bool = True) -> list[EncoderSpec]:
-    """`EncoderSpec.parse` of the encoders that one command compares.
-
-    Args:
-        readings: one encoder may be named with several readings.
-
-    Raises:
-        UserError: there are none, one is named twice, or one is not there.
-    """
+    """`EncoderSpec.parse` of the encoders that one command compares; with `readings` one may have several readings."""
     specs = [EncoderSpec.parse(name) for name in names]
     if not specs or len({(spec.name, spec.reading if readings else "") for spec in specs}) < len(specs):
         raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
@@ -313,8 +302,7 @@ def parse_encoders(names: Sequence[str], readings: bool = True) -> list[EncoderS
 def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
     """Short unique names: of paths the last parts, as many as make them unique.
 
-    Args:
-        readings: add how prompts are read; of an encoder that reads more than 77 tokens only if not "overlap".
+    With `readings` also how prompts are read; of an encoder that reads more than 77 tokens only if not "overlap".
     """
     names = list(dict.fromkeys(spec.name for spec in specs))
     short = dict(zip(names, _short(names), strict=True))
