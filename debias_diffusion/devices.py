@@ -43,7 +43,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Mixed precision for "bf16" and "fp16", nothing for "fp32". Not accelerate's, which a process sets but once."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
+    return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -71,11 +71,7 @@ def reason(error: BaseException) -> str:
 
 
 def missing_library(error: ModuleNotFoundError, extra: str = "") -> str:
-    """What to install where one of `EXTRAS` is missing.
-
-    Args:
-        extra: to install, in place of the library's own.
-    """
+    """What to install where one of `EXTRAS` is missing: `extra`, or the library's own."""
     library = (error.name or "").partition(".")[0]
     return f'{library} is not installed: run `pip install -e ".[{extra or EXTRAS[library]}]"` in the checkout'
 
@@ -88,9 +84,7 @@ def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
     there, and an assertion, are bugs: they pass through, unless the attribute is one of a plain value, which a file can
     hold in the place of another.
 
-    Args:
-        failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
-        advice: a sentence on what to do.
+    `failure` begins the message: "The text encoder 'runs/a' could not be loaded". `advice` is a sentence on what to do.
     """
     try:
         yield

@@ -21,12 +21,11 @@ def machine_name(device: torch.device) -> str:
 
 def seconds(run: Callable, device: torch.device) -> float:
     """How long `run()` takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     started = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - started
 
 

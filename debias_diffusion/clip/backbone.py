@@ -70,9 +70,8 @@ class Backbone(nn.Module):
         # Every image would count as unreadable, or have features that are not finite.
         if not (len(mean) == len(std) == 3 and torch.cat([1 / std, mean / std]).isfinite().all()):
             raise ValueError(
-                f"by its preprocess configuration, with mean {list(normalise.mean)} and std {list(normalise.std)}, "
-                "images cannot be normalised. Each must be three finite numbers, and std none of 0; correct it in the "
-                "model's configuration"
+                f"its preprocess configuration has mean {list(normalise.mean)} and std {list(normalise.std)}, but each "
+                "must be three finite numbers, and std none of 0"
             )
         for name, values in (("_pixel_mean", mean), ("_pixel_std", std)):  # [3, 1, 1] each
             self.register_buffer(name, values.view(-1, 1, 1).to(torch.get_default_device()), persistent=False)

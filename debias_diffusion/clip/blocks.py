@@ -18,8 +18,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def full_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options) -> torch.Tensor:
     """[batch, tokens, heads, head_dim] each: every token attends to all.
 
-    Args:
-        options: of `torch.nn.functional.scaled_dot_product_attention`, such as `attn_mask`.
+    `options` are those of `torch.nn.functional.scaled_dot_product_attention`, such as `attn_mask`.
     """
     parts = (part.transpose(-3, -2) for part in (query, key, value))
     return F.scaled_dot_product_attention(*parts, **options).transpose(-3, -2)

@@ -91,11 +91,9 @@ class ImageTower:
         return self.visual._embeds(images)
 
     def run_block(self, block: int, hidden_states: torch.Tensor, attend: Attention | None = None) -> torch.Tensor:
-        """[batch, tokens, width] before one block -> the same after it.
+        """[batch, tokens, width] before block number `block`, from 0 -> the same after it.
 
-        Args:
-            block: its number, from 0.
-            attend: its attention, [batch, tokens, heads, head_dim] each; None: with prompts, or as `changes` has it.
+        `attend` is its attention, [batch, tokens, heads, head_dim] each; None: with prompts, or as `changes` has it.
         """
         return run_block(self.transformer, block, hidden_states, attend or self._attention(block))
 
@@ -124,14 +122,9 @@ class ImageTower:
     def encode_with_masked(
         self, images: torch.Tensor, blocks: Sequence[int] = (), masked: MaskedPatches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """`encode` for a tower that pools at CLS, and the features of a view of which patches are masked.
+        """`encode` for a tower that pools at CLS, and the features of a second view with masked patches, if any.
 
         Both views go through the blocks as one batch, if they are of one length.
-
-        Args:
-            images: [batch, 3, height, width], preprocessed.
-            blocks: numbers from 0, or from -1 for the last block.
-            masked: the second view; None: there is none.
 
         Returns:
             features [batch, embed_dim] of the whole images, and of the masked view or None; states of CLS in the whole

@@ -91,8 +91,7 @@ class Ragged:
     ) -> torch.Tensor:
         """Queries [queries, heads, head_dim] in the sequences' order, keys and values of all packed rows.
 
-        Args:
-            kernel: with the arguments of `torch.nn.attention.varlen.varlen_attn`, which it is by default.
+        `kernel` has the arguments of `torch.nn.attention.varlen.varlen_attn`, which it is by default.
         """
         keys, values = (_WithCopies.apply(part, self.rows, self.places, self.copies) for part in (key, value))
         ends = (self.query_ends, self.key_ends, self.most_queries, self.most_keys)

@@ -61,12 +61,7 @@ class RegionalPrompts(nn.Module):
         self.prompts = nn.Parameter(_DEVIATION * torch.randn(sets, settings.count, width))
 
     def attention(self, module: ResidualAttentionBlock, block: int) -> Attention:
-        """The attention of a block with the prompts. It may be given the query of CLS alone.
-
-        Args:
-            module: the block, whose weights make the prompts' keys and values.
-            block: its number, from 0.
-        """
+        """The attention of block number `block`, `module`, with the prompts. It may be given the query of CLS alone."""
         return partial(self._attend, module, self.prompts[block % len(self.prompts)])
 
     def _attend(self, module: ResidualAttentionBlock, prompts: torch.Tensor, query, key, value) -> torch.Tensor:

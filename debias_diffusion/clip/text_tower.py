@@ -71,14 +71,11 @@ class TextTower:
         return self.encode(tokens)[0]
 
     def encode(self, tokens: TokenBatch, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features, and the states of EOT after some blocks.
-
-        Args:
-            blocks: numbers from 0, or from -1 for the last block.
+        """Features, and the states of EOT after some blocks, by number from 0, or from -1 for the last.
 
         Returns:
-            features [batch, embed_dim], projected, not normalised; states [batch, len(blocks), width], before the
-            final norm.
+            features [batch, embed_dim], projected, not normalised; states [batch, len(blocks), width], before the final
+            norm.
         """
         self._check_changes(tokens)
         layout = Layout.of(tokens)

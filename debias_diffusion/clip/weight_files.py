@@ -122,14 +122,11 @@ def model_digest(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **buffers: torch.Tensor,
 ) -> str:
-    """sha256 of what a model is: its weights, its configuration and its tokenizer.
+    """sha256 of what a model is: its weights, its configuration and its tokenizer, if it reads text.
 
-    What is kept of a loaded model, or compared with one, is known by this. `EncoderSpec.digest` is of the files.
-
-    Args:
-        config: JSON values. Of transformers' ones the place and the library's version do not count.
-        tokenizer: of a model that reads text.
-        buffers: more tensors, in no state dict, that decide a result.
+    What is kept of a loaded model, or compared with one, is known by this. `EncoderSpec.digest` is of the files. Of
+    transformers' configurations the place and the library's version do not count. `buffers` are more tensors, in no
+    state dict, that decide a result.
     """
     if isinstance(config, PretrainedConfig):
         config = config.to_dict() | {"_name_or_path": None, "transformers_version": None}
@@ -178,16 +175,11 @@ def fold_long_clip(state: State) -> State:
 
 
 def to_transformers_names(state: Mapping[str, torch.Tensor], tower: Literal["text", "vision"] = "text") -> State:
-    """A tower's weights under transformers' names, with the prefix `text_model.` or `vision_model.`.
+    """A tower's weights alone under transformers' names, with the prefix `text_model.` or `vision_model.`.
 
     Every version of transformers, and ComfyUI, load that prefix. Tensors share the memory of `state`; a projection
     [width, embed_dim] is a transposed view, `text_projection.weight` or `visual_projection.weight` [embed_dim, width].
-
-    Args:
-        state: the tower's weights alone, under OpenAI's names.
-
-    Raises:
-        UserError: a weight has no place in transformers' CLIP.
+    Raises UserError for a weight that has no place in transformers' CLIP.
     """
     (matrix, linear), prefix, renamed = _PROJECTIONS[tower], f"{tower}_model.", {}
     for name, tensor in state.items():

@@ -78,8 +78,8 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
-    if backbone.image_attention or backbone.text_attention:
-        for ablation in filter(None, (suppressed_heads(backbone, tower) for tower in TOWERS)):
+    for tower in TOWERS:
+        if ablation := suppressed_heads(backbone, tower):
             ablation.apply(backbone)
     return backbone
 

@@ -47,11 +47,9 @@ _TWO_TOWERS = {
     Kind.ABLATION: "encoders.spec:load_ablated",
     Kind.DIFFERENCE: "encoders.loading:load_fine_tuned",
     Kind.TRANSFORMERS: "encoders.clip_model:read_two_tower",
-    Kind.HUB: "encoders.clip_model:read_two_tower",
 }
 _TEXT_ENCODERS = {
     Kind.TRANSFORMERS: "encoders.text_encoders:read_text_encoder",
-    Kind.HUB: "encoders.text_encoders:read_text_encoder",
     Kind.FILE: "encoders.single_file:read_encoder_file",
 }
 
@@ -168,13 +166,11 @@ class EncoderSpec:
             model = self._fetch()
             if model.kind in _TEXT_ENCODERS:
                 return _load(_TEXT_ENCODERS[model.kind], model)
+            from ..ablation.heads import fold_text_heads  # open_clip is optional
             from .text_encoders import keeps_projection, to_transformers
 
             backbone = self.load_two_tower()
-            if backbone.text_attention:
-                from ..ablation.heads import fold_text_heads  # open_clip is optional
-
-                fold_text_heads(backbone)
+            fold_text_heads(backbone)
             return to_transformers(backbone, keeps_projection(backbone))
 
     def load_two_tower(self, random_weights: bool = False) -> "Backbone":
@@ -200,14 +196,14 @@ class EncoderSpec:
             return backbone
 
     def _fetch(self) -> Model:
-        """The model, or the one file of weights of a hub's repository, downloaded."""
+        """The model; of a hub id its one file of weights, downloaded, or what is read as a folder of transformers."""
         if self.kind is Kind.ORIGINAL:
             raise UserError(f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint. Name another.")
         if self.kind is Kind.HUB:
             from .hub import find_hub_file
 
-            if file := find_hub_file(self.model.location):
-                return Model(Kind.FILE, str(file))
+            file = find_hub_file(self.model.location)
+            return Model(Kind.FILE, str(file)) if file else replace(self.model, kind=Kind.TRANSFORMERS)
         return self.model
 
 

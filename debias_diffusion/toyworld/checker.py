@@ -80,18 +80,15 @@ def compare(reading: SceneReading, scene: Scene) -> Comparison:
     return Comparison(correct, sizes, filled, reading.background == scene.background)
 
 
-RIGHT, WRONG, EXTRA = "right", "wrong", "extra"
-
-
 class Verdict(NamedTuple):
-    """What an image shows somewhere, compared with its scene: RIGHT, WRONG or EXTRA, and in words."""
+    """What an image shows somewhere, compared with its scene: "right", "wrong" or "extra", and in words."""
 
     verdict: str
     text: str
 
 
 def judge(reading: SceneReading, scene: Scene) -> dict[str, Verdict]:
-    """What an image shows in each place: first where the scene has an object, then where it has none, "empty" or EXTRA.
+    """What an image shows in each place: first where the scene has an object, then where it has none.
 
     The size of an object does not count. The last entry, "background", is of the background.
     """
@@ -101,19 +98,20 @@ def judge(reading: SceneReading, scene: Scene) -> dict[str, Verdict]:
         there, right = reading.objects[place], comparison.correct.get(place)
         seen = f"{there.colour} {there.kind}" if isinstance(there, Thing) else "something unclear" if there else None
         if right:
-            verdicts[place] = Verdict(RIGHT, "right" if comparison.sizes[place] else f"right, but {there.size}")
+            verdicts[place] = Verdict("right", "right" if comparison.sizes[place] else f"right, but {there.size}")
         elif place in things:
-            verdicts[place] = Verdict(WRONG, seen or "missing")
+            verdicts[place] = Verdict("wrong", seen or "missing")
         else:
-            verdicts[place] = Verdict(EXTRA, seen) if seen else Verdict(RIGHT, "empty")
-    return verdicts | {"background": Verdict(RIGHT, "right") if comparison.background else Verdict(WRONG, "another")}
+            verdicts[place] = Verdict("extra", seen) if seen else Verdict("right", "empty")
+    background = Verdict("right", "right") if comparison.background else Verdict("wrong", "another")
+    return verdicts | {"background": background}
 
 
 def describe(verdicts: dict[str, Verdict], scene: Scene) -> str:
     """What `judge` found, in words: "3 of 4 objects right. Top: missing. Left: red star, for which nobody asked." """
-    right = sum(verdicts[thing.place].verdict == RIGHT for thing in scene.things)
+    right = sum(verdicts[thing.place].verdict == "right" for thing in scene.things)
     notes = [
-        f"{place.capitalize()}: {text}{', for which nobody asked' * (verdict == EXTRA)}."
+        f"{place.capitalize()}: {text}{', for which nobody asked' * (verdict == 'extra')}."
         for place, (verdict, text) in verdicts.items()
         if text not in ("right", "empty")
     ]
