@@ -91,10 +91,9 @@ def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
     except (UserError, NameError, AssertionError):
         raise
     except BaseException as error:
-        if isinstance(error, AttributeError) and not isinstance(error.obj, dict | list | str | float | int | None):
-            raise
+        is_bug = isinstance(error, AttributeError) and not isinstance(error.obj, dict | list | str | float | int | None)
         # Libraries in Rust panic on some files, and a PanicException is not an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if is_bug or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         raise UserError(f"{failure}: {reason(error)}.{advice and f' {advice}'}") from error
 

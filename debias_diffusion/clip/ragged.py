@@ -12,7 +12,6 @@ except ImportError:  # PyTorch 2.8 and 2.9
     varlen_attn = None
 
 _CAUSAL, _EVERYTHING = (-1, 0), (-1, -1)  # the windows of keys, before and after, that a query sees
-_MOST_CHANNELS = 256
 
 
 def has_kernel(query: torch.Tensor) -> bool:
@@ -22,7 +21,7 @@ def has_kernel(query: torch.Tensor) -> bool:
         and query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= _MOST_CHANNELS
+        and query.shape[-1] <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 

@@ -18,7 +18,6 @@ from .blocks import Attention, before_attention, full_attention
 
 MASKS = ("bands", "none")
 LAYERS = ("own", "shared")
-_DEVIATION = 0.02  # of the prompts at the start
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class RegionalPrompts(nn.Module):
         super().__init__()
         self.settings = settings
         sets = 1 if settings.layers == "shared" else depth
-        self.prompts = nn.Parameter(_DEVIATION * torch.randn(sets, settings.count, width))
+        self.prompts = nn.Parameter(0.02 * torch.randn(sets, settings.count, width))
 
     def attention(self, module: ResidualAttentionBlock, block: int) -> Attention:
         """The attention of block number `block`, `module`, with the prompts. It may be given the query of CLS alone."""

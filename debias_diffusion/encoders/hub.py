@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # its import takes seconds
 _Model = TypeVar("_Model", bound="PreTrainedModel")
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
 _FOLDERS = re.compile(rf"(text_encoder/)?(model\.safetensors|pytorch_model\.bin)(\.index\.json)?|{CONFIG_FILE}")
 
@@ -102,8 +101,8 @@ def _find_cached(location: str) -> Path | None:
 def _ask(location: str) -> ModelInfo | None:
     """What the hub says of a repository; None without a network, such a repository or the right to read it."""
     name, _, revision = location.partition("@")
-    try:  # list_repo_files tries for 24 seconds without a network
-        return HfApi().model_info(name, revision=revision or None, timeout=_SECONDS)
+    try:  # list_repo_files tries for 24 seconds without a network; huggingface_hub waits 10 for a file
+        return HfApi().model_info(name, revision=revision or None, timeout=10)
     except Exception:
         return None
 

@@ -36,14 +36,10 @@ TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 # The model_type in the config.json of a CLIP text encoder.
 _CLIPS = ("clip", "ablated_clip", "clip_text_model")
 
-# SDXL's second encoder, the only text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
-# ComfyUI recognises it by them, too.
-_BIGG_LAYERS = 32
-
 
 def is_bigg(config: CLIPTextConfig) -> bool:
     """Whether the encoder is SDXL's second one, which keeps its projection and is padded with "!", id 0."""
-    return config.num_hidden_layers == _BIGG_LAYERS
+    return config.num_hidden_layers == 32  # No other CLIP has as many; ComfyUI recognises it by them, too.
 
 
 def keeps_projection(backbone: "Backbone") -> bool:
