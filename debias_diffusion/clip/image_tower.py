@@ -107,11 +107,7 @@ class ImageTower:
         return pooled if self.visual.proj is None else pooled @ self.visual.proj
 
     def encode(self, images: torch.Tensor, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features, and the states of CLS after some blocks.
-
-        Args:
-            images: [batch, 3, height, width], preprocessed.
-            blocks: numbers from 0, or from -1 for the last block.
+        """Features of preprocessed images, and states of CLS after some blocks, from 0, or from -1 for the last.
 
         Returns:
             features [batch, embed_dim], not normalised; states [batch, len(blocks), width], before any final norm.

@@ -4,7 +4,7 @@ Each ninth of the image is compared with renderings of all kinds, colours and si
 up to a pixel, crisp and blurred. The nearest template wins if it is near enough.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -70,13 +70,12 @@ class Comparison:
 
 def compare(reading: SceneReading, scene: Scene) -> Comparison:
     """Compares what an image shows with the scene that it should show."""
-    seen = reading.objects
-    sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
-    correct = {
-        thing.place: isinstance(there := seen[thing.place], Thing) and replace(there, size=thing.size) == thing
-        for thing in scene.things
-    }
-    filled = tuple(place for place, there in seen.items() if there is not None)
+    correct, sizes = {}, {}
+    for thing in scene.things:
+        seen = reading.objects[thing.place]
+        correct[thing.place] = isinstance(seen, Thing) and (seen.kind, seen.colour) == (thing.kind, thing.colour)
+        sizes[thing.place] = seen == thing
+    filled = tuple(place for place, there in reading.objects.items() if there is not None)
     return Comparison(correct, sizes, filled, reading.background == scene.background)
 
 
