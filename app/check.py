@@ -12,11 +12,10 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from diffusers import StableDiffusionXLPipeline
 
-from debias_diffusion.devices import DTYPES, explain_memory, pick_device
+from debias_diffusion.devices import DTYPES, cost, explain_memory, pick_device
 from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import FailedError, quiet_logging, reason
 from debias_diffusion.files import write_json
-from debias_diffusion.machine import cost
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.scheduling import EMBEDDINGS

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from debias_diffusion.devices import pick_device
+from debias_diffusion.devices import machine_name, pick_device
 from debias_diffusion.eval.report import versions
 from debias_diffusion.files import read_file, sha256, write_text
-from debias_diffusion.machine import machine_name
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 
 from .contact_sheet import write_contact_sheets

@@ -31,8 +31,8 @@ from debias_diffusion.app.align.data import AlignBatch, collate
 from debias_diffusion.app.align.encoders import recompute_activations
 from debias_diffusion.app.align.objective import TERMS, Encoder, Objective, Slot
 from debias_diffusion.app.options import AlignConfig
+from debias_diffusion.devices import seconds
 from debias_diffusion.eval.report import Table
-from debias_diffusion.machine import seconds
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.chunks import Cut, Tokens
 from debias_diffusion.toyworld.pairs import write_pairs

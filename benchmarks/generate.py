@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
+from debias_diffusion.devices import seconds
 from debias_diffusion.eval.report import Table
-from debias_diffusion.machine import seconds
 from debias_diffusion.pipelines import StableDiffusionXLLongPromptPipeline
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.tokens import clip_tokenizer

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from debias_diffusion.devices import machine_name, seconds
 from debias_diffusion.eval.report import Table, versions
 from debias_diffusion.files import write_json, write_text
-from debias_diffusion.machine import machine_name, seconds
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")

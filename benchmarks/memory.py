@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from harness import PeakMemory, publish, read_options
 from train_step import make_batch
 
+from debias_diffusion.devices import seconds
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.report import Table
-from debias_diffusion.machine import seconds
 from debias_diffusion.methods import find_method
 from debias_diffusion.training.step import backward
 

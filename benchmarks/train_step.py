@@ -41,10 +41,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.packing import arranged
-from debias_diffusion.devices import autocast
+from debias_diffusion.devices import autocast, seconds
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.eval.report import Table
-from debias_diffusion.machine import seconds
 from debias_diffusion.methods import Batch, find_method
 from debias_diffusion.methods.dual_caption import DualCaption
 from debias_diffusion.methods.keep_states import SHARE

@@ -1,10 +1,14 @@
-"""The device, memory and precision that a model runs in, and the processes that share its work."""
+"""The device, memory and precision that a model runs in, what they cost, and the processes that share its work."""
 
 import atexit
 import os
+import platform
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 import torch
@@ -17,11 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} 
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The device of that name; without a name the fastest available: cuda, mps, cpu.
-
-    Raises:
-        UserError: the device is not available.
-    """
+    """The device of that name; without a name the fastest available: cuda, mps, cpu."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
@@ -47,7 +47,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Mixed precision for "bf16" and "fp16", nothing for "fp32". Not accelerate's, which a process sets but once."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
+    return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -70,6 +70,37 @@ def explain_memory(device: torch.device, advice: str) -> Iterator[None]:
         ) from error
 
 
+def machine_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's and how many threads PyTorch uses of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, platform.processor())}, {torch.get_num_threads()} threads"
+
+
+def seconds(run: Callable, device: torch.device) -> float:
+    """How long `run()` takes."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    started = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - started
+
+
+def cost(run: Callable, device: torch.device) -> dict[str, float | None]:
+    """Median seconds of `run()`, after a first call, and on an NVIDIA GPU by how many GB it makes memory grow."""
+    on_gpu, before = device.type == "cuda", 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.max_memory_allocated(device)
+    times = [seconds(run, device) for _ in range(6 if on_gpu else 2)]
+    grown = round((torch.cuda.max_memory_allocated(device) - before) / 1e9, 3) if on_gpu else None
+    return {"seconds": round(median(times[1:]), 4), "gigabytes": grown}
+
+
 def _grouped() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -79,9 +110,8 @@ def end_group_at_exit() -> None:
 
     A group still open during the interpreter's shutdown has threads that can abort the process, with exit code -6.
     """
-    if _grouped():
-        atexit.unregister(_end_group)
-        atexit.register(_end_group)
+    atexit.unregister(_end_group)
+    atexit.register(_end_group)
 
 
 def _end_group() -> None:

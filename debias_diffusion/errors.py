@@ -59,15 +59,19 @@ def reason(error: BaseException) -> str:
     """An error of a library in a line; of an optional one that is missing, what to install."""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRAS:
         return missing_library(error)
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    message = " ".join(str(error).split())
+    if "eights only load failed" in message or "weights_only" in message:  # torch advises to load it anyway
+        name = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", message)
+        more = f"a pickle with more in it than tensors{f' ({name[1]})' if name else ''}"
+        return (
+            f"it is damaged, not a file of weights, or {more}, which can be code. It is refused. Get the weights as "
+            ".safetensors"
+        )
+    return message[:300].rstrip(".") or type(error).__name__
 
 
 def missing_library(error: ModuleNotFoundError, extra: str = "") -> str:
-    """What to install where one of `EXTRAS` is missing.
-
-    Args:
-        extra: to install, in place of the library's own.
-    """
+    """What to install where one of `EXTRAS` is missing: `extra`, or the library's own."""
     library = (error.name or "").partition(".")[0]
     return f'{library} is not installed: run `pip install -e ".[{extra or EXTRAS[library]}]"` in the checkout'
 
@@ -80,34 +84,18 @@ def explain_failure(failure: str, advice: str = "") -> Iterator[None]:
     there, and an assertion, are bugs: they pass through, unless the attribute is one of a plain value, which a file can
     hold in the place of another.
 
-    Args:
-        failure: the beginning of the message: "The text encoder 'runs/a' could not be loaded".
-        advice: a sentence on what to do.
+    `failure` begins the message: "The text encoder 'runs/a' could not be loaded". `advice` is a sentence on what to do.
     """
     try:
         yield
     except (UserError, NameError, AssertionError):
         raise
     except BaseException as error:
-        if isinstance(error, AttributeError) and not isinstance(error.obj, dict | list | str | float | int | None):
-            raise
+        is_bug = isinstance(error, AttributeError) and not isinstance(error.obj, dict | list | str | float | int | None)
         # Libraries in Rust panic on some files, and a PanicException is not an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if is_bug or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        raise UserError(f"{failure}: {_loading_reason(error)}.{advice and f' {advice}'}") from error
-
-
-def _loading_reason(error: BaseException) -> str:
-    """`reason`, but of a pickle that torch refuses: torch advises to load it anyway."""
-    message = str(error)
-    if "eights only load failed" not in message and "weights_only" not in message:
-        return reason(error)
-    match = re.search(r"(?:GLOBAL|global|class|operand) ([\w.]+)", message)
-    name = f" ({match[1]})" if match else ""
-    return (
-        f"it is damaged, not a file of weights, or a pickle with more in it than tensors{name}, which can be code. It "
-        "is refused. Get the weights as .safetensors"
-    )
+        raise UserError(f"{failure}: {reason(error)}.{advice and f' {advice}'}") from error
 
 
 @contextmanager

@@ -43,8 +43,6 @@ SHAREGPT4V_HELD_OUT = 1000  # its first entries, a validation set; as many of ot
 FACTOR = 4  # positions that each of the others is stretched to
 
 MOST = 10**9  # of counts, rates and weights
-MOST_STEPS = 1000  # the noise levels that models are trained with
-MOST_GUIDANCE = 1000.0
 MOST_PIXELS = 89_478_485  # Pillow's own limit, above which it warns of a picture that it opens
 
 PositiveInt = at_least(int, 1)
@@ -54,8 +52,8 @@ PositiveFloat = Annotated[float, Rule("above 0", lambda value: value > 0, MOST)]
 LearningRate = above_zero(1)
 Share = between(float, 0, 1)
 BelowOne = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
-Steps = between(int, 1, MOST_STEPS)
-Guidance = between(float, -MOST_GUIDANCE, MOST_GUIDANCE)
+Steps = between(int, 1, 1000)  # the noise levels that models are trained with
+Guidance = between(float, -1000.0, 1000.0)
 Side = Annotated[int, Rule("a positive multiple of 8", lambda pixels: pixels > 0 and pixels % 8 == 0)]
 Seed = Annotated[int, Rule("from 0 to 2^63 - 1", lambda seed: 0 <= seed < 2**63)]
 

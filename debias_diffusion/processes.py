@@ -42,11 +42,8 @@ class Processes:
     def connect(cls, device: str | None = None) -> "Processes":
         """All that were launched together.
 
-        Args:
-            device: where to run. None: each process on its own GPU; a single process where `pick_device` says.
-
-        Raises:
-            UserError: there is no such device, or several processes cannot share it.
+        Without `device` each process has its own GPU, and a single process what `pick_device` says. Raises UserError if
+        there is no such device, or several processes cannot share it.
         """
         # Without a GPU, accelerate takes each of several processes for a single one unless it is set to use the CPU.
         cpu = device == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()

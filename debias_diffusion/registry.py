@@ -75,11 +75,7 @@ class Registry(dict[str, Entry]):
         self.kind = kind
 
     def register(self, name: str, entry: Entry) -> None:
-        """Adds an entry.
-
-        Raises:
-            UserError: the name is taken.
-        """
+        """Adds an entry. Raises UserError if the name is taken."""
         if name in self:
             raise UserError(f"There is a {self.kind} {name!r} already. Give yours another name.")
         self[name] = entry
@@ -87,8 +83,7 @@ class Registry(dict[str, Entry]):
     def find(self, name: str) -> Entry:
         """The entry of that name.
 
-        Raises:
-            UserError: there is none. The message names those that are near, or where it is found.
+        Raises UserError if there is none, which names those that are near, or where it is found.
         """
         if name in self:
             return self[name]

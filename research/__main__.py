@@ -1,10 +1,12 @@
 """The command line of a checkout, `python -m research`."""
 
+import sys
+
 from debias_diffusion.app.cli import COMMANDS as PRODUCT
 from debias_diffusion.app.cli import main
 from debias_diffusion.registry import Command, Registry
 
-from . import options
+from . import extensions, options
 from .ablate.options import AblateConfig
 from .as_released import AsReleasedConfig
 from .showcase.options import ShowcaseConfig
@@ -47,7 +49,6 @@ OWN = {
 COMMANDS = Registry("command", PRODUCT | OWN)
 
 if __name__ == "__main__":
-    from . import extensions  # what research adds to the package's registries
-
-    extensions.register()
+    arguments = sys.argv[1:] or ["--help"]
+    extensions.register(models=arguments[0] in COMMANDS and not {"-h", "--help"} & {*arguments})
     main(program="python -m research", commands=COMMANDS)

@@ -226,7 +226,6 @@ def with_research():
     for registry, entries in before:
         registry.clear()
         registry.update(entries)
-    extensions.register.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_towers_of_another_kind_are_refused():
     resnet = ModifiedResNet([1, 1, 1, 1], output_dim=8, heads=2, image_size=32, width=8)
     for visual, message in (
         (resnet, "is a ModifiedResNet"),
-        (VisionTransformer(**SIZES, qk_norm=True), "not plain CLIP blocks"),
+        (VisionTransformer(**SIZES, qk_norm=True), "blocks are not plain ones"),
     ):
         with pytest.raises(UserError, match=message):
             ImageTower(visual)

@@ -98,7 +98,7 @@ def test_a_configuration_that_is_none_is_named(saved, content):
 
 TEXT_CFG = ["model_cfg", "text_cfg"]
 WRONG = [
-    ("siglip", [*TEXT_CFG, "tokenizer_kwargs", "trust_remote_code"], True, "trust_remote_code=True"),
+    ("siglip", [*TEXT_CFG, "tokenizer_kwargs", "trust_remote_code"], True, "'trust_remote_code': True"),
     ("open_clip", ["debias_diffusion"], {"pooling": []}, "pooling must be one of"),
     ("text encoder", ["num_hidden_layers"], 2, "layers.2.* has no place in it"),
     ("text encoder", ["max_position_embeddings"], 78, r"position_embedding.weight is \(77, 32\), not \(78, 32\)"),

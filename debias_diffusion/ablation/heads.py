@@ -77,11 +77,7 @@ class Ablation:
         return {"kind": KIND if self.means is None else MEAN, "beta": [list(row) for row in self.beta]}
 
     def apply(self, backbone: Backbone) -> None:
-        """Gives the tower this attention, and notes it in the model's configuration; means go into the weights instead.
-
-        Raises:
-            UserError: the tower has other blocks or heads, no class token, or no causal mask.
-        """
+        """Gives the tower this attention, noted in the model's configuration; means go into the weights instead."""
         blocks, heads = tower_shape(backbone, self.tower)
         rows = [len(row) for row in self.beta]
         if rows != [heads] * blocks:
@@ -112,11 +108,7 @@ class Ablation:
 
 
 def tower_shape(backbone: Backbone, tower: Tower) -> tuple[int, int]:
-    """(blocks, heads of a block) of a tower.
-
-    Raises:
-        UserError: the image tower has no class token, or the text tower no causal mask.
-    """
+    """(blocks, heads of a block) of a tower; UserError for one whose attention cannot be moved to its first token."""
     if tower == "text" and not backbone.family.causal:
         raise UserError(
             f"The text tower of a {backbone.family.name} has no causal mask, so attention cannot be moved to its SOT. "
@@ -129,11 +121,7 @@ def tower_shape(backbone: Backbone, tower: Tower) -> tuple[int, int]:
 
 
 def suppressed_heads(backbone: Backbone, tower: Tower) -> Ablation | None:
-    """The suppressed heads of a tower that a model's configuration notes; None for none, and for other attention.
-
-    Raises:
-        UserError: the note cannot be read.
-    """
+    """The suppressed heads of a tower that a model's configuration notes; None for none, and for other attention."""
     description = backbone.image_attention if tower == "image" else backbone.text_attention
     if not description or description.get("kind") != KIND:
         return None
@@ -143,12 +131,9 @@ def suppressed_heads(backbone: Backbone, tower: Tower) -> Ablation | None:
 
 @torch.no_grad()
 def fold_text_heads(backbone: Backbone) -> None:
-    """Writes the suppressed text heads that a model's configuration notes into its weights, and removes the note.
+    """Writes the suppressed text heads that a model's configuration notes, if any, into its weights; removes the note.
 
-    The features stay the same. A model that notes none is left alone.
-
-    Raises:
-        UserError: a head is suppressed with a beta above 0.
+    The features stay the same. Raises UserError where a head is suppressed with a beta above 0.
     """
     ablation = suppressed_heads(backbone, "text")
     if ablation is None:

@@ -20,10 +20,7 @@ FILE, MEANS_FILE = "ablation.json", "means.safetensors"
 def write_ablation(file: Path, model: str, backbone: "Backbone", ablation: "Ablation", **more) -> None:
     """Writes the content of `ablation.json` to `file`, and beside it the means of an ablation that has some.
 
-    Args:
-        model: the base model's name.
-        backbone: the base model.
-        more: entries of the content.
+    `model` is the base model's name, `backbone` the base model, `more` further entries.
     """
     content = {"model": model, "model_sha256": backbone.digest(), "tower": ablation.tower}
     content |= ablation.description() | {"heads": ablation.names}
@@ -35,11 +32,7 @@ def write_ablation(file: Path, model: str, backbone: "Backbone", ablation: "Abla
 
 
 def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:
-    """(name of the base model, its `Backbone.digest`, the suppressed heads).
-
-    Raises:
-        UserError: the file cannot be read, or is no such file; the means are others than the search left.
-    """
+    """(name of the base model, its `Backbone.digest`, the suppressed heads)."""
     from .heads import MEAN, Ablation  # open_clip is optional
 
     file = Path(folder) / FILE

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ..clip.blocks import Attention, full_attention
 
-_EIGHT = 8
-
 
 def attend_with_share(query: Tensor, key: Tensor, value: Tensor, attend: Attention) -> tuple[Tensor, Tensor]:
     """The attended values and the weight of token 0 in them.
@@ -34,7 +32,7 @@ def attend_with_share(query: Tensor, key: Tensor, value: Tensor, attend: Attenti
     # Fast kernels want queries, keys and values of one width, a multiple of 8. Zeros add nothing to a product, and the
     # query makes up for the scale, the root of the width.
     width = value.shape[-1]
-    more = _EIGHT - width % _EIGHT
+    more = 8 - width % 8
     query = F.pad(query * math.sqrt(1 + more / width), (0, more))
     first = torch.zeros_like(value[..., :more])
     first[..., 0, :, 0] = 1

@@ -27,11 +27,10 @@ from .image_tower import PROMPTS_AND_ATTENTION, ImageTower, add_prompts, has_pla
 from .positions import FACTOR, KEEP, stretch_positions
 from .regional_prompts import PromptSettings
 from .text_tower import POOLINGS, TextTower, set_positions, set_short_positions
-from .weight_files import CONFIG_FILE, WEIGHTS_FILE, model_digest, save_tensors
+from .weight_files import CONFIG_FILE, POSITIONS, WEIGHTS_FILE, model_digest, save_tensors
 
 # Beside the weights, where short captions had a table of their own.
 SHORT_POSITIONS_FILE = "short_positions.safetensors"
-_SHORT_POSITIONS = "positional_embedding"
 _PROMPTS = "regional_prompts"  # in `config`
 _IMAGE_SETTINGS = ("embed_dim", "quick_gelu", "vision_cfg")  # of `model_cfg`, what open_clip builds an image tower of
 
@@ -71,9 +70,8 @@ class Backbone(nn.Module):
         # Every image would count as unreadable, or have features that are not finite.
         if not (len(mean) == len(std) == 3 and torch.cat([1 / std, mean / std]).isfinite().all()):
             raise ValueError(
-                f"by its preprocess configuration, with mean {list(normalise.mean)} and std {list(normalise.std)}, "
-                "images cannot be normalised. Each must be three finite numbers, and std none of 0; correct it in the "
-                "model's configuration"
+                f"its preprocess configuration has mean {list(normalise.mean)} and std {list(normalise.std)}, but each "
+                "must be three finite numbers, and std none of 0"
             )
         for name, values in (("_pixel_mean", mean), ("_pixel_std", std)):  # [3, 1, 1] each
             self.register_buffer(name, values.view(-1, 1, 1).to(torch.get_default_device()), persistent=False)
@@ -194,7 +192,7 @@ class Backbone(nn.Module):
     @property
     def prompt_settings(self) -> PromptSettings | None:
         """Of the image tower's regional prompts (Fix-CLIP); None: it has none."""
-        return PromptSettings.from_config(self._extra_config[_PROMPTS]) if _PROMPTS in self._extra_config else None
+        return PromptSettings(**self._extra_config[_PROMPTS]) if _PROMPTS in self._extra_config else None
 
     def add_prompts(self, settings: PromptSettings) -> None:
         """Adds regional prompts to the image tower, random ones of torch's generator. Every image is read with them.
@@ -214,11 +212,7 @@ class Backbone(nn.Module):
         return self.text.short_positions
 
     def read_short(self) -> None:
-        """Makes the table of short captions that of all captions: a text tower of the base model's context length.
-
-        Raises:
-            UserError: there is no such table.
-        """
+        """Makes the table of short captions that of all captions: a text tower of the base model's context length."""
         table = self.short_positions
         if table is None:
             raise UserError(
@@ -292,5 +286,5 @@ class Backbone(nn.Module):
         self.family.save_tokenizer(self.tokenizer, folder)
         save_tensors(self.model.state_dict(), folder / WEIGHTS_FILE)
         if self.short_positions is not None:
-            save_tensors({_SHORT_POSITIONS: self.short_positions}, folder / SHORT_POSITIONS_FILE)
+            save_tensors({POSITIONS: self.short_positions}, folder / SHORT_POSITIONS_FILE)
         (folder / CONFIG_FILE).write_text(json.dumps(self.config, indent=2) + "\n")

@@ -18,8 +18,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def full_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options) -> torch.Tensor:
     """[batch, tokens, heads, head_dim] each: every token attends to all.
 
-    Args:
-        options: of `torch.nn.functional.scaled_dot_product_attention`, such as `attn_mask`.
+    `options` are those of `torch.nn.functional.scaled_dot_product_attention`, such as `attn_mask`.
     """
     parts = (part.transpose(-3, -2) for part in (query, key, value))
     return F.scaled_dot_product_attention(*parts, **options).transpose(-3, -2)
@@ -96,11 +95,7 @@ def run_block(
 
 
 def block_numbers(transformer: Transformer, blocks: Sequence[int]) -> list[int]:
-    """Blocks by number from 0; a negative number counts from the last block, -1.
-
-    Raises:
-        UserError: there is no such block.
-    """
+    """Blocks by number from 0; a negative number counts from the last block, -1."""
     depth = len(transformer.resblocks)
     if outside := [block for block in blocks if not -depth <= block < depth]:
         raise UserError(f"There is no block {outside[0]}. Give numbers from 0 to {depth - 1}, or from -{depth} to -1.")

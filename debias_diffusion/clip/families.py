@@ -20,6 +20,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 # mT5's vocabulary ends with ids that no text produces; SigLIP's multilingual towers have no rows for them.
 _SENTINELS = 100
+_TOKENIZER_SETTINGS = ({}, {"clean": "canonicalize"}, {"clean": "lower"}, {"clean": "whitespace"})
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ class Family:
     def caption_tokenizer(self, tokenizer: PreTrainedTokenizerBase, text_cfg: dict) -> CaptionTokenizer:
         """The tokenizer for the context length and the vocabulary of `text_cfg`.
 
-        Raises:
-            ValueError: the tokenizer lacks an id that the layout needs, or has more ids than the tower.
+        Raises ValueError if it lacks an id that the layout needs, or has more ids than the tower.
         """
         vocabulary, context_length = text_cfg["vocab_size"], text_cfg["context_length"]
         if (ids := count_ids(tokenizer)) > vocabulary + (_SENTINELS if self.hub_tokenizer else 0):
@@ -60,16 +60,10 @@ class Family:
         return CaptionTokenizer(tokenizer, context_length, Markers(None, *ids), self.cleaning)
 
     def load_tokenizer(self, model: str, folder: Path | None, text_cfg: dict) -> CaptionTokenizer:
-        """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run.
-
-        Raises:
-            UserError: there is none, or it does not fit the text tower.
-        """
-        place = None
-        if folder and (folder / TOKENIZER_FOLDER).is_dir():
-            place = folder / TOKENIZER_FOLDER
-        elif folder and self.hub_tokenizer and (folder / "tokenizer.json").is_file():
-            place = folder
+        """The tokenizer in `folder` or its `tokenizer/`, else the family's. No code from a folder or hub is run."""
+        place = folder and folder / TOKENIZER_FOLDER
+        if place and not place.is_dir():
+            place = folder if self.hub_tokenizer and (folder / "tokenizer.json").is_file() else None
         where, advice = place or self.hub_tokenizer or "CLIP's", ""
         if self.hub_tokenizer and not place:
             advice = (
@@ -110,12 +104,13 @@ FAMILIES: Registry[Callable[[dict], Family | None]] = Registry("family", {"CLIP"
 
 
 def find_family(model: str, model_cfg: dict) -> Family:
-    """The first of `FAMILIES` that a model is of, by its open_clip configuration.
-
-    Raises:
-        UserError: there is none.
-    """
-    text_cfg, unfit = model_cfg["text_cfg"], _foreign_parts(model_cfg)
+    """The first of `FAMILIES` that a model is of, by its open_clip configuration."""
+    text_cfg = model_cfg["text_cfg"]
+    unfit = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
+    unfit += ["multimodal_cfg"] * ("multimodal_cfg" in model_cfg)
+    # open_clip passes all other settings on to the tokenizer, even code from a hub.
+    if (settings := text_cfg.get("tokenizer_kwargs") or {}) not in _TOKENIZER_SETTINGS:
+        unfit.append(f"tokenizer_kwargs: {settings}")
     if not unfit and (family := next(filter(None, (find(model_cfg) for find in FAMILIES.values())), None)):
         return family
     unfit += ["no_causal_mask"] if text_cfg.get("no_causal_mask") else []
@@ -134,18 +129,3 @@ def _pool(text_cfg: dict) -> str:
 
 def _loss(model_cfg: dict) -> str:
     return "softmax" if model_cfg.get("init_logit_bias") is None else "sigmoid"
-
-
-def _foreign_parts(model_cfg: dict) -> list[str]:
-    """Settings that no family has."""
-    text_cfg = model_cfg["text_cfg"]
-    parts = [key for key in ("hf_model_name", "embed_cls", "output_tokens", "tokenizer_mode") if text_cfg.get(key)]
-    parts += ["multimodal_cfg"] if "multimodal_cfg" in model_cfg else []
-    settings = text_cfg.get("tokenizer_kwargs") or {}
-    if not isinstance(settings, dict):
-        return [*parts, f"tokenizer_kwargs: {settings}"]
-    # open_clip passes all other settings on to the tokenizer, even code from a hub.
-    for key, value in settings.items():
-        if key != "clean" or value not in ("canonicalize", "lower", "whitespace"):
-            parts.append(f"tokenizer_kwargs: {key}={value}")
-    return parts

@@ -37,10 +37,6 @@ class MaskedPatches:
     is_masked: torch.Tensor
     vector: torch.Tensor | None
 
-    def visible(self) -> torch.Tensor:
-        """[batch, visible] the numbers of the other patches, in order."""
-        return (~self.is_masked).nonzero()[:, 1].view(len(self.is_masked), -1)
-
 
 class ImageTower:
     """open_clip's vision transformer as parts: embed, run each block, project.
@@ -64,13 +60,11 @@ class ImageTower:
     """
 
     def __init__(self, visual: nn.Module):
-        if not isinstance(visual, VisionTransformer):
-            raise UserError(
-                f"The image tower is a {type(visual).__name__}, which cannot be run block by block. Give a CLIP with "
-                "open_clip's own vision transformer, for example ViT-B-16."
-            )
         if not has_plain_blocks(visual):
-            raise UserError("The image tower's blocks are not plain CLIP blocks. Give another, such as ViT-B-16.")
+            raise UserError(
+                f"The image tower is a {type(visual).__name__}, or its blocks are not plain ones of CLIP, so it cannot "
+                "be run block by block. Give a CLIP with open_clip's own vision transformer, for example ViT-B-16."
+            )
         self.visual = visual
         self.changes: dict[int, Callable[[Attention], Attention]] = {}
 
@@ -97,11 +91,9 @@ class ImageTower:
         return self.visual._embeds(images)
 
     def run_block(self, block: int, hidden_states: torch.Tensor, attend: Attention | None = None) -> torch.Tensor:
-        """[batch, tokens, width] before one block -> the same after it.
+        """[batch, tokens, width] before block number `block`, from 0 -> the same after it.
 
-        Args:
-            block: its number, from 0.
-            attend: its attention, [batch, tokens, heads, head_dim] each; None: with prompts, or as `changes` has it.
+        `attend` is its attention, [batch, tokens, heads, head_dim] each; None: with prompts, or as `changes` has it.
         """
         return run_block(self.transformer, block, hidden_states, attend or self._attention(block))
 
@@ -115,11 +107,7 @@ class ImageTower:
         return pooled if self.visual.proj is None else pooled @ self.visual.proj
 
     def encode(self, images: torch.Tensor, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features, and the states of CLS after some blocks.
-
-        Args:
-            images: [batch, 3, height, width], preprocessed.
-            blocks: numbers from 0, or from -1 for the last block.
+        """Features of preprocessed images, and states of CLS after some blocks, from 0, or from -1 for the last.
 
         Returns:
             features [batch, embed_dim], not normalised; states [batch, len(blocks), width], before any final norm.
@@ -130,14 +118,9 @@ class ImageTower:
     def encode_with_masked(
         self, images: torch.Tensor, blocks: Sequence[int] = (), masked: MaskedPatches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """`encode` for a tower that pools at CLS, and the features of a view of which patches are masked.
+        """`encode` for a tower that pools at CLS, and the features of a second view with masked patches, if any.
 
         Both views go through the blocks as one batch, if they are of one length.
-
-        Args:
-            images: [batch, 3, height, width], preprocessed.
-            blocks: numbers from 0, or from -1 for the last block.
-            masked: the second view; None: there is none.
 
         Returns:
             features [batch, embed_dim] of the whole images, and of the masked view or None; states of CLS in the whole
@@ -153,7 +136,7 @@ class ImageTower:
             hidden = torch.where(masked.is_masked[..., None], vector, patches)
             views, states = self._run(self._with_cls(torch.cat([patches, hidden])), blocks)
             return *self.project(views).split(batch), states[:batch]
-        visible = masked.visible()
+        visible = (~masked.is_masked).nonzero()[:, 1].view(batch, -1)  # numbers of patches, in order
         features, states = self.encode(images, blocks)
         hidden_states, _ = self._run(self._with_cls(patches, visible))
         return features, self.project(hidden_states), states

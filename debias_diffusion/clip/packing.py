@@ -151,9 +151,8 @@ class Layout:
 def arranged(tokens: TokenBatch, is_ragged: bool) -> TokenBatch:
     """The batch with its layout, made where the batch is, so that a step need not wait for it.
 
-    Args:
-        is_ragged: for the attention in one call, which GPUs have. Groups are made in the step: workers would send them
-            as too many tensors.
+    `is_ragged` for the attention in one call, which GPUs have. Groups are made in the step: workers would send them as
+    too many tensors.
     """
     layout = Layout(tokens)
     if is_ragged:

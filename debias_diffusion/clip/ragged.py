@@ -12,7 +12,6 @@ except ImportError:  # PyTorch 2.8 and 2.9
     varlen_attn = None
 
 _CAUSAL, _EVERYTHING = (-1, 0), (-1, -1)  # the windows of keys, before and after, that a query sees
-_MOST_CHANNELS = 256
 
 
 def has_kernel(query: torch.Tensor) -> bool:
@@ -22,7 +21,7 @@ def has_kernel(query: torch.Tensor) -> bool:
         and query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= _MOST_CHANNELS
+        and query.shape[-1] <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
@@ -91,8 +90,7 @@ class Ragged:
     ) -> torch.Tensor:
         """Queries [queries, heads, head_dim] in the sequences' order, keys and values of all packed rows.
 
-        Args:
-            kernel: with the arguments of `torch.nn.attention.varlen.varlen_attn`, which it is by default.
+        `kernel` has the arguments of `torch.nn.attention.varlen.varlen_attn`, which it is by default.
         """
         keys, values = (_WithCopies.apply(part, self.rows, self.places, self.copies) for part in (key, value))
         ends = (self.query_ends, self.key_ends, self.most_queries, self.most_keys)

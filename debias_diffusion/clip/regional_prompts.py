@@ -5,8 +5,7 @@
 So what the prompts attend to is read by nothing: they are keys and values alone, the same for every image.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -14,13 +13,11 @@ import torch
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
-from ..errors import UserError
 from ..limits import Checked, PositiveInt
 from .blocks import Attention, before_attention, full_attention
 
 MASKS = ("bands", "none")
 LAYERS = ("own", "shared")
-_DEVIATION = 0.02  # of the prompts at the start
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,6 @@ class PromptSettings(Checked):
     mask: Literal[MASKS] = "bands"
     layers: Literal[LAYERS] = "own"
 
-    @classmethod
-    def from_config(cls, config: Mapping) -> "PromptSettings":
-        """The settings in `Backbone.config`. Raises UserError for other ones."""
-        known = {field.name for field in fields(cls)}
-        if not isinstance(config, Mapping) or set(config) != known:
-            raise UserError(f"regional_prompts must be an object with {', '.join(sorted(known))}, got {config!r}.")
-        return cls(**config)
-
 
 class RegionalPrompts(nn.Module):
     """The prompts of all blocks, as part of an image tower: `visual.regional_prompts`.
@@ -68,15 +57,10 @@ class RegionalPrompts(nn.Module):
         super().__init__()
         self.settings = settings
         sets = 1 if settings.layers == "shared" else depth
-        self.prompts = nn.Parameter(_DEVIATION * torch.randn(sets, settings.count, width))
+        self.prompts = nn.Parameter(0.02 * torch.randn(sets, settings.count, width))
 
     def attention(self, module: ResidualAttentionBlock, block: int) -> Attention:
-        """The attention of a block with the prompts. It may be given the query of CLS alone.
-
-        Args:
-            module: the block, whose weights make the prompts' keys and values.
-            block: its number, from 0.
-        """
+        """The attention of block number `block`, `module`, with the prompts. It may be given the query of CLS alone."""
         return partial(self._attend, module, self.prompts[block % len(self.prompts)])
 
     def _attend(self, module: ResidualAttentionBlock, prompts: torch.Tensor, query, key, value) -> torch.Tensor:

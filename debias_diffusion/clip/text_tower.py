@@ -71,14 +71,11 @@ class TextTower:
         return self.encode(tokens)[0]
 
     def encode(self, tokens: TokenBatch, blocks: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features, and the states of EOT after some blocks.
-
-        Args:
-            blocks: numbers from 0, or from -1 for the last block.
+        """Features, and the states of EOT after some blocks, by number from 0, or from -1 for the last.
 
         Returns:
-            features [batch, embed_dim], projected, not normalised; states [batch, len(blocks), width], before the
-            final norm.
+            features [batch, embed_dim], projected, not normalised; states [batch, len(blocks), width], before the final
+            norm.
         """
         self._check_changes(tokens)
         layout = Layout.of(tokens)
@@ -96,11 +93,7 @@ class TextTower:
         return features, stack_states(states, features, hidden_states.shape[-1])
 
     def pack(self, tokens: TokenBatch) -> TowerInput:
-        """Packed states [tokens, width], for who runs the blocks; `changes` are left to them.
-
-        Raises:
-            UserError: pads stand before SOT, so that token 0 is no SOT.
-        """
+        """Packed states [tokens, width], for who runs the blocks; `changes` are left to them. Token 0 must be SOT."""
         self._check_sot(tokens)
         return self._pack(tokens, Layout.of(tokens))
 

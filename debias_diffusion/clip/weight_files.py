@@ -67,13 +67,10 @@ def read_state(file: Path) -> State:
     """The state dict in a file, without the prefix `module.`.
 
     Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
-
-    Raises:
-        UserError: the file is not there, or holds no state dict.
     """
-    if not file.is_file():
-        raise UserError(f"{str(file)!r} is not there.")
-    if file.suffix == ".safetensors" or _is_safetensors(file):
+    with open_regular(file) as opened:
+        start = opened.read(9)
+    if file.suffix == ".safetensors" or start[8:] == b"{":  # after a length of 8 bytes a JSON object
         state = load_file(file)
     else:
         state = torch.load(file, map_location="cpu", weights_only=True)
@@ -87,11 +84,8 @@ def read_state(file: Path) -> State:
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
     """Raises UserError, which names the first of them, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
 
-    Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision.
-
-    Args:
-        tensors: (name, tensor); integers are skipped.
-        label: the model they belong to, in words, at the beginning of the message.
+    Takes one pass over the memory: a second for 13 GB of float32 on one core, three in half precision. `label` is the
+    model in words, at the beginning of the message.
     """
     damaged = []
     for name, tensor in tensors:
@@ -128,14 +122,11 @@ def model_digest(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **buffers: torch.Tensor,
 ) -> str:
-    """sha256 of what a model is: its weights, its configuration and its tokenizer.
+    """sha256 of what a model is: its weights, its configuration and its tokenizer, if it reads text.
 
-    What is kept of a loaded model, or compared with one, is known by this. `EncoderSpec.digest` is of the files.
-
-    Args:
-        config: JSON values. Of transformers' ones the place and the library's version do not count.
-        tokenizer: of a model that reads text.
-        buffers: more tensors, in no state dict, that decide a result.
+    What is kept of a loaded model, or compared with one, is known by this. `EncoderSpec.digest` is of the files. Of
+    transformers' configurations the place and the library's version do not count. `buffers` are more tensors, in no
+    state dict, that decide a result.
     """
     if isinstance(config, PretrainedConfig):
         config = config.to_dict() | {"_name_or_path": None, "transformers_version": None}
@@ -165,22 +156,9 @@ def save_tensors(tensors: State, file: Path, metadata: dict[str, str] | None = N
     file.chmod(mode)
 
 
-def _is_safetensors(file: Path) -> bool:
-    """Whether the file begins like safetensors: the length of a JSON object, then the object."""
-    with open_regular(file) as opened:
-        start = opened.read(9)
-    return start[8:] == b"{" and int.from_bytes(start[:8], "little") <= 100_000_000
-
-
 def is_long_clip(state: State) -> bool:
     """Whether a state dict has Long-CLIP's two tables of positions, with or without the prefix `text.`."""
     return _LONG_CLIPS in state or TEXT + _LONG_CLIPS in state
-
-
-def without_text_prefix(state: State) -> State:
-    """A two-tower's weights with the text tower's names as OpenAI's."""
-    renamed = {name.removeprefix(TEXT): tensor for name, tensor in state.items()}
-    return {name: tensor for name, tensor in renamed.items() if name not in _NO_WEIGHTS}
 
 
 def fold_long_clip(state: State) -> State:
@@ -197,16 +175,11 @@ def fold_long_clip(state: State) -> State:
 
 
 def to_transformers_names(state: Mapping[str, torch.Tensor], tower: Literal["text", "vision"] = "text") -> State:
-    """A tower's weights under transformers' names, with the prefix `text_model.` or `vision_model.`.
+    """A tower's weights alone under transformers' names, with the prefix `text_model.` or `vision_model.`.
 
     Every version of transformers, and ComfyUI, load that prefix. Tensors share the memory of `state`; a projection
     [width, embed_dim] is a transposed view, `text_projection.weight` or `visual_projection.weight` [embed_dim, width].
-
-    Args:
-        state: the tower's weights alone, under OpenAI's names.
-
-    Raises:
-        UserError: a weight has no place in transformers' CLIP.
+    Raises UserError for a weight that has no place in transformers' CLIP.
     """
     (matrix, linear), prefix, renamed = _PROJECTIONS[tower], f"{tower}_model.", {}
     for name, tensor in state.items():

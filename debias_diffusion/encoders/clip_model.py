@@ -29,7 +29,7 @@ from ..errors import UserError
 from ..registry import MOVED, Registry
 from . import modeling_ablated_clip
 from .hub import find_file, find_tokenizer, from_pretrained, load_pretrained
-from .modeling_ablated_clip import AblatedCLIPConfig, AblatedCLIPModel
+from .modeling_ablated_clip import AblatedCLIPConfig
 from .text_encoders import (
     activation,
     check_plain_text,
@@ -73,8 +73,8 @@ def export_clip_model(backbone: Backbone, folder: str | os.PathLike) -> Path:
     if ablation is None:
         write_weights(state, CLIPConfig(**sizes), "CLIPModel", folder)
     else:
-        classes = {"AutoConfig": AblatedCLIPConfig.__name__, "AutoModel": AblatedCLIPModel.__name__}
-        classes = {auto: f"modeling_ablated_clip.{name}" for auto, name in classes.items()}
+        module = "modeling_ablated_clip"
+        classes = {"AutoConfig": f"{module}.AblatedCLIPConfig", "AutoModel": f"{module}.AblatedCLIPModel"}
         config = AblatedCLIPConfig(**sizes, beta=ablation.beta, auto_map=classes)
         write_weights(state, config, "AblatedCLIPModel", folder)
         shutil.copy(modeling_ablated_clip.__file__, folder)
@@ -140,9 +140,6 @@ def read_two_tower(location: str) -> Backbone:
     """A two-tower of transformers as open_clip's module: a folder that holds it and its tokenizer, or a hub id.
 
     Images are preprocessed by the settings of its image processor, else as open_clip does for such a model.
-
-    Raises:
-        UserError: there is no whole model of one of `MODEL_TYPES`, or open_clip's module cannot hold it.
     """
     content = read_model_config(location)
     kind = content.get("model_type")
@@ -196,8 +193,7 @@ def as_backbone(
     """A two-tower of a class of open_clip's kind with the weights of a transformers model.
 
     Args:
-        text_cfg: the class's configuration of the text tower, without sizes.
-        text_state: the text tower's weights under the class's names.
+        text_cfg, text_state: the text tower's configuration in the class, without sizes, and its weights.
         resize_mode: of images, where no image processor says it.
     """
     text, vision = model.config.text_config, model.config.vision_config

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelInfo, hf_hub_download, snapshot_download
 from transformers.utils import cached_file
 
 from ..clip.weight_files import CONFIG_FILE, check_finite, check_fit
-from ..errors import UserError, explain_failure, quiet_logging
+from ..errors import UserError, quiet_logging
 from ..files import path_digest
 from .resolve import may_be_hub_id
 
@@ -23,10 +23,8 @@ if TYPE_CHECKING:  # its import takes seconds
 _Model = TypeVar("_Model", bound="PreTrainedModel")
 
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_SECONDS = 10  # to wait for an answer, as huggingface_hub waits for the files themselves
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
-_WEIGHTS = [f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")]
-_FOLDERS = {*_WEIGHTS, *(f"text_encoder/{name}" for name in _WEIGHTS), CONFIG_FILE}
+_FOLDERS = re.compile(rf"(text_encoder/)?(model\.safetensors|pytorch_model\.bin)(\.index\.json)?|{CONFIG_FILE}")
 
 
 def from_pretrained(cls: Any, location: str, **options) -> Any:
@@ -44,9 +42,6 @@ def find_file(location: str, name: str, subfolder: str = "") -> Path | None:
     Raises ValueError if nothing of the repository can be had.
     """
     place, revision = locate(location)
-    if os.path.exists(place):
-        file = Path(place, subfolder, name)
-        return file if file.is_file() else None
     file = cached_file(
         place,
         name,
@@ -66,28 +61,28 @@ def find_tokenizer(folder: Path, *places: Path) -> Path:
     raise UserError(f"{os.fspath(folder)!r} holds no tokenizer (tokenizer/tokenizer_config.json).")
 
 
-def check_location(location: str) -> None:
-    """Raises ValueError unless it is a folder, or a hub id of which something is cached or may be downloaded."""
-    if not os.path.isdir(location):
-        if not may_be_hub_id(location):
-            raise ValueError("it is not there")
-        locate(location)
-
-
-@cache  # of locations without a problem: an error is not kept
 def locate(location: str) -> tuple[str, str | None]:
-    """What libraries are given: (folder, None), or (a repository's name, its revision).
+    """What libraries are given: (folder or file, None), or (a repository's name, its revision).
 
     If the hub is out of reach, the folder in its cache: by a repository's name libraries ask for each file that is
     missing, or may be newer, and without a network for 24 seconds.
+
+    Raises:
+        ValueError: it is neither here, nor a hub id of which something is cached or may be downloaded.
     """
-    if os.path.exists(location):
-        return location, None
-    if _ask(location):
-        name, _, revision = location.partition("@")
-        return name, revision or None
+    return (location, None) if os.path.exists(location) else _repository(location)[:2]
+
+
+@cache  # of repositories without a problem: an error is not kept
+def _repository(location: str) -> tuple[str, str | None, list[str]]:
+    """What `locate` gives of a hub id, and the names of the repository's files."""
+    name, _, revision = location.partition("@")
+    if not may_be_hub_id(name):
+        raise ValueError("it is not there")
+    if info := _ask(location):
+        return name, revision or None, [file.rfilename for file in info.siblings or []]
     if cached := _find_cached(location):
-        return str(cached), None
+        return str(cached), None, [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()]
     raise ValueError(
         "nothing of it is in the hub's cache, and the hub cannot be reached, or has no such model that you may read "
         "(`hf auth login`)"
@@ -106,64 +101,44 @@ def _find_cached(location: str) -> Path | None:
 def _ask(location: str) -> ModelInfo | None:
     """What the hub says of a repository; None without a network, such a repository or the right to read it."""
     name, _, revision = location.partition("@")
-    try:  # list_repo_files tries for 24 seconds without a network
-        return HfApi().model_info(name, revision=revision or None, timeout=_SECONDS)
+    try:  # list_repo_files tries for 24 seconds without a network; huggingface_hub waits 10 for a file
+        return HfApi().model_info(name, revision=revision or None, timeout=10)
     except Exception:
         return None
 
 
-def find_commit(location: str) -> str:
-    """The commit of a repository that is cached, else its newest; "" if unknown.
-
-    Before a download and after it the answer is the same.
-    """
-    if cached := _find_cached(location):
-        return cached.name
-    info = _ask(location)
-    return info.sha or "" if info else ""
-
-
 def location_digest(location: str) -> str:
-    """sha256 of a file's or folder's contents; of a hub id the commit after it."""
+    """sha256 of a file's or folder's contents; of a hub id its commit after it, the same before and after a download.
+
+    The commit is the one that is cached, else the newest; "" if unknown.
+    """
     if os.path.exists(location):
         return path_digest(location)
-    return f"{location}@{find_commit(location.removeprefix('hf-hub:'))}"
+    hub_id = location.removeprefix("hf-hub:")
+    if cached := _find_cached(hub_id):
+        return f"{location}@{cached.name}"
+    return f"{location}@{getattr(_ask(hub_id), 'sha', None) or ''}"
 
 
 def find_hub_file(location: str) -> Path | None:
-    """The file of weights of a hub repository that holds nothing else to load, downloaded unless it is cached.
+    """The file of weights of a hub repository that holds nothing else to load, such as Long-CLIP's, downloaded.
 
-    Args:
-        location: a hub id, as "BeichenZhang/LongCLIP-L", whose file is longclip-L.pt.
-
-    Returns:
-        The file in the hub's cache; None if the repository has a transformers or open_clip folder, has no weights at
-        its root, or can neither be reached nor is cached.
-
-    Raises:
-        UserError: it has several files of weights, or its file cannot be downloaded.
+    None if the repository has a transformers or open_clip folder, or no weights at its root.
     """
-    cached = None
-    if info := _ask(location):
-        names = [file.rfilename for file in info.siblings or []]
-    elif cached := _find_cached(location):
-        names = [file.relative_to(cached).as_posix() for file in cached.rglob("*") if file.is_file()]
-    else:
-        return None
+    place, revision, names = _repository(location)
     files = sorted(file for file in names if "/" not in file and PurePosixPath(file).suffix in _SUFFIXES)
-    if not files or _FOLDERS & set(names):
+    if not files or any(map(_FOLDERS.fullmatch, names)):
         return None
-    name, _, revision = location.partition("@")
     if len(files) > 1:
+        name = location.partition("@")[0]
         raise UserError(
             f"The repository {name!r} holds {len(files)} files of weights and no transformers folder: "
             f"{', '.join(files)}. Download one, for example `hf download {name} {files[0]}`, and give the path that "
             "this prints."
         )
-    if cached:
-        return cached / files[0]
-    with explain_failure(f"{files[0]!r} of the repository {name!r} cannot be downloaded"):
-        return Path(hf_hub_download(name, files[0], revision=revision or None))
+    if os.path.isdir(place):
+        return Path(place, files[0])
+    return Path(hf_hub_download(place, files[0], revision=revision))
 
 
 def load_pretrained(cls: type[_Model], location: str, label: str, **options) -> _Model:

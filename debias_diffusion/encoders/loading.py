@@ -29,7 +29,6 @@ from ..clip.weight_files import (
     fold_long_clip,
     is_long_clip,
     read_state,
-    without_text_prefix,
 )
 from ..errors import UserError, explain_failure, near_matches
 from ..files import read_json
@@ -67,7 +66,7 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
         raise UserError(f"The text tower of {location!r} has unusual blocks; only plain CLIP blocks can be used.")
     if (prompts := config.get("debias_diffusion", {}).get("regional_prompts")) is not None:
         with explain_failure(f"The regional prompts of {location!r} cannot be used"):
-            add_prompts(clip.visual, PromptSettings.from_config(prompts))
+            add_prompts(clip.visual, PromptSettings(**prompts))
     quick_gelu = bool(config["model_cfg"].get("quick_gelu"))
     stretched = file and load_weights(clip, file, location, quick_gelu)
     if file:
@@ -79,18 +78,14 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
-    if backbone.image_attention or backbone.text_attention:
-        for ablation in filter(None, (suppressed_heads(backbone, tower) for tower in TOWERS)):
+    for tower in TOWERS:
+        if ablation := suppressed_heads(backbone, tower):
             ablation.apply(backbone)
     return backbone
 
 
 def load_fine_tuned(location: str) -> Backbone:
-    """A fine-tuned toy CLIP: toy/clip, stretched, with the difference that `python -m research toymodels` wrote.
-
-    Raises:
-        UserError: the file is damaged, or of another model.
-    """
+    """A fine-tuned toy CLIP: toy/clip, stretched, with the difference that `python -m research toymodels` wrote."""
     file, backbone = Path(location, DIFFERENCE), load_backbone(shipped("toy/clip"))
     backbone.stretch()
     state, counts = backbone.model.state_dict(), read_state(file)  # the first shares the model's memory
@@ -104,9 +99,7 @@ def load_fine_tuned(location: str) -> Backbone:
 def load_tokenizer(location: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
     """The tokenizer of a two-tower for its stretched context length, without the model.
 
-    Args:
-        location, weights: as for `load_backbone`.
-        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
+    Arguments as for `load_backbone` and `Backbone.stretch`; a model that is stretched already keeps its length.
     """
     with explain_failure(f"The tokenizer of {location!r} could not be loaded"):
         location = _fetch(location)
@@ -148,11 +141,7 @@ def _fetch(location: str) -> str:
 
 
 def _read_config(location: str, weights: str | None) -> tuple[dict, Family]:
-    """(content of open_clip_config.json, as complete as this module needs it; the family).
-
-    Raises:
-        UserError: the weights are unknown, or of another activation, which a state dict does not hold.
-    """
+    """(content of open_clip_config.json, as complete as this module needs it; the family)."""
     if os.path.isdir(location):
         config = read_json(Path(location, CONFIG_FILE))
     else:
@@ -209,10 +198,6 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
 
     Returns:
         {"keep", "factor"} that a Long-CLIP checkpoint's positions were stretched with; else None.
-
-    Raises:
-        UserError: the file has another context length, or is Long-CLIP's and of another model. Errors of the libraries
-            for broken or hostile files and other sizes pass through.
     """
     if file.suffix in _BIG_VISION:
         open_clip.load_checkpoint(clip, str(file))
@@ -236,7 +221,7 @@ def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> d
             "open_clip_config.json has the context length."
         )
     if is_prefixed and tower is clip:
-        state = without_text_prefix(state)
+        state = {name.removeprefix(TEXT): tensor for name, tensor in state.items()}
     # As `open_clip.load_checkpoint` does, which would read the file again.
     state = convert_state_dict(clip, state)
     if POSITIONS in state and tower is not clip:

@@ -57,11 +57,7 @@ class Model:
 
 
 def resolve(name: str) -> Model:
-    """The model that a name means; see `load_text_encoder` for the names.
-
-    Raises:
-        UserError: there is no such thing, or a training run that has no model yet.
-    """
+    """The model that a name means; see `load_text_encoder` for the names."""
     if name == ORIGINAL:
         return Model(Kind.ORIGINAL, name)
     path = name.removeprefix("local-dir:")

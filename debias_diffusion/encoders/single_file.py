@@ -40,9 +40,8 @@ from ..files import atomic_file, read_json_object
 from ..text.tokens import clip_tokenizer
 from .text_encoders import TextEncoder, is_bigg, make_encoder, prefixed_state, save_weights
 
-# The name of the token table identifies a layout; all weights of the encoder have the same prefix.
-_TRANSFORMERS = "embeddings.token_embedding.weight"
-_OPENAI = "token_embedding.weight"
+# The name of the token table: of transformers' layout with "embeddings."; all weights of the encoder have its prefix.
+_TABLE = re.compile(r"(|.*?\.)(embeddings\.)?token_embedding\.weight")
 VOCABULARY = 49408
 WRITTEN_BY = "debias-diffusion"
 
@@ -51,9 +50,6 @@ def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder in a file of weights (see `read_state`), in float32 and eval mode, and its tokenizer; see above.
 
     A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
-
-    Raises:
-        UserError: the file holds no whole CLIP text encoder.
     """
     file = Path(location)
     tensors = {name: value for name, value in read_state(file).items() if isinstance(value, torch.Tensor)}
@@ -75,18 +71,11 @@ def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
 
 
 def _text_part(tensors: State, file: Path) -> tuple[State, bool]:
-    """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations).
-
-    Raises:
-        UserError: there is none.
-    """
+    """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations)."""
     candidates = []
     for name, tensor in tensors.items():
-        prefix = name.removesuffix(_TRANSFORMERS)
-        is_transformers = prefix != name
-        prefix = prefix if is_transformers else name.removesuffix(_OPENAI)
-        if prefix != name and (not prefix or prefix.endswith(".")) and tensor.ndim == 2:
-            candidates.append((tensor.shape[1], prefix, is_transformers))
+        if (match := _TABLE.fullmatch(name)) and tensor.ndim == 2:
+            candidates.append((tensor.shape[1], match[1], bool(match[2])))
     if not candidates:
         raise UserError(
             f"{os.fspath(file)!r} holds no CLIP text encoder, only weights such as {', '.join(list(tensors)[:3])}. "

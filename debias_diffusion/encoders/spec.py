@@ -47,11 +47,9 @@ _TWO_TOWERS = {
     Kind.ABLATION: "encoders.spec:load_ablated",
     Kind.DIFFERENCE: "encoders.loading:load_fine_tuned",
     Kind.TRANSFORMERS: "encoders.clip_model:read_two_tower",
-    Kind.HUB: "encoders.clip_model:read_two_tower",
 }
 _TEXT_ENCODERS = {
     Kind.TRANSFORMERS: "encoders.text_encoders:read_text_encoder",
-    Kind.HUB: "encoders.text_encoders:read_text_encoder",
     Kind.FILE: "encoders.single_file:read_encoder_file",
 }
 
@@ -142,7 +140,7 @@ class EncoderSpec:
         """In tokens, BOS and EOS included: of the configuration; where there is none, of the weights."""
         if self.kind is Kind.ORIGINAL or self.is_short:
             return TRAINED_POSITIONS
-        config = self._config()
+        config = {} if self.kind is Kind.FILE else self._config()
         text = config.get("model_cfg", config)
         text = text.get("text_cfg") or text.get("text_config") or text
         length = text.get("context_length") or text.get("max_position_embeddings")
@@ -168,13 +166,11 @@ class EncoderSpec:
             model = self._fetch()
             if model.kind in _TEXT_ENCODERS:
                 return _load(_TEXT_ENCODERS[model.kind], model)
+            from ..ablation.heads import fold_text_heads  # open_clip is optional
             from .text_encoders import keeps_projection, to_transformers
 
             backbone = self.load_two_tower()
-            if backbone.text_attention:
-                from ..ablation.heads import fold_text_heads  # open_clip is optional
-
-                fold_text_heads(backbone)
+            fold_text_heads(backbone)
             return to_transformers(backbone, keeps_projection(backbone))
 
     def load_two_tower(self, random_weights: bool = False) -> "Backbone":
@@ -200,14 +196,14 @@ class EncoderSpec:
             return backbone
 
     def _fetch(self) -> Model:
-        """The model, or the one file of weights of a hub's repository, downloaded."""
+        """The model; of a hub id its one file of weights, downloaded, or what is read as a folder of transformers."""
         if self.kind is Kind.ORIGINAL:
             raise UserError(f"{ORIGINAL!r} is the encoder that comes with an SDXL checkpoint. Name another.")
         if self.kind is Kind.HUB:
             from .hub import find_hub_file
 
-            if file := find_hub_file(self.model.location):
-                return Model(Kind.FILE, str(file))
+            file = find_hub_file(self.model.location)
+            return Model(Kind.FILE, str(file)) if file else replace(self.model, kind=Kind.TRANSFORMERS)
         return self.model
 
 
@@ -277,11 +273,7 @@ def load_two_tower(name: str | os.PathLike) -> "Backbone":
 
 
 def load_ablated(location: str) -> "Backbone":
-    """The base model of a search, with the heads that it found suppressed.
-
-    Raises:
-        UserError: the base model cannot be loaded, or is another one now.
-    """
+    """The base model of a search, with the heads that it found suppressed."""
     from ..ablation.saved import read_ablation
 
     base, digest, ablation = read_ablation(location)
@@ -296,14 +288,7 @@ def load_ablated(location: str) -> "Backbone":
 
 
 def parse_encoders(names: Sequence[str], readings: bool = True) -> list[EncoderSpec]:
-    """`EncoderSpec.parse` of the encoders that one command compares.
-
-    Args:
-        readings: one encoder may be named with several readings.
-
-    Raises:
-        UserError: there are none, one is named twice, or one is not there.
-    """
+    """`EncoderSpec.parse` of the encoders that one command compares; with `readings` one may have several readings."""
     specs = [EncoderSpec.parse(name) for name in names]
     if not specs or len({(spec.name, spec.reading if readings else "") for spec in specs}) < len(specs):
         raise UserError(f"encoders={list(names)} is not allowed. Name at least one encoder, and none twice.")
@@ -313,8 +298,7 @@ def parse_encoders(names: Sequence[str], readings: bool = True) -> list[EncoderS
 def labels(specs: Sequence[EncoderSpec], readings: bool = True) -> list[str]:
     """Short unique names: of paths the last parts, as many as make them unique.
 
-    Args:
-        readings: add how prompts are read; of an encoder that reads more than 77 tokens only if not "overlap".
+    With `readings` also how prompts are read; of an encoder that reads more than 77 tokens only if not "overlap".
     """
     names = list(dict.fromkeys(spec.name for spec in specs))
     short = dict(zip(names, _short(names), strict=True))

@@ -36,14 +36,10 @@ TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 # The model_type in the config.json of a CLIP text encoder.
 _CLIPS = ("clip", "ablated_clip", "clip_text_model")
 
-# SDXL's second encoder, the only text tower whose projected feature a pipeline reads. No other CLIP has as many blocks;
-# ComfyUI recognises it by them, too.
-_BIGG_LAYERS = 32
-
 
 def is_bigg(config: CLIPTextConfig) -> bool:
     """Whether the encoder is SDXL's second one, which keeps its projection and is padded with "!", id 0."""
-    return config.num_hidden_layers == _BIGG_LAYERS
+    return config.num_hidden_layers == 32  # No other CLIP has as many; ComfyUI recognises it by them, too.
 
 
 def keeps_projection(backbone: "Backbone") -> bool:
@@ -53,11 +49,7 @@ def keeps_projection(backbone: "Backbone") -> bool:
 
 
 def text_config(backbone: "Backbone") -> CLIPTextConfig:
-    """The configuration of the backbone's text tower in transformers.
-
-    Raises:
-        UserError: transformers' CLIP has no such tower.
-    """
+    """The configuration of the backbone's text tower in transformers, whose CLIP has only causal ones."""
     tower, tokenizer = backbone.text.tower, backbone.tokenizer.tokenizer
     if not backbone.family.causal:
         raise UserError(
@@ -112,9 +104,6 @@ def make_encoder(config: CLIPTextConfig, state: State, projection: bool, label: 
         state: transformers' names with the `text_model.` prefix.
         projection: True for a CLIPTextModelWithProjection; False ignores a projection in `state`.
         label: the encoder in words, for errors.
-
-    Raises:
-        UserError: `state` does not hold the weights of this configuration.
     """
     if not projection:
         state = {name: tensor for name, tensor in state.items() if name != "text_projection.weight"}
@@ -232,9 +221,6 @@ def read_text_encoder(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder and tokenizer of a folder or of a repository of the hub.
 
     Of its `text_encoder/` and `tokenizer/`, as in a pipeline; else it is a CLIPTextModel or CLIPModel itself.
-
-    Raises:
-        UserError: it holds no text encoder or no tokenizer, or cannot be fetched.
     """
     subfolder = "text_encoder" if find_file(location, "config.json", "text_encoder") else ""
     encoder = read_encoder(location, subfolder)
@@ -249,11 +235,7 @@ def read_text_encoder(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
 
 
 def read_encoder(location: str, subfolder: str = "") -> TextEncoder:
-    """The text encoder of a folder or a hub repository, of the class in its configuration, in eval mode.
-
-    Raises:
-        UserError: there is none, or its weights lack some of the model's, or are of other sizes.
-    """
+    """The text encoder of a folder or a hub repository, of the class in its configuration, in eval mode."""
     label = repr(os.path.join(location, subfolder) if subfolder else location)
     content = read_model_config(location, subfolder)
     kind = content.get("model_type", "clip_text_model")
@@ -271,7 +253,7 @@ def read_encoder(location: str, subfolder: str = "") -> TextEncoder:
 
 
 def read_model_config(location: str, subfolder: str = "") -> dict:
-    """The config.json of a folder or a hub repository. Raises UserError if it cannot be read."""
+    """The config.json of a folder or a hub repository."""
     file = find_file(location, "config.json", subfolder)
     if file is None:
         raise UserError(
@@ -282,11 +264,7 @@ def read_model_config(location: str, subfolder: str = "") -> dict:
 
 
 def read_tokenizer(location: str, config: CLIPTextConfig, **where) -> CLIPTokenizer:
-    """The tokenizer of a text encoder of this configuration, with its context length.
-
-    Raises:
-        UserError: it cannot be loaded, or has more ids than the encoder.
-    """
+    """The tokenizer of a text encoder of this configuration, with its context length."""
     with explain_failure(f"The tokenizer {location!r} could not be loaded"):
         tokenizer = from_pretrained(CLIPTokenizer, location, **where)
     ids = count_ids(tokenizer)

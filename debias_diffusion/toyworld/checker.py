@@ -70,10 +70,12 @@ class Comparison:
 
 def compare(reading: SceneReading, scene: Scene) -> Comparison:
     """Compares what an image shows with the scene that it should show."""
-    seen = reading.objects
-    correct = {thing.place: _is(seen[thing.place], thing) for thing in scene.things}
-    sizes = {thing.place: seen[thing.place] == thing for thing in scene.things}
-    filled = tuple(place for place, there in seen.items() if there is not None)
+    correct, sizes = {}, {}
+    for thing in scene.things:
+        seen = reading.objects[thing.place]
+        correct[thing.place] = isinstance(seen, Thing) and (seen.kind, seen.colour) == (thing.kind, thing.colour)
+        sizes[thing.place] = seen == thing
+    filled = tuple(place for place, there in reading.objects.items() if there is not None)
     return Comparison(correct, sizes, filled, reading.background == scene.background)
 
 
@@ -95,10 +97,6 @@ def describe(reading: SceneReading, scene: Scene) -> str:
     notes["background"] = None if comparison.background else "another"
     right = f"{sum(comparison.correct.values())} of {len(scene.things)} objects right."
     return " ".join([right, *(f"{place.capitalize()}: {note}." for place, note in notes.items() if note)])
-
-
-def _is(seen: Thing | str | None, thing: Thing) -> bool:
-    return isinstance(seen, Thing) and (seen.kind, seen.colour) == (thing.kind, thing.colour)
 
 
 def _background(pixels: np.ndarray) -> str:

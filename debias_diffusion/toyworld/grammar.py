@@ -13,7 +13,6 @@ from ..text.sentences import join_sentences
 from .scenes import PLACES, Scene, Thing, draw_scene, generator, scene
 
 SENTENCES = (9, 14)  # fewest and most in a caption
-_WITH_BACKGROUND = 1 / 3  # of the short captions
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _SUMMARIES = ("This picture shows {}.", "Here is a picture of {}.", "The image contains {}.", "This is an image of {}.")
 _THINGS = (
@@ -86,26 +85,17 @@ def describe_thing(thing: Thing, rng: random.Random) -> Sentence:
 def long_caption(scene: Scene, rng: random.Random, describe: Describe = describe) -> Caption:
     """A caption of 9 to 14 sentences: the summary, every object, the background, and further true details."""
     blocks, later = describe(scene, scene.things, rng)
-    blocks.append([_background(scene, rng)])
+    blocks.append([describe_background(scene, rng)])
     further = _further(scene, rng)
     rng.shuffle(further)
     missing = rng.randint(*SENTENCES) - 1 - sum(map(len, blocks)) - len(later)
-    return _compose(scene, blocks + [[sentence] for sentence in further[: max(0, missing)]], later, rng)
-
-
-def short_caption(scene: Scene, rng: random.Random, describe: Describe = describe) -> Caption:
-    """A caption as CLIP models are pretrained on: the summary, one or two objects, and now and then the background."""
-    described = rng.sample(scene.things, min(rng.randint(1, 2), len(scene.things)))
-    blocks, later = describe(scene, described, rng)
-    if rng.random() < _WITH_BACKGROUND:
-        blocks.append([_background(scene, rng)])
-    return _compose(scene, blocks, later, rng)
+    return compose(scene, blocks + [[sentence] for sentence in further[: max(0, missing)]], later, rng)
 
 
 def full_caption(scene: Scene, rng: random.Random, describe: Describe = describe) -> Caption:
     """The summary, every object and the background, in any order; of three objects within 77 tokens."""
     blocks, later = describe(scene, scene.things, rng)
-    return _compose(scene, [*blocks, [_background(scene, rng)]], later, rng)
+    return compose(scene, [*blocks, [describe_background(scene, rng)]], later, rng)
 
 
 def caption(split: str, index: int) -> Caption:
@@ -119,7 +109,7 @@ def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
     return small, full_caption(small, generator(split, index, "short prompt"))
 
 
-def _compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[list[Sentence], Sentence]], rng) -> Caption:
+def compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[list[Sentence], Sentence]], rng) -> Caption:
     """The summary, the blocks in any order, and each of `later` somewhere behind its block."""
     rng.shuffle(blocks)
     for block, sentence in later:
@@ -136,7 +126,7 @@ def _summary(scene: Scene, rng: random.Random) -> Sentence:
     return Sentence(rng.choice(_SUMMARIES).format(listed))
 
 
-def _background(scene: Scene, rng: random.Random) -> Sentence:
+def describe_background(scene: Scene, rng: random.Random) -> Sentence:
     return Sentence(rng.choice(_BACKGROUNDS).format(scene.background))
 
 

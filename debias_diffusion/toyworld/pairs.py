@@ -23,12 +23,8 @@ def write_pairs(
 ) -> tuple[Path, Path]:
     """Writes images and captions; the first `held_out` pairs are of the validation split, the rest of `split`.
 
-    Scenes take turns with `captions`, which give that of a scene by its split and number.
-
-    The data file is written last: if it exists, all files do, and nothing is written.
-
-    Returns:
-        (data file, image folder)
+    Scenes take turns with `captions`, which give that of a scene by its split and number. The data file is written
+    last: if it exists, all files do, and nothing is written. Returns (data file, image folder).
     """
     folder = Path(folder)
     data, images = folder / DATA, folder / IMAGES

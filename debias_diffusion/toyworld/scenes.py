@@ -81,10 +81,7 @@ def draw_scene(rng: random.Random, fewest: int = OBJECTS[0], most: int = OBJECTS
 
 
 def generator(split: str, index: int, purpose: str) -> random.Random:
-    """The random numbers for one purpose of one scene. Raises ValueError for an unknown split."""
-    # A suffix, as in "test-2", makes another split with new scenes.
-    if split.partition("-")[0] not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; it must be one of {', '.join(SPLITS)}, or one of them with -suffix")
+    """The random numbers for one purpose of one scene. A split with a suffix, as in "test-2", has new scenes."""
     return random.Random(f"toyworld/{split}/{index}/{purpose}")
 
 
@@ -101,7 +98,7 @@ def arrangement(
     rng: random.Random,
     change: Callable[[Scene, random.Random], Scene] = rearranged,
 ) -> Scene:
-    """Arrangement number `number` of a scene with `objects` (fewest, most); each is a `change` of the one before."""
+    """Arrangement `number` of a scene with `objects` (fewest, most); each is a `change` of the one before."""
     shown, arrangements, tried = draw_scene(rng, *objects), [], 0
     while len(arrangements) <= number:
         # Some scenes have fewer changes of another kind.

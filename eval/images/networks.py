@@ -17,7 +17,7 @@ from transformers import AutoModel
 from debias_diffusion.clip.weight_files import check_finite, model_digest, read_state
 from debias_diffusion.data.images import open_image
 from debias_diffusion.data.retrieval import encode_texts
-from debias_diffusion.encoders.hub import check_location, load_pretrained
+from debias_diffusion.encoders.hub import load_pretrained
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import path_digest
@@ -134,7 +134,6 @@ class ClsFeatures:
         )
         with explain_failure(f"The model {os.fspath(model)!r} could not be loaded", advice):
             location = shipped(model)
-            check_location(location)
             # Files other than safetensors are read with weights_only=True.
             options = {"dtype": torch.float32, "trust_remote_code": False}
             loaded = load_pretrained(AutoModel, location, repr(os.fspath(model)), **options)

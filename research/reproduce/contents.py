@@ -11,12 +11,12 @@ from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import images_digest
 from debias_diffusion.data.sources import data_digest, open_data, read_captions
 from debias_diffusion.data.toy_scenes import is_toy_scenes
-from debias_diffusion.encoders.hub import find_commit
+from debias_diffusion.encoders.hub import location_digest
 from debias_diffusion.encoders.resolve import may_be_hub_id
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.image_features import stamps_digest
 from debias_diffusion.eval.retrieval_sets import read_retrieval_set
-from debias_diffusion.files import path_digest, read_checked, with_checksum, write_json
+from debias_diffusion.files import read_checked, with_checksum, write_json
 from debias_diffusion.toyworld.shipped import shipped
 
 _DATA = ("data", "images", "dataset", "root")
@@ -51,9 +51,8 @@ class Contents:
         """A model's files, or its commit on the hub, by digest; any other name or setting as it is."""
         before, colon, place = name.rpartition(":")
         path = shipped(place)
-        if os.path.exists(path):
-            return f"{before}{colon}{path_digest(path)}"
-        return f"{name}@{find_commit(place)}" if may_be_hub_id(place) else name
+        is_known = os.path.exists(path) or may_be_hub_id(place)
+        return f"{before}{colon}{location_digest(path)}" if is_known else name
 
     def _data_digests(
         self, data: str | None, images: str | None, dataset: tuple[str, ...], root: str | None, limit: int | None

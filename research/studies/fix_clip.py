@@ -26,12 +26,13 @@ from debias_diffusion.eval.retrieval import hits
 from debias_diffusion.jobs import Job
 from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, draw_mask
 from debias_diffusion.methods.keep_states import relative_error, without_eot
-from debias_diffusion.toyworld.grammar import caption, short_caption
+from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import generator, scene
 from research.options import ReproduceConfig
 from research.reproduce.listing import reproduce
 from research.reproduce.measuring import KINDS, Scores
 from research.toymodels.clip import render_all
+from research.toymodels.scenes import short_caption
 
 from .harness import read_options
 

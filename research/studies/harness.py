@@ -8,7 +8,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import harness
 from harness import CPU, read_options
 
-from debias_diffusion.machine import machine_name
+from debias_diffusion.devices import machine_name
 
 RESULTS = Path(__file__).parents[1] / "results"
 publish = partial(harness.publish, folder=RESULTS)

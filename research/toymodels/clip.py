@@ -22,12 +22,11 @@ from transformers import CLIPTokenizer
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.methods.objectives import contrastive_loss
 from debias_diffusion.text.tokens import CaptionTokenizer
-from debias_diffusion.toyworld.grammar import short_caption
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, Scene, generator
 
 from ..referring.grammar import STYLES
-from .scenes import base_scene
+from .scenes import base_scene, short_caption
 from .stage import run_stage
 
 CONTEXT_LENGTH = 77

@@ -1,11 +1,13 @@
-"""The scenes that base models are trained on."""
+"""The scenes that base models are trained on, and short captions of scenes."""
 
 import random
 from dataclasses import replace
 
+from debias_diffusion.toyworld.grammar import Caption, Describe, compose, describe, describe_background
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, OBJECTS, Scene, arrangement, generator, rearranged
 
 _COMBINED = ("kind", "colour", "size")
+_WITH_BACKGROUND = 1 / 3  # of the short captions
 
 
 def base_scene(index: int) -> Scene:
@@ -33,3 +35,12 @@ def exchanged(scene: Scene, rng: random.Random) -> Scene:
     drawn = rng.sample([getattr(thing, name) for thing in scene.things], len(scene.things))
     things = tuple(replace(thing, **{name: value}) for thing, value in zip(scene.things, drawn, strict=True))
     return Scene(scene.background, things)
+
+
+def short_caption(scene: Scene, rng: random.Random, describe: Describe = describe) -> Caption:
+    """A caption as CLIP models are pretrained on: the summary, one or two objects, and now and then the background."""
+    described = rng.sample(scene.things, min(rng.randint(1, 2), len(scene.things)))
+    blocks, later = describe(scene, described, rng)
+    if rng.random() < _WITH_BACKGROUND:
+        blocks.append([describe_background(scene, rng)])
+    return compose(scene, blocks, later, rng)

@@ -115,7 +115,7 @@ class Runs:
 
 def hub_repository(cache: Path, name: str, commit: str = "0" * 40, revision: str = "main") -> Path:
     """An empty repository of the hub's cache on this machine, or another commit in one."""
-    hub.locate.cache_clear()  # of another test
+    hub._repository.cache_clear()  # of another test
     repository = cache / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     (repository / "refs" / revision).write_text(commit)
