@@ -95,12 +95,11 @@ def with_checksum(values: dict) -> dict:
     return values | {"sha256": json_digest(values)}
 
 
-def without_checksum(values: dict) -> dict:
-    """What `with_checksum` was given. Raises ValueError if that was changed since."""
-    content = {name: value for name, value in values.items() if name != "sha256"}
-    if values.get("sha256") != json_digest(content):
-        raise ValueError("it and its checksum do not agree")
-    return content
+def read_checked(path: str | os.PathLike) -> dict | None:
+    """The values in a file of `with_checksum`; None if it is not there, was changed or is damaged."""
+    values = read_json_object(path)
+    checksum = values.pop("sha256", None)
+    return values if checksum == json_digest(values) else None
 
 
 def file_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
@@ -138,14 +137,6 @@ def read_json_object(path: str | os.PathLike) -> dict:
         return read_json(path)
     except UserError:
         return {}
-
-
-def read_checked(path: str | os.PathLike) -> dict | None:
-    """The values in a file of `with_checksum`; None if it is not there, was changed or is damaged."""
-    try:
-        return without_checksum(read_json(path))
-    except ValueError:
-        return None
 
 
 def write_json(path: str | os.PathLike, content) -> None:

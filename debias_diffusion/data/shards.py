@@ -262,7 +262,7 @@ def verify_shards(data: str | os.PathLike) -> list[BadRecord]:
     job, samples = _written_here(root)
     bad, names = [], list(samples) if Path(data).is_dir() else names
     for name in tqdm(names, desc="checking shards", unit=" shards"):
-        if name in samples and job.path(name, damaged="absent") is None:
+        if name in samples and not job.is_whole(name):
             is_there = (job.folder / name).exists()
             detail = "its sha256 is not the one it was written with" if is_there else f"{samples[name]} samples"
             bad.append(BadRecord(name, "changed shard" if is_there else "missing shard", detail))

@@ -135,7 +135,7 @@ def _missing(job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence
                 differing.append(f"{name} ({task.where}): it was not made by this job")
         elif difference := first_difference(job.notes(name), renderer.identity(encoder, task.prompt)):
             differing.append(f"{name} ({task.where}): {difference}")
-        elif job.path(name, damaged="absent") is None:
+        elif not job.is_whole(name):
             missing.add(index)
             damaged.append(name)
     if differing:
