@@ -39,14 +39,14 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     groups: dict[str, list[str]] = defaultdict(list)  # names of files by their name without ending
     for name in sorted(_files(images.root)):
         stem = name.rpartition(".")[0]
-        if stem and _ending(name) in (*IMAGES, *_CAPTIONS):
+        if stem and ending(name) in (*IMAGES, *_CAPTIONS):
             groups[stem].append(name)
 
     def read() -> Iterator[Record]:
         bar = tqdm(sorted(groups.items()), desc="reading captions", unit=" captions", disable=len(groups) < 10_000)
         for _, names in bar:
-            pictures = [name for name in names if _ending(name) not in _CAPTIONS]
-            captions = [name for name in names if _ending(name) in _CAPTIONS]
+            pictures = [name for name in names if ending(name) not in _CAPTIONS]
+            captions = [name for name in names if ending(name) in _CAPTIONS]
             with leave_out(_escape((pictures or captions)[0]), bad):
                 yield _read(images.root, pictures, captions)
 
@@ -66,7 +66,7 @@ def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
         UserError: there are none.
     """
     images = ImageFolder(root)
-    names = sorted(name for name in _files(images.root) if _ending(name) in _ALONE and is_text(name))
+    names = sorted(name for name in _files(images.root) if ending(name) in _ALONE and is_text(name))
     if not names:
         raise UserError(
             f"The folder {os.fspath(root)!r} holds no images: no file, in subfolders either, ends in "
@@ -75,7 +75,8 @@ def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
     return names, images
 
 
-def _ending(name: str) -> str:
+def ending(name: str) -> str:
+    """What a name's last part says that a file is: "jpg" for "a.JPG"."""
     return name.rpartition(".")[2].lower()
 
 

@@ -21,7 +21,7 @@ from ..files import file_stamp, open_regular
 from ..jobs import Job
 from .bad_records import BadRecord, leave_out
 from .captions import LARGEST_FILE, Captions, caption_of, fold, is_text, parse_object, short_of, usable_captions, utf8
-from .image_folder import CAPTION, IMAGES
+from .image_folder import CAPTION, IMAGES, ending
 from .images import decode_image, stamp_of
 from .records import PackedRecords, Record
 
@@ -146,7 +146,7 @@ def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecor
                 fault, name = _fault(member), _NAME.fullmatch(member.name)
                 if fault:
                     bad.append(BadRecord(shard, fault, ascii(member.name)))
-                elif member.isfile() and name and (kind := _kind(name[2])) in (*IMAGES, CAPTION, _ENTRY):
+                elif member.isfile() and name and (kind := ending(name[2])) in (*IMAGES, CAPTION, _ENTRY):
                     key = name[1].removeprefix("./")
                     size = 0 if kind in IMAGES else min(member.size, LARGEST_FILE + 1)
                     text = os.pread(file.fileno(), size, member.offset_data)
@@ -197,11 +197,6 @@ def _fault(member: tarfile.TarInfo) -> str | None:
     return None
 
 
-def _kind(extension: str) -> str:
-    """The part of an extension that says what the member is: "jpg" for "a.JPG"."""
-    return extension.rpartition(".")[2].lower()
-
-
 def _record(sample: str, parts: list[_Part]) -> Record:
     """The record of one sample, "shard/key". Raises ValueError("kind: detail") where there is none."""
     image = _choose(parts, IMAGES, "image")
@@ -227,7 +222,7 @@ def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Pa
     Raises:
         ValueError("kind: detail"): there are several.
     """
-    fitting = sorted((part.extension.count("."), part) for part in parts if _kind(part.extension) in kinds)
+    fitting = sorted((part.extension.count("."), part) for part in parts if ending(part.extension) in kinds)
     if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:
         raise ValueError(f"several {content}s: {fitting[0][1].name} and {fitting[1][1].name}")
     return fitting[0][1] if fitting else None

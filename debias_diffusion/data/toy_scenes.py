@@ -60,9 +60,11 @@ class ToyScenes:
         """The RGB image of 48 x 48 pixels. Raises ValueError for a name that is no scene."""
         return render(toy_scene(image)[0])
 
-    def stamp(self, image: str) -> bytes:
+    @staticmethod
+    @lru_cache(2 * SHAREGPT4V_HELD_OUT)
+    def stamp(image: str) -> bytes:
         """16 bytes of the name and the pixels. Raises ValueError for a name that is no scene."""
-        return _stamp(image)
+        return digest_of(image, render(toy_scene(image)[0]).tobytes().hex())
 
 
 def is_toy_scenes(data: str | os.PathLike) -> bool:
@@ -117,8 +119,3 @@ def family(image: str) -> str:
     if place is None or place[1] not in KINDS or not KINDS[place[1]].in_families:
         return image
     return f"{image.partition('/')[0]}/{int(place[3]) // ARRANGEMENTS * ARRANGEMENTS:06}"
-
-
-@lru_cache(2 * SHAREGPT4V_HELD_OUT)
-def _stamp(image: str) -> bytes:
-    return digest_of(image, render(toy_scene(image)[0]).tobytes().hex())

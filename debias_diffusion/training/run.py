@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
+from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_share, printable, report_bad
 from ..data.records import Record
 from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
@@ -323,7 +323,7 @@ class Run(ABC):
         if count:
             # The share of a few samples says nothing about the rest.
             seen = max(step.number * self.config.batch, min(FEWEST, len(self.records)))
-            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config, bad))
+            check_share(bad, seen, self.config.max_bad, continue_hint(self.config, bad), state.replaced)
 
     def seen(self, first: int | None = None) -> Seen:
         """The record of a model that the pairs from `first` on have trained or chosen; None: from `records` on."""
