@@ -17,9 +17,9 @@ from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import FailedError, quiet_logging, reason
 from debias_diffusion.files import write_json
 from debias_diffusion.machine import cost
+from debias_diffusion.pipelines.calls import EMBEDDINGS
 from debias_diffusion.pipelines.rendering.checkpoints import DENOISER, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.pipelines.scheduling import EMBEDDINGS
 
 from .prompt_options import CheckConfig
 from .prompts import sheet_prompts

@@ -66,23 +66,25 @@ def path_digest(path: str | os.PathLike) -> str:
     path = Path(path)
     if not path.is_dir():
         return sha256(path)
-    files = sorted((file.relative_to(path).as_posix(), file) for file in _visible_files(path))
+    files = sorted((file.relative_to(path).as_posix(), file) for file in visible_files(path, follow_links=True))
     return bytes_digest(f"{name}\0{sha256(file)}\n".encode() for name, file in files)
 
 
-def _visible_files(folder: Path, above: frozenset = frozenset()) -> Iterator[Path]:
-    """The files in a folder, and in those that it links to, as caches of a hub do; a link back up is left out."""
-    status = folder.stat()
-    inside = above | {(status.st_dev, status.st_ino)}
-    if inside == above:
-        return
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            yield from _visible_files(path, inside)
-        elif path.is_file():
-            yield path
+def visible_files(root: Path, follow_links: bool = False) -> Iterator[Path]:
+    """The files in a folder and its subfolders, but hidden ones. Raises OSError for an unreadable folder.
+
+    Args:
+        follow_links: also into folders that are links, as caches of a hub have; a link back up is left out.
+    """
+
+    def refuse(error: OSError):
+        raise error
+
+    for place, folders, names in os.walk(root, onerror=refuse, followlinks=follow_links):
+        folder = Path(place)
+        above = [path.resolve() for path in (folder, *folder.parents)] if follow_links else ()
+        folders[:] = [name for name in folders if name[0] != "." and (folder / name).resolve() not in above]
+        yield from (folder / name for name in names if name[0] != "." and (folder / name).is_file())
 
 
 def json_digest(values: dict) -> str:

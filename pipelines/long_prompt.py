@@ -19,8 +19,7 @@ from debias_diffusion.text.options import LongPromptOptions, PromptLayout
 from debias_diffusion.text.prompt import Batch, Plan, Texts, read
 from debias_diffusion.text.schedules import MANY_STEPS
 
-from .calls import CallMixin, Embeddings, call_of, calling
-from .scheduling import EMBEDDINGS, exchange_embeddings
+from .calls import EMBEDDINGS, CallMixin, Embeddings, call_of, calling, exchange_embeddings
 from .sharpening import member_of, note_sentences, view_of
 
 try:

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import itertools
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +36,6 @@ from debias_diffusion.pipelines import (
 from debias_diffusion.pipelines.calls import calling
 from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.text import encoding
-from debias_diffusion.text.chunks import PROGRAMS
 from debias_diffusion.text.prompt import read
 from debias_diffusion.text.sentences import sentence_ends
 from debias_diffusion.text.tokens import clip_tokenizer
@@ -158,27 +156,6 @@ def test_special_tokens_that_are_typed_are_text(pipe, reading):
 
 
 # ---- the plan
-
-
-@pytest.mark.parametrize("reading", READINGS)
-@pytest.mark.parametrize("breaks", ["concatenate", "average"])
-def test_words_are_the_positions_that_words_change(pipe, reading, breaks):
-    """No word has a token of BOS, EOS or a pad: by the ids at the positions that are given to the UNet."""
-    options = LongPromptOptions(reading=reading, breaks=breaks, emphasis=PROGRAMS.get(reading, "comfyui"))
-    encoders = [(clip_tokenizer(248), 248), (clip_tokenizer(77, "!"), 77)]
-    plan = read([[LONG, SHORT, "a red cat BREAK a dog"]], ["", None], encoders, options, batch_size=3)
-    for batch in (plan.prompts, plan.negatives):
-        expected = np.zeros((3, plan.positions), bool)
-        for each in batch.encoders:
-            for part in each.parts:
-                rows = [[None, *(part.tokens.ids[at] for at in chunk.read)] for chunk in part.chunks]
-                rows = [row + [None] * (each.context_length - len(row)) for row in rows]
-                given = [*itertools.chain(*rows), *[None] * each.context_length]
-                expected[part.text] |= [given[place] is not None for place in part.places]
-        assert np.array_equal(batch.words.numpy(), expected)
-    assert plan.prompts.words.any() and not plan.negatives.words.any()
-    [shorter, longer] = (read([first, "a cat"], None, encoders, options).prompts.words for first in ("a", f"a {SHORT}"))
-    assert shorter.sum() == 2 < longer.sum()  # a word of either encoder is one
 
 
 def test_a_call_reads_each_text_once(pipe, monkeypatch):

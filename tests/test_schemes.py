@@ -133,7 +133,7 @@ def test_other_programs_syntax_is_named_truly_and_once_a_process(weighting):
 
 def test_weights_that_are_text_are_named_and_prose_is_not(pipe, weighting):
     for prompt in WEIGHTED:
-        assert "are read as text: set_long_prompt(emphasis=" in pipe.prompt_layout(prompt).warnings[0], prompt
+        assert "are read as text: the option emphasis=" in pipe.prompt_layout(prompt).warnings[0], prompt
         none = Ours(**pipe.components).set_long_prompt(emphasis="none")
         assert weighting.prompt_layout(prompt).warnings == none.prompt_layout(prompt).warnings == ()
     for prompt in READ:
@@ -219,7 +219,7 @@ def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length)
         slots = min(encoder.config.max_position_embeddings, plain.shape[1]) - 2
         pads = [tokenizer.pad_token_id] * slots
         empty = encoder(torch.tensor([[BOS, EOS, *pads]]), output_hidden_states=True).hidden_states[-2][0]
-        chunks = split_text(tokenize_text(f"{before}cat{after}", tokenizer)[0], slots)
+        chunks = split_text(tokenize_text(f"{before}cat{after}", tokenizer), slots)
         begin = next(chunk.read.start for chunk in chunks if at - 1 in chunk.kept)
         empty_states.append(empty[at - begin])
     empty = torch.cat(empty_states)

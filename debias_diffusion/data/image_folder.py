@@ -8,7 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..files import open_regular
+from ..files import open_regular, visible_files
 from .bad_records import leave_out
 from .captions import LARGEST_FILE, Captions, check_caption, fold, is_text, usable_captions, utf8
 from .images import ImageFolder
@@ -37,7 +37,7 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     if (images.root / METADATA).is_file():
         return read_data_file(images.root / METADATA), images
     groups: dict[str, list[str]] = defaultdict(list)  # names of files by their name without ending
-    for name in sorted(_files(images.root)):
+    for name in sorted(file.relative_to(images.root).as_posix() for file in visible_files(images.root)):
         stem = name.rpartition(".")[0]
         if stem and ending(name) in (*IMAGES, *_CAPTIONS):
             groups[stem].append(name)
@@ -66,7 +66,8 @@ def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
         UserError: there are none.
     """
     images = ImageFolder(root)
-    names = sorted(name for name in _files(images.root) if ending(name) in _ALONE and is_text(name))
+    files = (file.relative_to(images.root).as_posix() for file in visible_files(images.root))
+    names = sorted(name for name in files if ending(name) in _ALONE and is_text(name))
     if not names:
         raise UserError(
             f"The folder {os.fspath(root)!r} holds no images: no file, in subfolders either, ends in "
@@ -78,20 +79,6 @@ def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
 def ending(name: str) -> str:
     """What a name's last part says that a file is: "jpg" for "a.JPG"."""
     return name.rpartition(".")[2].lower()
-
-
-def _files(root: Path) -> Iterator[str]:
-    """All files that are not hidden, as posix paths relative to the root. Raises OSError for an unreadable folder."""
-
-    def refuse(error: OSError):
-        raise error
-
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path.relative_to(root).as_posix()
 
 
 def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:

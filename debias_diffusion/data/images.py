@@ -89,7 +89,7 @@ class ImageSource(Protocol):
         """The decoded RGB image. Raises any Exception when it cannot be had."""
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes that change when the image's file could have changed (`files.file_stamp`), or how it is opened.
+        """16 bytes of `root`, the name, the size and times of the file that it lies in, and how it is opened.
 
         Raises:
             OSError, ValueError: there is no such image.
@@ -142,9 +142,4 @@ class ImageFolder:
         return open_image(self.root / image)
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the root, the path, and the file's size and times of change.
-
-        Raises:
-            OSError, ValueError: there is no such file.
-        """
         return stamp_of(self.root, image, file_stamp(self.root / image))

@@ -66,11 +66,6 @@ class ShardImages:
         return content
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the shard's path, size and times of change, and of the image's name and place in it.
-
-        Raises:
-            OSError, ValueError: there is no such image.
-        """
         shard, offset, size = _locate(image)
         stamp = file_stamp(self.root / shard)
         if stamp[0] < offset + size:

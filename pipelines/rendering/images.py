@@ -12,8 +12,7 @@ from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.limits import Layer
 from debias_diffusion.text.options import PromptLayout
 
-from ..calls import StepEmbeddings, calling
-from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, count_calls
+from ..calls import EMBEDDINGS, ExchangeEmbeddings, StepEmbeddings, calling, count_calls
 from .options import Sampling
 from .prompts import ImagePrompt
 
