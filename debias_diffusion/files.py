@@ -27,11 +27,7 @@ _UNFINISHED = re.compile(r"\.([0-9a-f]{16})\.(.+)-(\d{1,9})\.(tmp|old)", re.DOTA
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file for reading. Follows links, and never blocks, as `open` does on a FIFO.
-
-    Raises:
-        OSError: the file cannot be opened, or is a folder, FIFO, device or socket.
-    """
+    """Opens a regular file for reading; follows links, never blocks on a FIFO. Raises OSError for anything else."""
     at_once = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # Windows has neither
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | at_once))  # noqa: SIM115 (returned open)
     # Checked on the open file, because another one may have replaced it at `path` in the meantime.
@@ -114,15 +110,7 @@ def file_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
 
 
 def read_json(path: str | os.PathLike, shape: type = dict, advice: str = "") -> Any:
-    """The content of a JSON file.
-
-    Args:
-        shape: the Python type that it must have.
-        advice: a sentence on what to do otherwise.
-
-    Raises:
-        UserError: the file cannot be read, is no JSON, or holds something else.
-    """
+    """The content of a JSON file. Raises UserError, which ends with `advice`, if it holds nothing of type `shape`."""
     try:
         content = json.loads(read_file(path).decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -142,11 +130,7 @@ def read_json_object(path: str | os.PathLike) -> dict:
 
 
 def write_json(path: str | os.PathLike, content) -> None:
-    """Writes `content` to `path`. A kill leaves the old file or the new one, never half of one.
-
-    Raises:
-        ValueError: `content` holds NaN or an infinity, which JSON does not have.
-    """
+    """Writes JSON. A kill leaves the old file or the new one. Raises ValueError for NaN and infinities."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -160,10 +144,7 @@ def atomic_file(path: str | os.PathLike) -> AbstractContextManager[Path]:
     """Gives a temporary path for a file, which replaces `path` once it is complete and on the disk.
 
     After a failure or a kill `path` is as it was. A link or FIFO at `path` is replaced, and never written through. The
-    first write to a folder removes what killed processes left there.
-
-    Raises:
-        UserError: a folder is in its place.
+    first write to a folder removes what killed processes left there. Raises UserError for a folder in its place.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -250,11 +231,7 @@ _recover_once = lru_cache(maxsize=1024)(recover)
 def append(path: Path, line: str, sync: bool = False) -> None:
     """Adds a line to a file, which is made if there is none. A line that a kill cut short is ended first.
 
-    Args:
-        sync: whether it is on the disk when this returns.
-
-    Raises:
-        UserError: what lies there is no regular file, or a link.
+    `sync`: on the disk when this returns. Raises UserError for a link, and for what is no regular file.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise UserError(f"{str(path)!r} is no regular file. Nothing is written through it: remove it.")

@@ -81,8 +81,7 @@ class Job:
     def read(cls, folder: str | os.PathLike) -> "Job":
         """The job in a folder as it is now, also while another process works there; without items if there is none.
 
-        Raises:
-            UserError: `job.json` is damaged.
+        Raises UserError if `job.json` is damaged.
         """
         job = cls(Path(folder))
         path = job.folder / JOB
@@ -119,10 +118,7 @@ class Job:
         """
         path = self.folder / name
         if os.path.lexists(path) and name not in self:
-            raise UserError(
-                f"{str(path)!r} is in the place of a result and was not made by this job. Move it away, or give "
-                "another output folder."
-            )
+            raise UserError(f"{str(path)!r} was not made by this job. Move it away, or give another output folder.")
         return replacing(self.folder, name, lambda temporary: self._append(name, path_digest(temporary), notes))
 
     def note(self, name: str, **notes) -> None:
@@ -134,19 +130,12 @@ class Job:
         return name in self and None not in self._items[name] and self._verify(name) is not None
 
     def path(self, name: str) -> Path | None:
-        """Where an item lies; None if it is not there.
-
-        Raises:
-            UserError: it does not fit its checksum; names it, and says what to do.
-        """
+        """Where an item lies; None if it is not there. Raises UserError if it does not fit its checksum."""
         path = self.folder / name
         if name not in self or None in self._items[name]:
             return None
         if not self._verify(name):
-            raise UserError(
-                f"{str(path)!r} is damaged: it and its checksum do not agree. Remove it, and the same command "
-                "continues from what was finished before."
-            )
+            raise UserError(f"{str(path)!r} is damaged. Remove it, and the same command continues from before.")
         return path
 
     def ensure(self, name: str, write: Callable[[Path], None]) -> Path:
@@ -199,7 +188,4 @@ class Job:
             if name not in may_change and there.get(name) != here.get(name)
         )
         if changes:
-            raise UserError(
-                f"{place} with other settings ({changes}). Give another output folder, or the same settings to "
-                "continue there."
-            )
+            raise UserError(f"{place} with other settings ({changes}). Give the same ones, or another folder.")

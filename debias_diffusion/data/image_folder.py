@@ -58,21 +58,15 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
 
 
 def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
-    """The images of a folder and its subfolders by their names, without captions; sorted, as text.
+    """The names of the images in a folder and its subfolders, sorted as text, without captions.
 
-    Hidden files and folders, files whose names are not UTF-8 and links to folders are skipped.
-
-    Raises:
-        UserError: there are none.
+    Hidden ones, names that are not UTF-8 and links to folders are skipped. Raises UserError if there are none.
     """
     images = ImageFolder(root)
     files = (file.relative_to(images.root).as_posix() for file in visible_files(images.root))
     names = sorted(name for name in files if ending(name) in _ALONE and is_text(name))
     if not names:
-        raise UserError(
-            f"The folder {os.fspath(root)!r} holds no images: no file, in subfolders either, ends in "
-            f".{', .'.join(_ALONE)}. Give a folder that does."
-        )
+        raise UserError(f"{os.fspath(root)!r} holds no images (.{', .'.join(_ALONE)}). Give a folder that does.")
     return names, images
 
 

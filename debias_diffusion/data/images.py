@@ -89,11 +89,7 @@ class ImageSource(Protocol):
         """The decoded RGB image. Raises any Exception when it cannot be had."""
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of `root`, the name, the size and times of the file that it lies in, and how it is opened.
-
-        Raises:
-            OSError, ValueError: there is no such image.
-        """
+        """16 bytes of root, name, the file's size and times, and `OPENED_AS`. Raises OSError or ValueError."""
 
 
 def is_there(images: ImageSource, image: str) -> bool:
@@ -121,22 +117,12 @@ def pixels_digest(image: Image.Image) -> bytes:
 
 
 class ImageFolder:
-    """Opens the images of a data set by their paths: absolute, or relative to one root. Links are followed.
-
-    Args:
-        root: folder that relative paths start from.
-
-    Raises:
-        UserError: `root` is not a folder.
-    """
+    """Opens images by their paths, absolute or relative to `root`. Raises UserError if that is no folder."""
 
     def __init__(self, root: str | os.PathLike):
         self.root = Path(os.path.realpath(root))
         if not os.path.isdir(self.root):
-            raise UserError(
-                f"Image folder {os.fspath(root)!r} is not there. Give the folder that the data file's image paths "
-                "start from."
-            )
+            raise UserError(f"There is no image folder {os.fspath(root)!r}. Give the one that image paths start from.")
 
     def open(self, image: str) -> Image.Image:
         return open_image(self.root / image)

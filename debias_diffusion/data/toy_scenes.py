@@ -102,11 +102,7 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
 # One command may read a split several times: captions and stamps are kept, which take most of that time.
 @lru_cache(2 * SHAREGPT4V_HELD_OUT)
 def toy_scene(image: str) -> tuple[Scene, Caption]:
-    """What an image shows, such as "test/000012" or "short-test-2/000012", and its caption.
-
-    Raises:
-        ValueError: no scene has this name.
-    """
+    """The scene of an image, such as "short-test-2/000012", and its caption. Raises ValueError for no scene."""
     place = _IMAGE.fullmatch(image)
     if place is None or place[1] not in KINDS:
         raise ValueError(f"{image!r} is no scene of the toy world")

@@ -133,10 +133,7 @@ class Checkpoint:
             own = " x ".join(map(str, self.size))
             raise UserError(f"This checkpoint renders {own} pixels only, got {height} x {width}. Leave the size out.")
         if height * width > MOST_PIXELS:
-            raise UserError(
-                f"A picture of {height} x {width} pixels has {height * width:,}; at most {MOST_PIXELS:,} can be drawn. "
-                "Give a smaller height or width."
-            )
+            raise UserError(f"{height} x {width} pixels are more than {MOST_PIXELS:,}. Give a smaller height or width.")
 
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""

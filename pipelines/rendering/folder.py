@@ -33,13 +33,8 @@ def plan_batches(
     """Indices of prompts in batches of one length, so that none is padded further than it would be alone.
 
     In a batch either all or no prompts have a negative prompt, and all have the same LoRAs. Finished images keep their
-    place in their batch, so that a resumed run renders the rest with the same batch-mates, bit for bit.
-
-    Args:
-        prompts: all of the run.
-        layouts: of those that can be rendered, by index.
-        size: images in a batch at most.
-        wanted: indices of the images to render; batches without one are left out.
+    place in their batch, so that a resumed run renders the rest with the same batch-mates, bit for bit. Batches without
+    a `wanted` image are left out.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, layout in layouts.items():

@@ -63,10 +63,7 @@ def load_pipeline(
         checkpoint = Checkpoint.parse(base)
         kind = checkpoint.check_kind(kinds)
         if encoder_2 is not None and kind != SDXL:
-            raise UserError(
-                f"The SDXL checkpoint {checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 "
-                "out."
-            )
+            raise UserError(f"{checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 out.")
         given = {"text_encoder": encoder, "text_encoder_2": None if encoder_2 == STRETCH else encoder_2}
         given = {slot: os.fspath(name) for slot, name in given.items() if name is not None and slot not in without}
         # diffusers builds the configured encoder
@@ -112,10 +109,7 @@ def _load(
     except NotImplementedError as error:  # casting weights that the file does not have
         missing = reason(error)
     if missing:
-        raise UserError(
-            f"The SDXL checkpoint {checkpoint.name!r} lacks weights of its configuration's models ({missing}). Give a "
-            "whole checkpoint, and the configuration that belongs to it."
-        )
+        raise UserError(f"{checkpoint.name!r} lacks weights of its configuration ({missing}). Give a whole checkpoint.")
     return pipe
 
 

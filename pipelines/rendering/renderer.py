@@ -170,14 +170,9 @@ class Renderer:
         return settings_text(settings | layout.settings() | (further or {}))
 
     def pipeline(self, encoder: EncoderSpec) -> DiffusionPipeline:
-        """The checkpoint with an encoder, with the options that were asked for; without UNet and autoencoder where text
-        encoders are dropped in low memory.
+        """The checkpoint with an encoder in place of the first one, but for "original", and the options asked for.
 
-        Args:
-            encoder: replaces the first one, unless it is "original".
-
-        Raises:
-            UserError: it cannot be loaded, or does not fit.
+        Without UNet and autoencoder where low memory drops encoders. Raises UserError if it does not fit.
         """
         return self.prepare(self._load(encoder, DENOISER if self._drops_encoders else ()), encoder)
 
@@ -199,8 +194,7 @@ class Renderer:
     ) -> Iterator[list[Image.Image | str]]:
         """The images of each batch of cleaned prompts, see `render_batch`.
 
-        Args:
-            pipe: of `pipeline` for this encoder. It loses its text encoders where they are dropped.
+        `pipe` is of `pipeline` for this encoder. It loses its text encoders where they are dropped.
         """
         with TemporaryFile() as encoded:  # of thousands of prompts, each up to 4 MB at 248 positions
             if self._drops_encoders:
