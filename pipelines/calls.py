@@ -51,12 +51,7 @@ def call_of(pipe: Any) -> Call | None:
 
 @contextmanager
 def calling(pipe: Any, options: LongPromptOptions | None = None, steps: int | None = None) -> Iterator[Call]:
-    """Within the context, in this thread, a call of `pipe` is under way.
-
-    Args:
-        options: None: those of the pipeline.
-        steps: see `Call`.
-    """
+    """Within the context, in this thread, a call of `pipe` is under way; without `options` with the pipeline's."""
     before, call = _CALLS.value, Call(options or getattr(pipe, "_options", None) or LongPromptOptions(), steps)
     _CALLS.value = before | {id(pipe): call}
     try:

@@ -30,10 +30,8 @@ def tokenize_prompts(
 ) -> list[Tokens]:
     """The tokens of prompts in parts that begin new chunks, or are averaged, as `reading` finds and cuts them.
 
-    Empty parts are left out; in the programs that are imitated they are empty chunks, but for one at the end.
-
-    Raises:
-        ValueError: the strengths of averaged parts have no mean; a weight, by its part's strength, is out of range.
+    Empty parts are left out; in the programs that are imitated they are empty chunks, but for one at the end. Raises
+    ValueError where averaged strengths have no mean, or a weight, by its part's strength, is out of range.
     """
     runs = [_written_out(part.runs, tokenizer) for parts in prompts for part in parts]
     tokenized, found = iter(_tokenize_runs(runs, tokenizer, reading, split_special_tokens)), []
