@@ -86,10 +86,7 @@ class Job:
         job = cls(Path(folder))
         path = job.folder / JOB
         if os.path.lexists(path):  # not in a file, nor in what is no name of a folder at all
-            advice = (
-                "It holds the settings of what lies there. Put a copy in its place, or give another folder. If you are "
-                "sure that the settings are the same, remove the file."
-            )
+            advice = "Put a copy in its place, or give another folder. Remove it if you are sure of your settings."
             with explain_failure(f"{str(path)!r} is damaged", advice):
                 record = json.loads(read_file(path))
                 job.command, job.settings, job.inputs = record["command"], record["settings"], record["inputs"]

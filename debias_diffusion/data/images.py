@@ -77,13 +77,9 @@ def decode_image(file: BinaryIO) -> Image.Image:
 
 
 class ImageSource(Protocol):
-    """Opens the images of a data set by the names that its records give them.
+    """Opens the images of a data set by the names that its records give them."""
 
-    Attributes:
-        root: where the images lie, for messages.
-    """
-
-    root: Path
+    root: Path  # where the images lie, for messages
 
     def open(self, image: str) -> Image.Image:
         """The decoded RGB image. Raises any Exception when it cannot be had."""

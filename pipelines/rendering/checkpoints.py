@@ -102,9 +102,7 @@ class Checkpoint:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""
         if (kind := self._index["_class_name"]) not in kinds:
             wanted = "an SDXL folder" if SDXL in kinds else "the folder of SDXL's refiner"
-            raise UserError(
-                f"The SDXL checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give {wanted}."
-            )
+            raise UserError(f"The checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give {wanted}.")
         return kind
 
     @cached_property
