@@ -16,9 +16,9 @@ from debias_diffusion.devices import DTYPES, cost, explain_memory, pick_device
 from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import FailedError, quiet_logging, reason
 from debias_diffusion.files import write_json
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.pipelines.calls import EMBEDDINGS
+from debias_diffusion.pipelines.rendering.checkpoints import DENOISER, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.pipelines.scheduling import EMBEDDINGS
 
 from .prompt_options import CheckConfig
 from .prompts import sheet_prompts
@@ -116,7 +116,7 @@ def _model_checks(config: CheckConfig, device: torch.device) -> dict[str, dict]:
         return {"encoding": cost(partial(embed, pipe, prompt), device), "step": cost(step, device)}
 
     readings = {name: copy.copy(ours).set_long_prompt(reading=name) for name in READINGS}
-    load = partial(load_pipeline, config.base, None, device, part="encoders")
+    load = partial(load_pipeline, config.base, None, device, without=DENOISER)
     lengths = {"stock, 77": (stock, 77)} | {f"ours, {count}": (ours, count) for count in (77, 227, 527)}
     checks = {
         "short prompts equal stock diffusers": short_prompts,

@@ -29,7 +29,7 @@ from debias_diffusion.devices import DTYPES, explain_memory, pick_device
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import atomic_file, bytes_digest, json_digest, open_regular, write_text
-from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
+from debias_diffusion.pipelines.rendering.checkpoints import DENOISER, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.text.prompt import Encoders, read
@@ -107,7 +107,7 @@ def _encode(
     """Writes the files whose digests are not those of files that are `there`."""
     spec, dtype = config.spec, DTYPES[config.dtype]
     first = None if spec.kind is Kind.ORIGINAL else spec.name
-    pipe = load_pipeline(config.base, first, device, torch.float32, spec.fitted_second, part="encoders")
+    pipe = load_pipeline(config.base, first, device, torch.float32, spec.fitted_second, without=DENOISER)
     pipe.set_long_prompt(reading=spec.reading, positions=positions)
     encoders = [model_digest(encoder, encoder.config, tokenizer) for tokenizer, encoder in pipe._text_encoders()]
     settings = {"reading": spec.reading, "positions": positions, "encoders": encoders, "dtype": config.dtype}

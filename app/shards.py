@@ -39,7 +39,7 @@ def write_shards(config: ShardsConfig) -> Path:
     settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality", "lossless")}
     with Job.open(config.output, "shards", settings, {"data": data_digest(config.data, captions)}) as job:
         shards = divide(len(records), config.per_shard, "shard-{:06}.tar")
-        missing = {name: part for name, part in shards.items() if job.path(name, damaged="absent") is None}
+        missing = {name: part for name, part in shards.items() if not job.is_whole(name)}
         indices = [index for part in missing.values() for index in part]
         read = partial(_read_small, images, config.size, None if config.lossless else config.quality)
         bar = {"desc": "writing shards", "total": len(records), "initial": len(records) - len(indices)}

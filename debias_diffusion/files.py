@@ -27,11 +27,7 @@ _UNFINISHED = re.compile(r"\.([0-9a-f]{16})\.(.+)-(\d{1,9})\.(tmp|old)", re.DOTA
 
 
 def open_regular(path: str | os.PathLike) -> BinaryIO:
-    """Opens a regular file for reading. Follows links, and never blocks, as `open` does on a FIFO.
-
-    Raises:
-        OSError: the file cannot be opened, or is a folder, FIFO, device or socket.
-    """
+    """Opens a regular file for reading; follows links, never blocks on a FIFO. Raises OSError for anything else."""
     at_once = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # Windows has neither
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | at_once))  # noqa: SIM115 (returned open)
     # Checked on the open file, because another one may have replaced it at `path` in the meantime.
@@ -66,23 +62,25 @@ def path_digest(path: str | os.PathLike) -> str:
     path = Path(path)
     if not path.is_dir():
         return sha256(path)
-    files = sorted((file.relative_to(path).as_posix(), file) for file in _visible_files(path))
+    files = sorted((file.relative_to(path).as_posix(), file) for file in visible_files(path, follow_links=True))
     return bytes_digest(f"{name}\0{sha256(file)}\n".encode() for name, file in files)
 
 
-def _visible_files(folder: Path, above: frozenset = frozenset()) -> Iterator[Path]:
-    """The files in a folder, and in those that it links to, as caches of a hub do; a link back up is left out."""
-    status = folder.stat()
-    inside = above | {(status.st_dev, status.st_ino)}
-    if inside == above:
-        return
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            yield from _visible_files(path, inside)
-        elif path.is_file():
-            yield path
+def visible_files(root: Path, follow_links: bool = False) -> Iterator[Path]:
+    """The files in a folder and its subfolders, but hidden ones. Raises OSError for an unreadable folder.
+
+    Args:
+        follow_links: also into folders that are links, as caches of a hub have; a link back up is left out.
+    """
+
+    def refuse(error: OSError):
+        raise error
+
+    for place, folders, names in os.walk(root, onerror=refuse, followlinks=follow_links):
+        folder = Path(place)
+        above = [path.resolve() for path in (folder, *folder.parents)] if follow_links else ()
+        folders[:] = [name for name in folders if name[0] != "." and (folder / name).resolve() not in above]
+        yield from (folder / name for name in names if name[0] != "." and (folder / name).is_file())
 
 
 def json_digest(values: dict) -> str:
@@ -95,12 +93,11 @@ def with_checksum(values: dict) -> dict:
     return values | {"sha256": json_digest(values)}
 
 
-def without_checksum(values: dict) -> dict:
-    """What `with_checksum` was given. Raises ValueError if that was changed since."""
-    content = {name: value for name, value in values.items() if name != "sha256"}
-    if values.get("sha256") != json_digest(content):
-        raise ValueError("it and its checksum do not agree")
-    return content
+def read_checked(path: str | os.PathLike) -> dict | None:
+    """The values in a file of `with_checksum`; None if it is not there, was changed or is damaged."""
+    values = read_json_object(path)
+    checksum = values.pop("sha256", None)
+    return values if checksum == json_digest(values) else None
 
 
 def file_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
@@ -113,15 +110,7 @@ def file_stamp(path: str | os.PathLike) -> tuple[int, int, int]:
 
 
 def read_json(path: str | os.PathLike, shape: type = dict, advice: str = "") -> Any:
-    """The content of a JSON file.
-
-    Args:
-        shape: the Python type that it must have.
-        advice: a sentence on what to do otherwise.
-
-    Raises:
-        UserError: the file cannot be read, is no JSON, or holds something else.
-    """
+    """The content of a JSON file. Raises UserError, which ends with `advice`, if it holds nothing of type `shape`."""
     try:
         content = json.loads(read_file(path).decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -140,20 +129,8 @@ def read_json_object(path: str | os.PathLike) -> dict:
         return {}
 
 
-def read_checked(path: str | os.PathLike) -> dict | None:
-    """The values in a file of `with_checksum`; None if it is not there, was changed or is damaged."""
-    try:
-        return without_checksum(read_json(path))
-    except ValueError:
-        return None
-
-
 def write_json(path: str | os.PathLike, content) -> None:
-    """Writes `content` to `path`. A kill leaves the old file or the new one, never half of one.
-
-    Raises:
-        ValueError: `content` holds NaN or an infinity, which JSON does not have.
-    """
+    """Writes JSON. A kill leaves the old file or the new one. Raises ValueError for NaN and infinities."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -167,10 +144,7 @@ def atomic_file(path: str | os.PathLike) -> AbstractContextManager[Path]:
     """Gives a temporary path for a file, which replaces `path` once it is complete and on the disk.
 
     After a failure or a kill `path` is as it was. A link or FIFO at `path` is replaced, and never written through. The
-    first write to a folder removes what killed processes left there.
-
-    Raises:
-        UserError: a folder is in its place.
+    first write to a folder removes what killed processes left there. Raises UserError for a folder in its place.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,11 +231,7 @@ _recover_once = lru_cache(maxsize=1024)(recover)
 def append(path: Path, line: str, sync: bool = False) -> None:
     """Adds a line to a file, which is made if there is none. A line that a kill cut short is ended first.
 
-    Args:
-        sync: whether it is on the disk when this returns.
-
-    Raises:
-        UserError: what lies there is no regular file, or a link.
+    `sync`: on the disk when this returns. Raises UserError for a link, and for what is no regular file.
     """
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise UserError(f"{str(path)!r} is no regular file. Nothing is written through it: remove it.")

@@ -11,23 +11,9 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Literal
 
 from .errors import UserError, explain_failure
-from .files import (
-    append,
-    file_lock,
-    path_digest,
-    read_file,
-    read_json,
-    recover,
-    remove_path,
-    replacing,
-    unfinished,
-    with_checksum,
-    without_checksum,
-    write_json,
-)
+from .files import append, file_lock, path_digest, read_file, recover, remove_path, replacing, unfinished, write_json
 
 JOB, LINES = "job.json", "items.jsonl"
 
@@ -35,9 +21,8 @@ JOB, LINES = "job.json", "items.jsonl"
 class Job:
     """A folder of work that may be killed at any point: its lock, its settings, its finished items.
 
-    `job.json` holds the command, the settings that decide the result and the digests of the inputs, with a checksum.
-    `items.jsonl` has a line for each finished item: its name, the sha256 of its content, and notes, with a checksum of
-    these.
+    `job.json` holds the command, the settings that decide the result and the digests of the inputs. `items.jsonl` has
+    a line for each finished item: its name, the sha256 of its content, and notes.
 
     Attributes:
         folder: where the items lie, by their names.
@@ -82,13 +67,13 @@ class Job:
         with file_lock(Path(folder, ".lock")) as is_free:
             if not is_free:
                 raise UserError(f"Another process works in {str(folder)!r}. Wait for it, or give another folder.")
-            job = cls(Path(folder))
+            job = cls.read(folder)
             recover(job.folder, job._items, alone=True)
-            before = job._record()
-            if before and job.names():
-                job._compare(before, now, may_change)
+            before = {name: getattr(job, name) for name in now}
+            if job.command and job.names():
+                job._compare(now, may_change)
             if before != now:
-                write_json(job.folder / JOB, with_checksum(now))
+                write_json(job.folder / JOB, now)
             vars(job).update(now)
             yield job
 
@@ -96,11 +81,15 @@ class Job:
     def read(cls, folder: str | os.PathLike) -> "Job":
         """The job in a folder as it is now, also while another process works there; without items if there is none.
 
-        Raises:
-            UserError: `job.json` is damaged.
+        Raises UserError if `job.json` is damaged.
         """
         job = cls(Path(folder))
-        vars(job).update(job._record() or {})
+        path = job.folder / JOB
+        if os.path.lexists(path):  # not in a file, nor in what is no name of a folder at all
+            advice = "Put a copy in its place, or give another folder. Remove it if you are sure of your settings."
+            with explain_failure(f"{str(path)!r} is damaged", advice):
+                record = json.loads(read_file(path))
+                job.command, job.settings, job.inputs = record["command"], record["settings"], record["inputs"]
         return job
 
     def __contains__(self, name: str) -> bool:
@@ -126,40 +115,29 @@ class Job:
         """
         path = self.folder / name
         if os.path.lexists(path) and name not in self:
-            raise UserError(
-                f"{str(path)!r} is in the place of a result and was not made by this job. Move it away, or give "
-                "another output folder."
-            )
+            raise UserError(f"{str(path)!r} was not made by this job. Move it away, or give another output folder.")
         return replacing(self.folder, name, lambda temporary: self._append(name, path_digest(temporary), notes))
 
     def note(self, name: str, **notes) -> None:
         """An item without a file."""
         self._append(name, None, notes)
 
-    def path(self, name: str, damaged: Literal["refuse", "absent"] = "refuse") -> Path | None:
-        """Where an item lies, compared with its checksum; None if it is not there.
+    def is_whole(self, name: str) -> bool:
+        """Whether an item is there and fits its checksum."""
+        return name in self and None not in self._items[name] and self._verify(name) is not None
 
-        Args:
-            damaged: whether an item that does not fit its checksum is refused, or is as none.
-
-        Raises:
-            UserError: it is damaged; names it, and says what to do.
-        """
+    def path(self, name: str) -> Path | None:
+        """Where an item lies; None if it is not there. Raises UserError if it does not fit its checksum."""
         path = self.folder / name
         if name not in self or None in self._items[name]:
             return None
-        if self._verify(name):
-            return path
-        if damaged == "absent":
-            return None
-        raise UserError(
-            f"{str(path)!r} is damaged: it and its checksum do not agree. Remove it, and the same command continues "
-            "from what was finished before."
-        )
+        if not self._verify(name):
+            raise UserError(f"{str(path)!r} is damaged. Remove it, and the same command continues from before.")
+        return path
 
     def ensure(self, name: str, write: Callable[[Path], None]) -> Path:
         """Where an item lies that `write` writes to a temporary path if it is not there or damaged."""
-        if self.path(name, damaged="absent") is None:
+        if not self.is_whole(name):
             with self.write(name) as temporary:
                 write(temporary)
         return self.folder / name
@@ -176,12 +154,12 @@ class Job:
         lines = read_file(self.folder / LINES).splitlines() if os.path.lexists(self.folder / LINES) else []
         for line in lines:
             with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                item = without_checksum(json.loads(line))
+                item = json.loads(line)
                 self._items.setdefault(item["name"], {})[item["content"]] = item["notes"]
 
     def _append(self, name: str, digest: str | None, notes: dict) -> None:
         item = {"name": name, "content": digest, "notes": notes}
-        append(self.folder / LINES, json.dumps(with_checksum(item)), sync=True)
+        append(self.folder / LINES, json.dumps(item), sync=True)
         self._items.setdefault(name, {})[digest] = notes
 
     def _verify(self, name: str) -> str | None:
@@ -192,37 +170,19 @@ class Job:
                 self._read_lines()  # another process may have replaced the item
             return digest if digest in self._items[name] else None
 
-    def _record(self) -> dict | None:
-        """The content of `job.json`; None if there is none."""
-        path = self.folder / JOB
-        if not os.path.lexists(path):  # nor in a file, or what is no name of a folder at all
-            return None
-        advice = (
-            "It holds the settings of what lies there. Put a copy in its place, or give another folder. If you are "
-            "sure that the settings are the same, remove the file."
-        )
-        record = read_json(path, advice=advice)
-        with explain_failure(f"{str(path)!r} was changed or is damaged", advice):
-            return without_checksum(record)
-
-    def _compare(self, before: dict, now: dict, may_change: Collection[str]) -> None:
-        """Raises UserError unless a job that began as `before` may continue as `now`."""
+    def _compare(self, now: dict, may_change: Collection[str]) -> None:
+        """Raises UserError unless this job may continue as `now`."""
         place = f"The output folder {str(self.folder)!r} belongs to a run"
-        if before["command"] != now["command"]:
-            raise UserError(
-                f"{place} of `{before['command']}`, and not of `{now['command']}`. Give another output folder."
-            )
+        if self.command != now["command"]:
+            raise UserError(f"{place} of `{self.command}`, and not of `{now['command']}`. Give another output folder.")
         there, here = (
-            job["settings"] | {f"contents of {name}": digest for name, digest in job["inputs"].items()}
-            for job in (before, now)
+            settings | {f"contents of {name}": digest for name, digest in inputs.items()}
+            for settings, inputs in ((self.settings, self.inputs), (now["settings"], now["inputs"]))
         )
         changes = "; ".join(
             f"{name}: {there.get(name)!r} there, {here.get(name)!r} here"
-            for name in here | before["settings"]
+            for name in here | self.settings
             if name not in may_change and there.get(name) != here.get(name)
         )
         if changes:
-            raise UserError(
-                f"{place} with other settings ({changes}). Give another output folder, or the same settings to "
-                "continue there."
-            )
+            raise UserError(f"{place} with other settings ({changes}). Give the same ones, or another folder.")

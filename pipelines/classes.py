@@ -131,10 +131,7 @@ def _mixin(cls: type) -> type[LongPromptMixin]:
         return _InstructPix2PixMixin
     names = _arguments(cls, "encode_prompt")
     if names and not _calls(cls, "__call__", "encode_prompt"):
-        raise ValueError(
-            f"{cls.__name__} never calls its `encode_prompt`, so its prompts would be read as before: wrap one of "
-            "diffusers' own pipelines instead."
-        )
+        raise ValueError(f"{cls.__name__} never calls its `encode_prompt`: wrap one of diffusers' own pipelines.")
     definitions = [base for base in cls.__mro__ if "encode_prompt" in vars(base)]
     if len(definitions) > 1 and not definitions[0].__module__.startswith("diffusers."):
         raise ValueError(

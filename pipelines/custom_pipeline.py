@@ -8,7 +8,7 @@ from pathlib import Path
 
 from debias_diffusion.text import chunks, encoding, options, prompt, prompt_tokens, schedules, sentences, weighting
 
-from . import calls, long_prompt, scheduling, sharpening
+from . import calls, long_prompt, sharpening
 from .classes import StableDiffusionXLLongPromptPipeline
 
 
@@ -55,7 +55,7 @@ def write_block(folder: str | Path) -> Path:
 def _write(path: Path, imports: list[str], last: str) -> Path:
     """A file of all that long prompts need, in the order of their imports, and at the end the source `last`."""
     texts = sentences, chunks, weighting, schedules, prompt_tokens, options, prompt, encoding
-    parts = [_body(module) for module in (*texts, calls, sharpening, scheduling, long_prompt)]
+    parts = [_body(module) for module in (*texts, calls, sharpening, long_prompt)]
     lines = [line for lines, _ in parts for line in lines] + imports
     bodies = [*(body for _, body in parts), last]
     source = "\n".join([f'"""{long_prompt.__doc__}"""', "", *dict.fromkeys(lines), "\n\n", "\n\n\n".join(bodies)])
@@ -66,13 +66,8 @@ def _write(path: Path, imports: list[str], last: str) -> Path:
 
 def _body(module) -> tuple[list[str], str]:
     """The lines of a module that import other packages, and everything after its imports."""
-
-    def is_own(node: ast.stmt) -> bool:
-        return isinstance(node, ast.ImportFrom) and (node.level > 0 or node.module.startswith("debias_diffusion"))
-
     source = inspect.getsource(module)
-    lines = source.splitlines()
-    nodes = ast.parse(source).body
-    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    absolute = [ast.get_source_segment(source, node) or "" for node in imports if not is_own(node)]
-    return absolute, "\n".join(lines[imports[-1].end_lineno :]).strip()
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    texts = [ast.get_source_segment(source, node) or "" for node in imports]
+    foreign = [text for text in texts if not text.startswith(("from .", "from debias_diffusion"))]
+    return foreign, "\n".join(source.splitlines()[imports[-1].end_lineno :]).strip()

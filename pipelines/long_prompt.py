@@ -19,8 +19,7 @@ from debias_diffusion.text.options import LongPromptOptions, PromptLayout
 from debias_diffusion.text.prompt import Batch, Plan, Texts, read
 from debias_diffusion.text.schedules import MANY_STEPS
 
-from .calls import CallMixin, Embeddings, call_of, calling
-from .scheduling import EMBEDDINGS, exchange_embeddings
+from .calls import EMBEDDINGS, CallMixin, Embeddings, call_of, calling, exchange_embeddings
 from .sharpening import member_of, note_sentences, view_of
 
 try:
@@ -128,9 +127,7 @@ class LongPromptMixin(CallMixin):
         if plan.options.strict and max((layout := plan.layout(batch)).chunks) > 1:
             raise ValueError(
                 f"a text of {layout.tokens} tokens takes {' and '.join(map(str, layout.chunks))} chunks of the text"
-                f" encoders, which have {' and '.join(str(each.config.max_position_embeddings) for each in encoders)}"
-                " positions, and `strict` allows one: shorten it, use an encoder with more positions, or call"
-                " set_long_prompt(strict=False)."
+                " encoders, and `strict` allows one: shorten it, or call set_long_prompt(strict=False)."
             )
         most = min(encoder.config.num_hidden_layers for encoder in encoders) - 1
         if not 0 <= (clip_skip or 0) <= most:
@@ -295,10 +292,7 @@ class SDXLLongPromptMixin(LongPromptMixin):
 
     def _text_encoders(self) -> list[tuple[PreTrainedTokenizerBase, PreTrainedModel]]:
         if self.text_encoder_2 is None:
-            raise ValueError(
-                "`text_encoder_2` is None, so no prompt can be encoded: pass `prompt_embeds` and `pooled_prompt_embeds`"
-                " (and the negative ones, with guidance)."
-            )
+            raise ValueError("`text_encoder_2` is None: give `prompt_embeds` and `pooled_prompt_embeds`, not prompts.")
         pairs = [(self.tokenizer, self.text_encoder), (self.tokenizer_2, self.text_encoder_2)]
         return [(tokenizer, encoder) for tokenizer, encoder in pairs if encoder is not None]
 
@@ -351,10 +345,7 @@ class SDLongPromptMixin(LongPromptMixin):
 
     def _text_encoders(self):
         if self.text_encoder is None:
-            raise ValueError(
-                "`text_encoder` is None, so no prompt can be encoded: pass `prompt_embeds` (and"
-                " `negative_prompt_embeds`, with guidance)."
-            )
+            raise ValueError("`text_encoder` is None: give `prompt_embeds`, not prompts.")
         return [(self.tokenizer, self.text_encoder)]
 
     def _states(self, encoder, ids, clip_skip, eos_token_id):

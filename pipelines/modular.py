@@ -109,10 +109,7 @@ def with_long_text_step(pipe, options: LongPromptOptions):
     """
     blocks = copy.deepcopy(pipe.blocks)
     if not isinstance(blocks.sub_blocks.get("text_encoder"), StableDiffusionXLTextEncoderStep):
-        raise ValueError(
-            f"{type(blocks).__name__} has no text step of SDXL named `text_encoder`: only modular pipelines of SDXL "
-            "can read long prompts."
-        )
+        raise ValueError(f"{type(blocks).__name__} has no text step of SDXL, `text_encoder`: give a pipeline of SDXL.")
     if not options.sharpen == options.sharpen_sentences == 1:
         raise ValueError("A modular pipeline is sharpened by its caller: `with sharpened(pipe.unet, 1.5): pipe(...)`.")
     step = blocks.sub_blocks["text_encoder"] = LongPromptTextEncoderStep()

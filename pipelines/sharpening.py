@@ -39,7 +39,7 @@ def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
     Raises:
         ValueError: another factor, or a context within a context of this UNet.
     """
-    check_sharpening("sharpen", factor, MOST_SHARPENING, 1.5)
+    check_sharpening("sharpen", factor, MOST_SHARPENING)
     if factor == 1:
         yield
         return

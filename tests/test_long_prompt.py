@@ -310,6 +310,6 @@ def test_errors(ours, parts):
     ):
         ours.set_long_prompt(negative_clipskip=True)
     without = assemble(Ours, parts, text_encoder=None, text_encoder_2=None)
-    with pytest.raises(ValueError, match="`text_encoder_2` is None, so no prompt can be encoded"):
+    with pytest.raises(ValueError, match="`text_encoder_2` is None: give `prompt_embeds`"):
         without.encode_prompt("cat")
     assert torch.equal(without.encode_prompt(None, **given)[0], embeds)

@@ -115,7 +115,7 @@ def pipeline_states(backbone, text: str) -> torch.Tensor:
 
 
 def tokens_of(backbone, text: str):
-    return tokenize_text(backbone.tokenizer.cleaning(text), backbone.tokenizer.tokenizer)[0]
+    return tokenize_text(backbone.tokenizer.cleaning(text), backbone.tokenizer.tokenizer)
 
 
 def stretched(**changes):

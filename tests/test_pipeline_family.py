@@ -104,7 +104,7 @@ def test_encoders_alone_and_the_rest_alone(cls):
     for prompt, call in ((LONG, {"clip_skip": 1}), (SHORT, {"negative_prompt": OTHER})):
         embeds = embed(texts, prompt, **call)
         assert np.array_equal(draw(rest, **embeds, **inputs), draw(ours, prompt, **call, **inputs))
-    with pytest.raises(ValueError, match="is None, so no prompt can be encoded"):
+    with pytest.raises(ValueError, match="is None: give `prompt_embeds`"):
         draw(rest, LONG, **inputs)
 
 

@@ -214,7 +214,7 @@ def test_states_move_away_from_the_empty_prompt(pipe, weighting, weight, length)
         slots = min(encoder.config.max_position_embeddings, plain.shape[1]) - 2
         pads = [tokenizer.pad_token_id] * slots
         empty = encoder(torch.tensor([[BOS, EOS, *pads]]), output_hidden_states=True).hidden_states[-2][0]
-        chunks = split_text(tokenize_text(f"{before}cat{after}", tokenizer)[0], slots)
+        chunks = split_text(tokenize_text(f"{before}cat{after}", tokenizer), slots)
         begin = next(chunk.read.start for chunk in chunks if at - 1 in chunk.kept)
         empty_states.append(empty[at - begin])
     empty = torch.cat(empty_states)

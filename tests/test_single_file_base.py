@@ -102,7 +102,7 @@ def test_other_files_and_incomplete_ones_are_refused(bases, tmp_path):
     save_file({"lora_unet.down.weight": torch.zeros(1)}, tmp_path / "lora.safetensors")
     (tmp_path / "half.safetensors").write_bytes((bases / "sdxl.safetensors").read_bytes()[:99])
     for base, message in {
-        f"{bases}/sdxl-configs:{tmp_path}/unet.safetensors": "lacks weights of its configuration's models",
+        f"{bases}/sdxl-configs:{tmp_path}/unet.safetensors": "lacks weights of its configuration",
         f"{tmp_path}/lora.safetensors": "is no single-file checkpoint of SDXL or Stable Diffusion 1.5",
         f"{tmp_path}/half.safetensors": "cannot be read",
         f"{bases}/sdxl-configs:nowhere.safetensors": "is not there, or not read",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from debias_diffusion.app import cli
+from debias_diffusion.pipelines.rendering.checkpoints import DENOISER
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.pipelines.rendering.prompts import cleaned
 from debias_diffusion.toyworld.shipped import shipped
@@ -34,7 +35,7 @@ def test_a_pipeline_of_the_same_encoders_says_the_same(show, tmp_path, encoder, 
     base = shutil.copytree(shipped("toy/sdxl"), tmp_path / "sdxl", ignore=shutil.ignore_patterns("*.safetensors"))
     options = ["--encoder", encoder or "null", "--emphasis", emphasis or "null"]
     shown = json.loads(show(WEIGHTED, "--json", *options, base=base))
-    pipe = load_pipeline("toy/sdxl", encoder, torch.device("cpu"), part="encoders")
+    pipe = load_pipeline("toy/sdxl", encoder, torch.device("cpu"), without=DENOISER)
     for reading in ("overlap", "separate", "cut", "a1111", "kohya", "comfyui"):
         pipe.set_long_prompt(reading=reading, emphasis=emphasis)
         layout = pipe.prompt_layout(cleaned(WEIGHTED, pipe._long_prompt), do_classifier_free_guidance=False)

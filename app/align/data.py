@@ -126,4 +126,4 @@ class AlignDataset(RecordDataset):
 
     def _tokenize(self, text: str) -> Text:
         cleaned = clean(text)
-        return tuple(tokenize_text(cleaned, tokenizer)[0] for tokenizer in self.tokenizers)
+        return tuple(tokenize_text(cleaned, tokenizer) for tokenizer in self.tokenizers)

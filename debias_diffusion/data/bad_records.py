@@ -100,10 +100,21 @@ def too_many(bad: int, count: int, max_bad: float) -> bool:
     return bad > (max(1, max_bad * count) if max_bad else 0)
 
 
-def check_share(bad: Sequence[BadRecord], count: int, max_bad: float, advice: str = "") -> None:
-    """Raises UserError, which names the first bad record, if `too_many` of `count` records are bad."""
-    if bad:
-        check_count(len(bad), count, max_bad, f"The first: {bad[0]}. {advice}".rstrip())
+def check_share(
+    bad: Sequence[BadRecord], count: int, max_bad: float, advice: str = "", total: int | None = None
+) -> None:
+    """Raises UserError, which names the first bad record, if `too_many` of `count` records are bad.
+
+    Args:
+        total: how many are, with those before `bad`.
+    """
+    total = len(bad) if total is None else total
+    if too_many(total, count, max_bad):
+        first = f" The first: {bad[0]}." if bad else ""
+        raise UserError(
+            f"{total} of {count} records cannot be used, more than the share of {max_bad:g} that --max-bad allows."
+            f"{first} {advice}".rstrip()
+        )
 
 
 def report_all(bad: Sequence[BadRecord], count: int, max_bad: float, output: Path, advice: str) -> None:
@@ -112,12 +123,3 @@ def report_all(bad: Sequence[BadRecord], count: int, max_bad: float, output: Pat
     path.unlink(missing_ok=True)
     report_bad(bad, output)
     check_share(bad, count, max_bad, f"All are named in {str(path)!r}. {advice}")
-
-
-def check_count(bad: int, count: int, max_bad: float, advice: str) -> None:
-    """Raises UserError, which ends with `advice`, if `too_many` of `count` records are bad."""
-    if too_many(bad, count, max_bad):
-        raise UserError(
-            f"{bad} of {count} records cannot be used, more than the share of {max_bad:g} that --max-bad allows. "
-            f"{advice}"
-        )

@@ -50,11 +50,7 @@ def check_object(value) -> dict:
 
 
 def caption_of(entry: dict, where: str) -> str:
-    """The "caption" of an entry, or the answer in its "conversations", before folding.
-
-    Raises:
-        ValueError("kind: `where`"): the entry has neither, or `check_caption` refuses it.
-    """
+    """The caption of an entry, or the answer in its conversations, not folded. Raises ValueError("kind: `where`")."""
     caption = answer_of(entry) if entry.get("caption") is None else entry["caption"]
     if caption is None:
         raise ValueError(f"no caption: {where}")
@@ -112,11 +108,7 @@ def fold(caption: str) -> str:
 
 
 def utf8(content: bytes, where: str) -> str:
-    """The text of a caption file, of at most `LARGEST_FILE` bytes, of which one more may have been read.
-
-    Raises:
-        ValueError("kind: `where` ..."): it has more, or is not UTF-8, with or without BOM.
-    """
+    """The text of a caption file of at most `LARGEST_FILE` bytes. Raises ValueError("kind: `where` ...")."""
     if len(content) > LARGEST_FILE:
         raise ValueError(f"absurdly large caption: {where} has more than {LARGEST_FILE} bytes")
     try:

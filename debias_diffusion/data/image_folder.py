@@ -8,7 +8,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ..errors import UserError
-from ..files import open_regular
+from ..files import open_regular, visible_files
 from .bad_records import leave_out
 from .captions import LARGEST_FILE, Captions, check_caption, fold, is_text, usable_captions, utf8
 from .images import ImageFolder
@@ -37,16 +37,16 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     if (images.root / METADATA).is_file():
         return read_data_file(images.root / METADATA), images
     groups: dict[str, list[str]] = defaultdict(list)  # names of files by their name without ending
-    for name in sorted(_files(images.root)):
+    for name in sorted(file.relative_to(images.root).as_posix() for file in visible_files(images.root)):
         stem = name.rpartition(".")[0]
-        if stem and _ending(name) in (*IMAGES, *_CAPTIONS):
+        if stem and ending(name) in (*IMAGES, *_CAPTIONS):
             groups[stem].append(name)
 
     def read() -> Iterator[Record]:
         bar = tqdm(sorted(groups.items()), desc="reading captions", unit=" captions", disable=len(groups) < 10_000)
         for _, names in bar:
-            pictures = [name for name in names if _ending(name) not in _CAPTIONS]
-            captions = [name for name in names if _ending(name) in _CAPTIONS]
+            pictures = [name for name in names if ending(name) not in _CAPTIONS]
+            captions = [name for name in names if ending(name) in _CAPTIONS]
             with leave_out(_escape((pictures or captions)[0]), bad):
                 yield _read(images.root, pictures, captions)
 
@@ -58,39 +58,21 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
 
 
 def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
-    """The images of a folder and its subfolders by their names, without captions; sorted, as text.
+    """The names of the images in a folder and its subfolders, sorted as text, without captions.
 
-    Hidden files and folders, files whose names are not UTF-8 and links to folders are skipped.
-
-    Raises:
-        UserError: there are none.
+    Hidden ones, names that are not UTF-8 and links to folders are skipped. Raises UserError if there are none.
     """
     images = ImageFolder(root)
-    names = sorted(name for name in _files(images.root) if _ending(name) in _ALONE and is_text(name))
+    files = (file.relative_to(images.root).as_posix() for file in visible_files(images.root))
+    names = sorted(name for name in files if ending(name) in _ALONE and is_text(name))
     if not names:
-        raise UserError(
-            f"The folder {os.fspath(root)!r} holds no images: no file, in subfolders either, ends in "
-            f".{', .'.join(_ALONE)}. Give a folder that does."
-        )
+        raise UserError(f"{os.fspath(root)!r} holds no images (.{', .'.join(_ALONE)}). Give a folder that does.")
     return names, images
 
 
-def _ending(name: str) -> str:
+def ending(name: str) -> str:
+    """What a name's last part says that a file is: "jpg" for "a.JPG"."""
     return name.rpartition(".")[2].lower()
-
-
-def _files(root: Path) -> Iterator[str]:
-    """All files that are not hidden, as posix paths relative to the root. Raises OSError for an unreadable folder."""
-
-    def refuse(error: OSError):
-        raise error
-
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path.relative_to(root).as_posix()
 
 
 def _read(root: Path, images: Sequence[str], captions: Sequence[str]) -> Record:

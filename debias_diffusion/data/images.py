@@ -77,23 +77,15 @@ def decode_image(file: BinaryIO) -> Image.Image:
 
 
 class ImageSource(Protocol):
-    """Opens the images of a data set by the names that its records give them.
+    """Opens the images of a data set by the names that its records give them."""
 
-    Attributes:
-        root: where the images lie, for messages.
-    """
-
-    root: Path
+    root: Path  # where the images lie, for messages
 
     def open(self, image: str) -> Image.Image:
         """The decoded RGB image. Raises any Exception when it cannot be had."""
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes that change when the image's file could have changed (`files.file_stamp`), or how it is opened.
-
-        Raises:
-            OSError, ValueError: there is no such image.
-        """
+        """16 bytes of root, name, the file's size and times, and `OPENED_AS`. Raises OSError or ValueError."""
 
 
 def is_there(images: ImageSource, image: str) -> bool:
@@ -121,30 +113,15 @@ def pixels_digest(image: Image.Image) -> bytes:
 
 
 class ImageFolder:
-    """Opens the images of a data set by their paths: absolute, or relative to one root. Links are followed.
-
-    Args:
-        root: folder that relative paths start from.
-
-    Raises:
-        UserError: `root` is not a folder.
-    """
+    """Opens images by their paths, absolute or relative to `root`. Raises UserError if that is no folder."""
 
     def __init__(self, root: str | os.PathLike):
         self.root = Path(os.path.realpath(root))
         if not os.path.isdir(self.root):
-            raise UserError(
-                f"Image folder {os.fspath(root)!r} is not there. Give the folder that the data file's image paths "
-                "start from."
-            )
+            raise UserError(f"There is no image folder {os.fspath(root)!r}. Give the one that image paths start from.")
 
     def open(self, image: str) -> Image.Image:
         return open_image(self.root / image)
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the root, the path, and the file's size and times of change.
-
-        Raises:
-            OSError, ValueError: there is no such file.
-        """
         return stamp_of(self.root, image, file_stamp(self.root / image))

@@ -21,11 +21,7 @@ Seen = dict[str, list[tuple[int, int]]]  # by digest of data, the positions of r
 
 
 def read_seen(encoder: EncoderSpec) -> Seen:
-    """The record of an encoder; empty where there is none, as of published models.
-
-    Raises:
-        UserError: the record is damaged.
-    """
+    """The record of an encoder; empty where there is none, as of published models. Raises UserError if damaged."""
     place = Path(encoder.model.weights or encoder.model.location)
     # Text encoders and their weights lie in folders of a folder that was written as a whole.
     levels = 3 if place.is_file() else 2 if place.is_dir() else 0
@@ -52,11 +48,7 @@ def write_seen(folder: Path, seen: Seen) -> None:
 
 
 def seen_positions(encoders: Iterable[EncoderSpec], data: str, count: int) -> np.ndarray | None:
-    """[count] whether any of the encoders has seen the record of `data`; None where their records do not name `data`.
-
-    Raises:
-        UserError: a record is damaged.
-    """
+    """[count] whether any of the encoders has seen the record of `data`; None where no record of theirs names it."""
     records = [record[data] for record in map(read_seen, encoders) if data in record]
     seen = np.zeros(count, dtype=bool)
     for first, end in chain.from_iterable(records):

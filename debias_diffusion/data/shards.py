@@ -21,7 +21,7 @@ from ..files import file_stamp, open_regular
 from ..jobs import Job
 from .bad_records import BadRecord, leave_out
 from .captions import LARGEST_FILE, Captions, caption_of, fold, is_text, parse_object, short_of, usable_captions, utf8
-from .image_folder import CAPTION, IMAGES
+from .image_folder import CAPTION, IMAGES, ending
 from .images import decode_image, stamp_of
 from .records import PackedRecords, Record
 
@@ -40,9 +40,6 @@ class ShardImages:
     """Opens the images of shards by the strings that `read_shards` gives its records.
 
     Safe for threads and workers, forked or not: reads are positioned, and each process opens the shards it needs.
-
-    Args:
-        root: folder of the shards.
     """
 
     def __init__(self, root: str | os.PathLike):
@@ -66,11 +63,6 @@ class ShardImages:
         return content
 
     def stamp(self, image: str) -> bytes:
-        """16 bytes of the shard's path, size and times of change, and of the image's name and place in it.
-
-        Raises:
-            OSError, ValueError: there is no such image.
-        """
         shard, offset, size = _locate(image)
         stamp = file_stamp(self.root / shard)
         if stamp[0] < offset + size:
@@ -134,11 +126,7 @@ class _Part(NamedTuple):
 
 
 def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecord]) -> list[Record]:
-    """One shard's usable samples; the others are added to `bad`.
-
-    Args:
-        expected: how many samples it had when it was written.
-    """
+    """One shard's usable samples, of `expected` that were written in it; the others are added to `bad`."""
     samples, records, broken, key = {}, [], None, None
     try:
         with open_regular(root / shard) as file:
@@ -146,7 +134,7 @@ def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecor
                 fault, name = _fault(member), _NAME.fullmatch(member.name)
                 if fault:
                     bad.append(BadRecord(shard, fault, ascii(member.name)))
-                elif member.isfile() and name and (kind := _kind(name[2])) in (*IMAGES, CAPTION, _ENTRY):
+                elif member.isfile() and name and (kind := ending(name[2])) in (*IMAGES, CAPTION, _ENTRY):
                     key = name[1].removeprefix("./")
                     size = 0 if kind in IMAGES else min(member.size, LARGEST_FILE + 1)
                     text = os.pread(file.fileno(), size, member.offset_data)
@@ -165,11 +153,7 @@ def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecor
 
 
 def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar, each when all of its bytes are known to be there.
-
-    Raises:
-        tarfile.ReadError: the tar ends without its closing block, or is damaged; says where.
-    """
+    """The members of a tar, each when all its bytes are there. Raises tarfile.ReadError where it is cut or damaged."""
     length, end = os.fstat(file.fileno()).st_size, 0
     try:
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="backslashreplace") as tar:
@@ -197,11 +181,6 @@ def _fault(member: tarfile.TarInfo) -> str | None:
     return None
 
 
-def _kind(extension: str) -> str:
-    """The part of an extension that says what the member is: "jpg" for "a.JPG"."""
-    return extension.rpartition(".")[2].lower()
-
-
 def _record(sample: str, parts: list[_Part]) -> Record:
     """The record of one sample, "shard/key". Raises ValueError("kind: detail") where there is none."""
     image = _choose(parts, IMAGES, "image")
@@ -222,47 +201,33 @@ def _record(sample: str, parts: list[_Part]) -> Record:
 
 
 def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Part | None:
-    """The part of one of these kinds, if there is one. "jpg" goes before "small.jpg".
-
-    Raises:
-        ValueError("kind: detail"): there are several.
-    """
-    fitting = sorted((part.extension.count("."), part) for part in parts if _kind(part.extension) in kinds)
+    """The part of one of these kinds, if any; "jpg" goes before "small.jpg". Raises ValueError("kind: detail")."""
+    fitting = sorted((part.extension.count("."), part) for part in parts if ending(part.extension) in kinds)
     if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:
         raise ValueError(f"several {content}s: {fitting[0][1].name} and {fitting[1][1].name}")
     return fitting[0][1] if fitting else None
 
 
 def _written_here(root: Path) -> tuple[Job, dict[str, int]]:
-    """The job that wrote the shards of a folder, and their samples by name; none of shards from elsewhere.
-
-    Raises:
-        UserError: the shards are not finished.
-    """
+    """The job that wrote a folder's shards, and their samples by name. Raises UserError if it is not finished."""
     job = Job.read(root)
     if job.command not in _WRITERS:
         return job, {}
     if FINISHED not in job:
-        raise UserError(
-            f"The shards in {str(root)!r} are not finished. Start the same `debias-diffusion {job.command}` command "
-            "again, which continues."
-        )
+        raise UserError(f"The shards in {str(root)!r} are not finished: start the same `{job.command}` command again.")
     return job, job.notes(FINISHED)["samples"]
 
 
 def verify_shards(data: str | os.PathLike) -> list[BadRecord]:
-    """Reads every byte of the shards, and names those that differ from what was written.
+    """Reads every byte of the shards, and names those that differ from what was written; none of shards from elsewhere.
 
-    Of shards from elsewhere nothing is known and nothing is named.
-
-    Raises:
-        UserError: the shards are not finished.
+    Raises UserError if they are not finished.
     """
     root, names = _shards(Path(data))
     job, samples = _written_here(root)
     bad, names = [], list(samples) if Path(data).is_dir() else names
     for name in tqdm(names, desc="checking shards", unit=" shards"):
-        if name in samples and job.path(name, damaged="absent") is None:
+        if name in samples and not job.is_whole(name):
             is_there = (job.folder / name).exists()
             detail = "its sha256 is not the one it was written with" if is_there else f"{samples[name]} samples"
             bad.append(BadRecord(name, "changed shard" if is_there else "missing shard", detail))

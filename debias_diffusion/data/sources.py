@@ -40,11 +40,7 @@ def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) 
 
 
 def read_captions(data: str | os.PathLike) -> Captions:
-    """The captions of `data`, as `open_data` reads them. The images need not exist.
-
-    Raises:
-        UserError: the data cannot be used.
-    """
+    """The captions of `data`, read as by `open_data`, with its errors. The images need not exist."""
     read = _reader(data)
     return read(data)[0] if read else read_data_file(data)
 

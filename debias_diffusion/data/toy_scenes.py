@@ -60,9 +60,11 @@ class ToyScenes:
         """The RGB image of 48 x 48 pixels. Raises ValueError for a name that is no scene."""
         return render(toy_scene(image)[0])
 
-    def stamp(self, image: str) -> bytes:
+    @staticmethod
+    @lru_cache(2 * SHAREGPT4V_HELD_OUT)
+    def stamp(image: str) -> bytes:
         """16 bytes of the name and the pixels. Raises ValueError for a name that is no scene."""
-        return _stamp(image)
+        return digest_of(image, render(toy_scene(image)[0]).tobytes().hex())
 
 
 def is_toy_scenes(data: str | os.PathLike) -> bool:
@@ -100,11 +102,7 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
 # One command may read a split several times: captions and stamps are kept, which take most of that time.
 @lru_cache(2 * SHAREGPT4V_HELD_OUT)
 def toy_scene(image: str) -> tuple[Scene, Caption]:
-    """What an image shows, such as "test/000012" or "short-test-2/000012", and its caption.
-
-    Raises:
-        ValueError: no scene has this name.
-    """
+    """The scene of an image, such as "short-test-2/000012", and its caption. Raises ValueError for no scene."""
     place = _IMAGE.fullmatch(image)
     if place is None or place[1] not in KINDS:
         raise ValueError(f"{image!r} is no scene of the toy world")
@@ -117,8 +115,3 @@ def family(image: str) -> str:
     if place is None or place[1] not in KINDS or not KINDS[place[1]].in_families:
         return image
     return f"{image.partition('/')[0]}/{int(place[3]) // ARRANGEMENTS * ARRANGEMENTS:06}"
-
-
-@lru_cache(2 * SHAREGPT4V_HELD_OUT)
-def _stamp(image: str) -> bytes:
-    return digest_of(image, render(toy_scene(image)[0]).tobytes().hex())

@@ -167,7 +167,7 @@ def _draw_text(caption: str, tokenizer: CaptionTokenizer, rng: random.Random) ->
         numbers = rng.sample(range(len(sentences)), rng.randint(1, len(sentences)))
         numbers = numbers if rng.random() < 0.5 else sorted(numbers)
         caption = join_sentences([sentences[number] for number in numbers])
-    tokens, _ = tokenize_text(tokenizer.cleaning(caption), tokenizer.tokenizer)
+    tokens = tokenize_text(tokenizer.cleaning(caption), tokenizer.tokenizer)
     if is_part:
         first = split_text(tokens, TRAINED_POSITIONS - 2, "separate")[0].kept
         tokens = tokens.first(first.stop)

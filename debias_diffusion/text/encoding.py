@@ -110,9 +110,7 @@ def encode(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Runs an encoder on the texts of a plan. Results are those of `encode_texts`.
 
-    Args:
-        states: called with the encoder, ids and `eos_token_id`, as `penultimate_states`.
-        inputs: where the ids must be; `device` if None.
+    `states` is called with the encoder, ids on `inputs` (by default `device`) and `eos_token_id`.
     """
     device, context, tokenizer = device or encoder.device, plan.context_length, plan.tokenizer
     rows = [(part, at, chunk) for part in plan.parts for at, chunk in enumerate(part.chunks)]

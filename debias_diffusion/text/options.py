@@ -17,13 +17,10 @@ from .chunks import (
 )
 
 
-def check_sharpening(name: str, value: float, most: float, usual: float) -> None:
+def check_sharpening(name: str, value: float, most: float) -> None:
     """Raises ValueError for a value that is no number above 0 and at most `most`."""
     if not (isinstance(value, Real) and 0 < value <= most):  # nor NaN
-        raise ValueError(
-            f"{name} is {value!r}, but must be a number above 0 and at most {most:g}; 1 changes nothing, and {usual:g}"
-            " makes attention sharper."
-        )
+        raise ValueError(f"{name} is {value!r}, but must be a number above 0 and at most {most:g}; 1 changes nothing.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +77,8 @@ class LongPromptOptions:
         for name, allowed in {**choices, **flags, "zero_empty_negative": (None, False, True)}.items():
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} is {given!r}, but must be {' or '.join(map(str, allowed))}.")
-        check_sharpening("sharpen", self.sharpen, MOST_SHARPENING, 1.5)
-        check_sharpening("sharpen_sentences", self.sharpen_sentences, MOST_BETWEEN_SENTENCES, 4)
+        check_sharpening("sharpen", self.sharpen, MOST_SHARPENING)
+        check_sharpening("sharpen_sentences", self.sharpen_sentences, MOST_BETWEEN_SENTENCES)
         if self.sharpen_sentences != 1 and (self.reading in PROGRAMS or self.breaks == "average"):
             raise ValueError(
                 f"sharpen_sentences is {self.sharpen_sentences:g}, which needs sentences that are read one after the"

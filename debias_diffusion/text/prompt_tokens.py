@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,9 +16,9 @@ from .weighting import check_weight
 Runs = Sequence[tuple[str, float]]  # pieces of a text and their weights
 
 
-def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list[tuple[int, int]]]:
-    """The tokens of a text, all of weight 1, and their spans (start and end in `text`, in characters)."""
-    return _tokenize_runs([[(text, 1.0)]], tokenizer, "overlap", split_special_tokens=False)[0]
+def tokenize_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """The tokens of a text, all of weight 1."""
+    return tokenize_prompts([[Part([(text, 1.0)])]], tokenizer)[0]
 
 
 def tokenize_prompts(
@@ -31,16 +30,14 @@ def tokenize_prompts(
 ) -> list[Tokens]:
     """The tokens of prompts in parts that begin new chunks, or are averaged, as `reading` finds and cuts them.
 
-    Empty parts are left out; in the programs that are imitated they are empty chunks, but for one at the end.
-
-    Raises:
-        ValueError: the strengths of averaged parts have no mean; a weight, by its part's strength, is out of range.
+    Empty parts are left out; in the programs that are imitated they are empty chunks, but for one at the end. Raises
+    ValueError where averaged strengths have no mean, or a weight, by its part's strength, is out of range.
     """
     runs = [_written_out(part.runs, tokenizer) for parts in prompts for part in parts]
     tokenized, found = iter(_tokenize_runs(runs, tokenizer, reading, split_special_tokens)), []
     for parts in prompts:
         text = " ".join(run for part in parts for run, _ in part.runs)
-        tokens = [next(tokenized)[0] for _ in parts]
+        tokens = [next(tokenized) for _ in parts]
         last = max((number for number, part in enumerate(tokens) if part.ids), default=0)
         kept = [at for at, part in enumerate(tokens[: last + 1]) if part.ids or reading in PROGRAMS] or [0]
         strengths = [parts[at].strength for at in kept]
@@ -86,9 +83,10 @@ def _written_out(runs: Runs, tokenizer: PreTrainedTokenizerBase) -> Runs:
 
 def _tokenize_runs(
     texts: Sequence[Runs], tokenizer: PreTrainedTokenizerBase, reading: Reading, split_special_tokens: bool
-) -> list[tuple[Tokens, list[tuple[int, int]]]]:
-    """Of each text, whose weighted runs are tokenized by themselves, the tokens and their spans in the joined runs."""
+) -> list[Tokens]:
+    """The tokens of each text, whose weighted runs are tokenized by themselves."""
     tokenizer, encoded = fast_tokenizer(tokenizer), {}
+    comma = tokenizer.convert_tokens_to_ids(",</w>")  # A1111's
     special = tokenizer.bos_token.lower(), tokenizer.eos_token.lower()
     for run in dict.fromkeys(run for runs in texts for run, _ in runs):  # one by one: threads cost more than they win
         is_typed = any(token in run.lower() for token in special)  # is text, in every reading
@@ -100,26 +98,20 @@ def _tokenize_runs(
             return_offsets_mapping=True,
         )
         encoded[run] = batch["input_ids"], batch["offset_mapping"]
-    joined = [join_runs([*map(itemgetter(0), runs)]) for runs in texts]
-    columns = []  # of each text: ids, spans, and for each token the weight and the number of its run
-    for runs, (_, starts) in zip(texts, joined, strict=True):
-        pieces = [(*encoded[run], weight, start) for (run, weight), start in zip(runs, starts, strict=True)]
-        ids = [token for piece in pieces for token in piece[0]]
-        spans = [(begin + start, begin + end) for _, offsets, _, begin in pieces for start, end in offsets]
-        numbered = [(weight, number) for number, (own, _, weight, _) in enumerate(pieces) for _ in own]
-        columns.append((ids, spans, numbered, _same_inversion(ids, tokenizer)))
-    if reading in PROGRAMS:
-        comma = tokenizer.convert_tokens_to_ids(",</w>")
-        cuts = [
-            rate_cuts_of_program(reading, same, [*map(comma.__eq__, ids)], [*map(itemgetter(1), numbered)])
-            for ids, _, numbered, same in columns
-        ]
-    else:
-        cuts = [rate_cuts(text, spans, same) for (text, _), (_, spans, _, same) in zip(joined, columns, strict=True)]
-    return [
-        (Tokens(ids, rated, [*map(itemgetter(0), numbered)]), spans)
-        for rated, (ids, spans, numbered, _) in zip(cuts, columns, strict=True)
-    ]
+    found = []
+    for runs in texts:
+        text, starts = join_runs([run for run, _ in runs])
+        ids = [token for run, _ in runs for token in encoded[run][0]]
+        numbers = [number for number, (run, _) in enumerate(runs) for _ in encoded[run][0]]  # of the tokens' runs
+        same = _same_inversion(ids, tokenizer)
+        if reading in PROGRAMS:
+            cuts = rate_cuts_of_program(reading, same, [token == comma for token in ids], numbers)
+        else:
+            places = zip(runs, starts, strict=True)
+            spans = [(begin + start, begin + end) for (run, _), begin in places for start, end in encoded[run][1]]
+            cuts = rate_cuts(text, spans, same)
+        found.append(Tokens(ids, cuts, [runs[number][1] for number in numbers]))
+    return found
 
 
 def _same_inversion(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[bool]:

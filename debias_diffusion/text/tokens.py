@@ -247,11 +247,8 @@ class CaptionTokenizer:
     ) -> TokenBatch:
         """Tokenized captions as a batch, with `n_pre` PADs between SOT and each text, or before SOT.
 
-        Args:
-            is_short: which captions the table for short ones is read for (see `TokenBatch`); None: none.
-
-        Raises:
-            ValueError: a caption with its prefix does not fit the context length.
+        `is_short` says which are read with the table for short ones, see `TokenBatch`. Raises ValueError for a caption
+        that does not fit the context length with its prefix.
         """
         n_pre = [0] * len(text_ids) if n_pre is None else n_pre
         for ids, pads in zip(text_ids, n_pre, strict=True):

@@ -116,10 +116,8 @@ def _check_nested(depth: int) -> None:
 
 def take_out(prompt: str, reading: Reading, negative: bool = False) -> tuple[str, list[str]]:
     """A prompt without what `reading` does not read, and that: A1111's comments and tags such as `<lora:name:0.8>`, and
-    the number after a colon at the very end, or before AND, as in "masterpiece:1.2".
-
-    Args:
-        negative: of a negative prompt A1111 reads tags and numbers as text.
+    the number after a colon at the very end, or before AND, as in "masterpiece:1.2". Of a negative prompt A1111 reads
+    tags and numbers as text.
     """
     taken = []
 
@@ -138,11 +136,8 @@ def find_unread(
 ) -> dict[str, str]:
     """What a prompt holds of other programs' syntax that is not read, each in a sentence, by what there is to do.
 
-    Args:
-        prompt: what is left after `take_out`, and
-        taken_out: what is not.
-        negative: of a negative prompt, in which A1111 reads AND as text.
-        weights: whether signs of weights are text.
+    `prompt` and `taken_out` are of `take_out`. `weights` says whether signs of weights are text. Of a negative prompt
+    A1111 reads AND as text.
     """
     tags, found = " ".join([prompt, *(part for part in taken_out if part[0] == "<")]), {}
     for pattern, advice in _UNREAD:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_count, check_share, printable, report_bad
+from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_share, printable, report_bad
 from ..data.check import continue_hint, look_for_images
 from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
@@ -321,7 +321,7 @@ class Run(ABC):
         if count:
             # The share of a few samples says nothing about the rest.
             seen = max(step.number * self.batch, min(FEWEST, len(self.records)))
-            check_count(state.replaced, seen, self.config.max_bad, continue_hint(self.config.output, bad))
+            check_share(bad, seen, self.config.max_bad, continue_hint(self.config.output, bad), state.replaced)
 
     def seen(self, first: int | None = None) -> Seen:
         """The record of a model that the pairs from `first` on have trained or chosen; None: from `records` on."""

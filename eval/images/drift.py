@@ -61,7 +61,7 @@ class StatesReader:
         return model_digest(self.encoder, self.encoder.config, self.tokenizer)
 
     def tokens(self, captions: Sequence[str]) -> list[Tokens]:
-        return [tokenize_text(clean(caption), self.tokenizer)[0] for caption in captions]
+        return [tokenize_text(clean(caption), self.tokenizer) for caption in captions]
 
     @torch.no_grad()
     def rows(self, tokens: list[Tokens], length: int) -> Tensor:

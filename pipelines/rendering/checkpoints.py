@@ -102,9 +102,7 @@ class Checkpoint:
         """The name of the checkpoint's class in diffusers. Raises UserError if it is none of `kinds`."""
         if (kind := self._index["_class_name"]) not in kinds:
             wanted = "an SDXL folder" if SDXL in kinds else "the folder of SDXL's refiner"
-            raise UserError(
-                f"The SDXL checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give {wanted}."
-            )
+            raise UserError(f"The checkpoint {self.name!r} is a {kind}, not a {' or a '.join(kinds)}. Give {wanted}.")
         return kind
 
     @cached_property
@@ -133,10 +131,7 @@ class Checkpoint:
             own = " x ".join(map(str, self.size))
             raise UserError(f"This checkpoint renders {own} pixels only, got {height} x {width}. Leave the size out.")
         if height * width > MOST_PIXELS:
-            raise UserError(
-                f"A picture of {height} x {width} pixels has {height * width:,}; at most {MOST_PIXELS:,} can be drawn. "
-                "Give a smaller height or width."
-            )
+            raise UserError(f"{height} x {width} pixels are more than {MOST_PIXELS:,}. Give a smaller height or width.")
 
     def config(self, part: str) -> dict:
         """The configuration of a model: "unet", "vae", "text_encoder" or "text_encoder_2"."""

@@ -33,13 +33,8 @@ def plan_batches(
     """Indices of prompts in batches of one length, so that none is padded further than it would be alone.
 
     In a batch either all or no prompts have a negative prompt, and all have the same LoRAs. Finished images keep their
-    place in their batch, so that a resumed run renders the rest with the same batch-mates, bit for bit.
-
-    Args:
-        prompts: all of the run.
-        layouts: of those that can be rendered, by index.
-        size: images in a batch at most.
-        wanted: indices of the images to render; batches without one are left out.
+    place in their batch, so that a resumed run renders the rest with the same batch-mates, bit for bit. Batches without
+    a `wanted` image are left out.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, layout in layouts.items():
@@ -94,11 +89,46 @@ def render_into(
     """
     left_out, processes = {} if left_out is None else left_out, processes or Processes(renderer.device)
     folder, missing = processes.from_main(lambda: (job.folder, _missing(job, renderer, encoder, tasks)))
-    if missing:
-        failed = _render_missing(job, folder, renderer, encoder, tasks, missing, left_out, processes, unread)
-        left_out |= failed
-        if failed:
-            raise FailedError(explain_failures(failed, f"{len(tasks):,} images in {str(folder)!r}", renderer.dtype))
+    if not missing:
+        return processes.from_main(lambda: _finished(job, tasks))
+    prompts, failed = [renderer.cleaned(encoder, task.prompt) for task in tasks], {}
+    pipe = renderer.pipeline(encoder)
+    layouts = _layouts(renderer, pipe, tasks, prompts, left_out)
+    if unread is not None:
+        unread += dict.fromkeys(sentence for layout in layouts.values() for sentence in layout.warnings)
+    batches = plan_batches(prompts, layouts, renderer.batch, missing)
+
+    def share() -> Iterator[list[Made]]:
+        """What this process makes of each of its batches."""
+        mine, started = batches[processes.index :: processes.count], time.monotonic()
+        rendered = renderer.render_batches(pipe, encoder, [[prompts[index] for index in batch] for batch in mine])
+        for batch, images in zip(mine, rendered, strict=True):
+            seconds, made = (time.monotonic() - started) / len(batch) / processes.count, []
+            for index, image in zip(batch, images, strict=True):
+                if index in missing:
+                    prompt, layout = tasks[index].prompt, layouts[index]
+                    if not isinstance(image, str):
+                        image = png_bytes(image, renderer.png_text(pipe, encoder, prompt, layout))
+                    notes = renderer.identity(encoder, prompt) | layout.settings() | {"seconds": seconds}
+                    made.append((index, image, notes))
+            yield made
+            started = time.monotonic()
+
+    title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {folder.name}"
+    total = sum(index in missing for batch in batches for index in batch)
+    with tqdm(desc=title, total=total, unit="image", disable=not processes.is_main) as bar:
+        for made in processes.gathered_by_round(share(), math.ceil(len(batches) / processes.count)):
+            for index, image, notes in made:
+                task = tasks[index]
+                if isinstance(image, str):
+                    failed[f"{task.where}, seed {task.prompt.seed}"] = image
+                elif job:
+                    with job.write(task.file, **notes) as temporary:
+                        temporary.write_bytes(image)
+            bar.update(len(made))
+    left_out |= failed
+    if failed:
+        raise FailedError(explain_failures(failed, f"{len(tasks):,} images in {str(folder)!r}", renderer.dtype))
     return processes.from_main(lambda: _finished(job, tasks))
 
 
@@ -135,7 +165,7 @@ def _missing(job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence
                 differing.append(f"{name} ({task.where}): it was not made by this job")
         elif difference := first_difference(job.notes(name), renderer.identity(encoder, task.prompt)):
             differing.append(f"{name} ({task.where}): {difference}")
-        elif job.path(name, damaged="absent") is None:
+        elif not job.is_whole(name):
             missing.add(index)
             damaged.append(name)
     if differing:
@@ -147,56 +177,6 @@ def _missing(job: Job, renderer: Renderer, encoder: EncoderSpec, tasks: Sequence
     if damaged:
         print(f"Damaged: {len(damaged):,} of the images, rendered again, the first {damaged[0]}")
     return missing
-
-
-def _render_missing(
-    job: Job | None,
-    folder: Path,
-    renderer: Renderer,
-    encoder: EncoderSpec,
-    tasks: Sequence[ImageTask],
-    missing: set[int],
-    left_out: dict[str, str],
-    processes: Processes,
-    unread: list[str] | None,
-) -> dict[str, str]:
-    """Renders the missing images, each process its share of the batches. Returns by place why some have failed."""
-    prompts, failed = [renderer.cleaned(encoder, task.prompt) for task in tasks], {}
-    pipe = renderer.pipeline(encoder)
-    layouts = _layouts(renderer, pipe, tasks, prompts, left_out)
-    if unread is not None:
-        unread += dict.fromkeys(sentence for layout in layouts.values() for sentence in layout.warnings)
-    batches = plan_batches(prompts, layouts, renderer.batch, missing)
-
-    def share() -> Iterator[list[Made]]:
-        """What this process makes of each of its batches."""
-        mine, started = batches[processes.index :: processes.count], time.monotonic()
-        rendered = renderer.render_batches(pipe, encoder, [[prompts[index] for index in batch] for batch in mine])
-        for batch, images in zip(mine, rendered, strict=True):
-            seconds, made = (time.monotonic() - started) / len(batch) / processes.count, []
-            for index, image in zip(batch, images, strict=True):
-                if index in missing:
-                    prompt, layout = tasks[index].prompt, layouts[index]
-                    if not isinstance(image, str):
-                        image = png_bytes(image, renderer.png_text(pipe, encoder, prompt, layout))
-                    notes = renderer.identity(encoder, prompt) | layout.settings() | {"seconds": seconds}
-                    made.append((index, image, notes))
-            yield made
-            started = time.monotonic()
-
-    title = f"render{f', {processes.count} processes' if processes.count > 1 else ''}, {folder.name}"
-    total = sum(index in missing for batch in batches for index in batch)
-    with tqdm(desc=title, total=total, unit="image", disable=not processes.is_main) as bar:
-        for made in processes.gathered_by_round(share(), math.ceil(len(batches) / processes.count)):
-            for index, image, notes in made:
-                task = tasks[index]
-                if isinstance(image, str):
-                    failed[f"{task.where}, seed {task.prompt.seed}"] = image
-                elif job:
-                    with job.write(task.file, **notes) as temporary:
-                        temporary.write_bytes(image)
-            bar.update(len(made))
-    return failed
 
 
 def _layouts(

@@ -12,8 +12,7 @@ from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.limits import Layer
 from debias_diffusion.text.options import PromptLayout
 
-from ..calls import StepEmbeddings, calling
-from ..scheduling import EMBEDDINGS, ExchangeEmbeddings, count_calls
+from ..calls import EMBEDDINGS, ExchangeEmbeddings, StepEmbeddings, calling, count_calls
 from .options import Sampling
 from .prompts import ImagePrompt
 
@@ -24,9 +23,7 @@ HANDOVER = 0.8  # of the denoising, after which SDXL's refiner takes over
 def reading_layer(pipe: DiffusionPipeline, layer: Layer) -> Iterator[None]:
     """Within the context, SDXL's UNet reads this layer of both text encoders; pooled embeddings stay as they are.
 
-    Args:
-        layer: "penultimate", which SDXL was trained with, or "last": the last layer after the final norm, which
-            Long-CLIP's code feeds to SDXL.
+    "last" is the last layer after the final norm, which Long-CLIP's code feeds to SDXL.
     """
 
     def last_for_penultimate(encoder: torch.nn.Module, inputs, output):
@@ -65,8 +62,7 @@ def _texts(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt]) -> dict[str,
 def encode_batch(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampling: Sampling) -> StepEmbeddings:
     """Embeddings of one batch on the CPU, [batch, ...] each: two for SD 1.5, four for SDXL, half without guidance.
 
-    Returns:
-        one part, or, where a prompt changes from step to step, several
+    One part, or, where a prompt changes from step to step, several.
     """
     skipped = (sampling.clip_skip or 0) - (2 if hasattr(pipe, "text_encoder_2") else 1)
     how = {"do_classifier_free_guidance": sampling.guidance_scale > 1, "clip_skip": max(skipped, 0) or None}

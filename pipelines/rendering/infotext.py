@@ -52,9 +52,9 @@ def read_image(path: str | os.PathLike, loras: bool = False) -> ImageSettings:
     with explain_failure(f"The settings in the image {os.path.basename(path)!r} cannot be read", _ADVICE):
         fields = _read_fields(path)
         if SETTINGS_KEY in fields:
-            image = ImageSettings(OURS, _parse_object(fields[SETTINGS_KEY]), [])
+            image = ImageSettings(OURS, {**json.loads(fields[SETTINGS_KEY])}, [])
         elif "prompt" in fields:
-            image = _read_graph(_parse_object(fields["prompt"]))
+            image = _read_graph({**json.loads(fields["prompt"])})
         elif (image := _read_infotext(fields.get(PARAMETERS_KEY, ""))) is None:
             raise ValueError("it holds none of a known program")
         prompt = image.settings.get("prompt")
@@ -81,12 +81,6 @@ def _decode(comment: Any) -> str | None:
         return comment[8:].decode() if isinstance(comment, bytes) else comment
     texts = [comment[8:].decode(encoding, errors="replace") for encoding in ("utf-16-be", "utf-16-le")]
     return next((text for text in texts if "Steps: " in text), None)
-
-
-def _parse_object(text: str) -> dict:
-    if not isinstance(parsed := json.loads(text), dict):
-        raise ValueError(f"they are a {type(parsed).__name__}, not an object")
-    return parsed
 
 
 def _name_sampler(settings: dict, left: list[str], name: str, schedule: str, usual: tuple[str, ...]) -> None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import diffusers
 import torch
@@ -27,7 +26,6 @@ from .checkpoints import DENOISER, REFINER, SD15, SDXL, STRETCH, TOKENIZERS, Che
 PIPELINES = {SDXL: StableDiffusionXLLongPromptPipeline, SD15: StableDiffusionLongPromptPipeline}
 REFINERS = {REFINER: StableDiffusionXLLongPromptImg2ImgPipeline}
 
-Half = Literal["all", "encoders", "denoiser"]  # of a pipeline: everything, text encoders, UNet and autoencoder
 _SLOTS: dict[str, list[Slot]] = {SDXL: [*TOKENIZERS], REFINER: ["text_encoder_2"]}  # of others the first
 
 # diffusers renamed it, and ignores an unknown name with a mere warning
@@ -40,7 +38,7 @@ def load_pipeline(
     device: torch.device,
     dtype: torch.dtype | None = None,
     encoder_2: str | os.PathLike | None = None,
-    part: Half = "all",
+    without: Collection[str] = (),
     kinds: Mapping[str, type[DiffusionPipeline]] = PIPELINES,
 ) -> DiffusionPipeline:
     """Loads an SDXL or Stable Diffusion 1.5 checkpoint for long prompts.
@@ -53,8 +51,7 @@ def load_pipeline(
         dtype: of all models; `default_dtype(device)` if None.
         encoder_2: replaces SDXL's second text encoder, a CLIPTextModelWithProjection. None keeps the checkpoint's own;
             "stretch" keeps its weights and stretches its positions as Long-CLIP does.
-        part: "encoders" leaves out UNet and autoencoder, which are then None; "denoiser" the text encoders, so that it
-            renders from embeddings that the other part has made.
+        without: names of the text encoders, or `DENOISER`: models that are left out and None.
         kinds: `PIPELINES`; or `REFINERS`, for SDXL's refiner in a folder.
 
     Raises:
@@ -66,16 +63,14 @@ def load_pipeline(
         checkpoint = Checkpoint.parse(base)
         kind = checkpoint.check_kind(kinds)
         if encoder_2 is not None and kind != SDXL:
-            raise UserError(
-                f"The SDXL checkpoint {checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 "
-                "out."
-            )
+            raise UserError(f"{checkpoint.name!r} is a {kind}, which has no second encoder. Leave encoder_2 out.")
         given = {"text_encoder": encoder, "text_encoder_2": None if encoder_2 == STRETCH else encoder_2}
-        given = {slot: os.fspath(name) for slot, name in given.items() if name is not None}
-        if checkpoint.file and checkpoint.first_positions:  # diffusers builds the configured encoder
+        given = {slot: os.fspath(name) for slot, name in given.items() if name is not None and slot not in without}
+        # diffusers builds the configured encoder
+        if checkpoint.file and "text_encoder" not in without and checkpoint.first_positions:
             given.setdefault("text_encoder", os.fspath(checkpoint.file))
-        pipe = _load(checkpoint, given, dtype, part, kinds[kind])
-        if encoder_2 == STRETCH and part != "denoiser":
+        pipe = _load(checkpoint, given, dtype, without, kinds[kind])
+        if encoder_2 == STRETCH and "text_encoder_2" not in without:
             text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
             pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)
         pipe = pipe.to(device)
@@ -85,22 +80,25 @@ def load_pipeline(
 
 
 def _load(
-    checkpoint: Checkpoint, encoders: dict[Slot, str], dtype: torch.dtype, part: Half, cls: type[DiffusionPipeline]
+    checkpoint: Checkpoint,
+    encoders: dict[Slot, str],
+    dtype: torch.dtype,
+    without: Collection[str],
+    cls: type[DiffusionPipeline],
 ) -> DiffusionPipeline:
     slots = _SLOTS.get(checkpoint.check_kind(PIPELINES | REFINERS), ["text_encoder"])
-    parts: dict = {_DTYPE_ARGUMENT: dtype}
+    parts = load_text_encoders(checkpoint, encoders, torch.device("cpu"), dtype)
+    parts |= {_DTYPE_ARGUMENT: dtype, **dict.fromkeys(without)}
     if "text_encoder_2" in slots:
         parts["add_watermarker"] = False
-    elif part == "encoders" or checkpoint.file:
+    elif "unet" in without or checkpoint.file:
         parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte; single files have none
-    if part == "denoiser":
-        parts |= dict.fromkeys([*slots, *(TOKENIZERS[slot] for slot in slots)])
-    else:
-        parts |= _text_encoders(checkpoint, slots, encoders, dtype)
-    if part == "encoders":
-        parts |= dict.fromkeys(DENOISER)
-    elif checkpoint.file is None:
-        parts |= {name: _load_model(checkpoint, name, dtype) for name in DENOISER}
+    if checkpoint.file is None and Path(checkpoint.configs).is_dir():
+        # Not left to diffusers, which fills missing weights with random numbers.
+        kept = [slot for slot in slots if slot not in parts]
+        parts |= {slot: read_encoder(checkpoint.configs, slot).to(dtype) for slot in kept}
+    if checkpoint.file is None:
+        parts |= {name: _load_model(checkpoint, name, dtype) for name in DENOISER if name not in without}
     if checkpoint.file is None:
         return cls.from_pretrained(checkpoint.source, **parts)
     try:
@@ -111,31 +109,13 @@ def _load(
     except NotImplementedError as error:  # casting weights that the file does not have
         missing = reason(error)
     if missing:
-        raise UserError(
-            f"The SDXL checkpoint {checkpoint.name!r} lacks weights of its configuration's models ({missing}). Give a "
-            "whole checkpoint, and the configuration that belongs to it."
-        )
+        raise UserError(f"{checkpoint.name!r} lacks weights of its configuration ({missing}). Give a whole checkpoint.")
     return pipe
 
 
 def _weights(pipe: DiffusionPipeline) -> list[tuple[str, dict[str, torch.Tensor]]]:
     """(name, weights) of each model."""
     return [(name, model.state_dict()) for name, model in pipe.components.items() if isinstance(model, nn.Module)]
-
-
-def _text_encoders(
-    checkpoint: Checkpoint, slots: Collection[Slot], encoders: dict[Slot, str], dtype: torch.dtype
-) -> dict:
-    """The text encoders of a checkpoint, with the tokenizers of those that replace its own, by name.
-
-    Those that nothing replaces are left out where the checkpoint is a single file or on the hub. Of a folder they are
-    not left to diffusers, which fills missing weights with random numbers.
-    """
-    parts = load_text_encoders(checkpoint, encoders, torch.device("cpu"), dtype)
-    if checkpoint.file is None and Path(checkpoint.configs).is_dir():
-        kept = [slot for slot in slots if slot not in parts]
-        parts |= {slot: read_encoder(checkpoint.configs, slot).to(dtype) for slot in kept}
-    return parts
 
 
 def load_text_encoders(

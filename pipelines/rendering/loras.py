@@ -48,9 +48,7 @@ def read_lora(tag: str) -> Lora:
 class LoraFolder:
     """The .safetensors files in a folder and below it. Names are looked up among their stems, and never opened.
 
-    Raises:
-        UserError: there is no such folder.
-        ModuleNotFoundError: there is no peft, with which diffusers loads LoRAs.
+    Raises UserError if there is no such folder, ModuleNotFoundError without peft, with which diffusers loads LoRAs.
     """
 
     def __init__(self, folder: str):

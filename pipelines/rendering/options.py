@@ -28,10 +28,7 @@ Sharpening, SentenceSharpening = above_zero(MOST_SHARPENING), above_zero(MOST_BE
 
 def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
     """(folder or hub id of the configurations, single file of weights or None) of an SDXL checkpoint's name. The folder
-    is "" for a file that is named alone.
-
-    Raises:
-        UserError: there is nothing of this name, and it is no hub id.
+    is "" for a file that is named alone. Raises UserError for what is not there, and no hub id.
     """
     base = os.fspath(name)
     folder, _, file = ("", "", base) if os.path.exists(base) else base.rpartition(":")
@@ -40,10 +37,7 @@ def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
     configs = shipped(folder)
     has_configs = os.path.isdir(configs) or may_be_hub_id(configs) or (file and not folder)
     if not has_configs or (file and not os.path.isfile(file)):
-        raise UserError(
-            f"The SDXL checkpoint {base!r} is not there, or not read. Give an SDXL folder in diffusers' layout, a hub "
-            "id, or a .safetensors file."
-        )
+        raise UserError(f"{base!r} is not there, or not read. Give an SDXL folder, a hub id or a .safetensors file.")
     return configs, Path(file) if file else None
 
 

@@ -7,7 +7,7 @@ batches are planned over all prompts of a run, finished or not, and each image h
 import copy
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryFile
 
@@ -23,9 +23,9 @@ from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.text.options import LongPromptOptions, PromptLayout
 
 from ..calls import StepEmbeddings
-from .checkpoints import KINDS, REFINER, SDXL, STRETCH, Checkpoint
+from .checkpoints import DENOISER, KINDS, REFINER, SDXL, STRETCH, TOKENIZERS, Checkpoint
 from .images import encode_batch, render_batch
-from .loading import REFINERS, Half, default_dtype, load_pipeline, load_text_encoders
+from .loading import REFINERS, default_dtype, load_pipeline, load_text_encoders
 from .loras import Lora, LoraFolder, lora_tags, read_lora
 from .options import KARRAS, USUAL, Sampling
 from .png import sampler, settings_text
@@ -170,16 +170,11 @@ class Renderer:
         return settings_text(settings | layout.settings() | (further or {}))
 
     def pipeline(self, encoder: EncoderSpec) -> DiffusionPipeline:
-        """The checkpoint with an encoder, with the options that were asked for; without UNet and autoencoder where text
-        encoders are dropped in low memory.
+        """The checkpoint with an encoder in place of the first one, but for "original", and the options asked for.
 
-        Args:
-            encoder: replaces the first one, unless it is "original".
-
-        Raises:
-            UserError: it cannot be loaded, or does not fit.
+        Without UNet and autoencoder where low memory drops encoders. Raises UserError if it does not fit.
         """
-        return self.prepare(self._load(encoder, "encoders" if self._drops_encoders else "all"), encoder)
+        return self.prepare(self._load(encoder, DENOISER if self._drops_encoders else ()), encoder)
 
     def prepare(self, pipe: DiffusionPipeline, encoder: EncoderSpec) -> DiffusionPipeline:
         """A pipeline of the same models with this renderer's options, and a scheduler without state of past steps."""
@@ -199,8 +194,7 @@ class Renderer:
     ) -> Iterator[list[Image.Image | str]]:
         """The images of each batch of cleaned prompts, see `render_batch`.
 
-        Args:
-            pipe: of `pipeline` for this encoder. It loses its text encoders where they are dropped.
+        `pipe` is of `pipeline` for this encoder. It loses its text encoders where they are dropped.
         """
         with TemporaryFile() as encoded:  # of thousands of prompts, each up to 4 MB at 248 positions
             if self._drops_encoders:
@@ -208,10 +202,10 @@ class Renderer:
                 for batch in self._with_loras(pipe, bar):
                     pickle.dump(encode_batch(pipe, batch, self.sampling), encoded)
                 encoded.seek(0)
-                # The caller may hold the pipeline, too.
-                pipe.register_modules(**dict.fromkeys({"text_encoder", "text_encoder_2"} & pipe.components.keys()))
+                encoders = TOKENIZERS.keys() & pipe.components.keys()
+                pipe.register_modules(**dict.fromkeys(encoders))  # the caller may hold the pipeline, too
                 clear_device_cache(garbage_collection=True)
-                pipe = self.prepare(self._load(encoder, "denoiser"), encoder)
+                pipe = self.prepare(self._load(encoder, encoders), encoder)
             for batch in self._with_loras(pipe, batches):
                 embeddings = None if self._drops_encoders else encode_batch(pipe, batch, self.sampling)
                 refined = self._refined(pipe, encoder, batch) if self.refiner else None
@@ -239,7 +233,7 @@ class Renderer:
         trained = replace(self.sampling, layer="penultimate", clip_skip=None)
         return refiner, encode_batch(refiner, batch, trained)
 
-    def _load(self, encoder: EncoderSpec, part: Half) -> DiffusionPipeline:
+    def _load(self, encoder: EncoderSpec, without: Collection[str]) -> DiffusionPipeline:
         first, second, _ = self._models(encoder).values()
         given = zip(("text_encoder", "text_encoder_2"), (first, second), self._loaded, strict=False)
         others = {slot: name for slot, name, loaded in given if name != loaded}
@@ -248,9 +242,9 @@ class Renderer:
             pipe = replace_components(self._pipe, **load_text_encoders(self.checkpoint, others, place, self.dtype))
         else:
             self._pipe = None  # before the next one is loaded
-            pipe = load_pipeline(self.base, first, place, self.dtype, second, part)
+            pipe = load_pipeline(self.base, first, place, self.dtype, second, without)
             pipe.set_progress_bar_config(disable=not self.show_steps)
-            if part == "all":
+            if not without:
                 self._pipe, self._loaded = pipe, (first, second)
         if self._offloads:
             pipe.enable_model_cpu_offload(device=self.device)

@@ -135,7 +135,7 @@ class _Search:
     def _is_finished(self) -> bool:
         """Whether the result is there, undamaged."""
         with suppress(UserError):
-            return self.job.path(FILE, damaged="absent") is not None and bool(read_ablation(self.output))
+            return self.job.is_whole(FILE) and bool(read_ablation(self.output))
         return False
 
     def _write(self, problem: Problem, beta: Tensor) -> None:

@@ -99,7 +99,7 @@ class _Synthesis:
     def _missing(self) -> list[str]:
         """The parts to write."""
         items = {part: [part, _shard(part)] if self.into_shards else [part] for part in self.parts}
-        missing = [part for part in self.parts if not all(self.job.path(item, "absent") for item in items[part])]
+        missing = [part for part in self.parts if not all(map(self.job.is_whole, items[part]))]
         print(f"{len(items) - len(missing)} of {len(items)} parts are finished.")
         return missing
 
