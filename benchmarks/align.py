@@ -36,7 +36,6 @@ from debias_diffusion.machine import seconds
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.chunks import Cut, Tokens
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.loop import StopRequest
 from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.progress import make_accelerator
 
@@ -128,7 +127,7 @@ def time_toy(repeats: int) -> dict:
             config = AlignConfig(**shared, **given, denoising=denoising, output=str(Path(folder) / name))
             accelerator = make_accelerator(config)
             run = Alignment(config, accelerator)
-            run.prepare(StopRequest(accelerator))
+            run.prepare()
             batch = collate([run.dataset[(0, index, index)] for index in range(PAIRS)])
             runs[name] = lambda run=run, batch=batch: (run.backward(batch), run.optimizer.clear())
         times = by_turns(runs, repeats, lambda step: seconds(step, CPU))

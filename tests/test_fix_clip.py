@@ -277,7 +277,7 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
     for entry, short in zip(entries, ("", 5, None), strict=False):
         entry["short_caption"] = short
     (tmp_path / "data.json").write_text(json.dumps(entries))
-    with pytest.raises(UserError, match="of 24 records looked up 3 have no short_caption"):
+    with pytest.raises(UserError, match="Of 24 records looked up, 3 cannot be used.*short_caption is missing"):
         train(config((model, str(tmp_path / "data.json"), images), tmp_path / "run", **SETTINGS, validation=0))
 
 

@@ -26,7 +26,7 @@ from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.feature_cache import cached_images
-from debias_diffusion.training.loop import Run, StopRequest
+from debias_diffusion.training.loop import Run
 from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.progress import check_disk, make_accelerator
 from debias_diffusion.training.step import sum_over_processes
@@ -94,7 +94,7 @@ class Alignment(Run):
         )
         self.collate = collate
 
-    def prepare(self, request: StopRequest) -> None:
+    def prepare(self) -> None:
         """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
         # The indices of the pairs that steps read, often few of the data, by epoch and in order.
         keys = np.array([key for batch in self.batches.iterate() for key in batch])
@@ -106,8 +106,8 @@ class Alignment(Run):
         check_disk(self.config.latent_folder(), 4 * math.prod(self.latent_shape) * len(records), latents, advice)
         vae = frozen_vae(self.vae, self.pixels, self.accelerator)
         batch = max(1, min(32, 2**22 // self.pixels**2))
-        options = {"batch": batch, "workers": self.workers, "stop": lambda: request.here}
-        self.images, bad = cached_images(vae, records, self.images, self.config.latent_folder(), **options)
+        settings = self.config.latent_folder(), batch, max(1, self.workers)
+        self.images, bad = cached_images(vae, records, self.images, *settings)
         self.check_bad(bad, len(records))
         self.vae.to("cpu")
         # Half of the pairs read later: another batch, and its latent is there.

@@ -33,7 +33,6 @@ from ..clip.weight_files import (
 )
 from ..errors import UserError, explain_failure, near_matches
 from ..files import read_json
-from ..text.tokens import CaptionTokenizer
 from ..toyworld.shipped import shipped
 from .hub import find_file
 
@@ -99,26 +98,6 @@ def load_fine_tuned(location: str) -> Backbone:
     for name, step in zip(sorted(state), steps, strict=True):
         state[name].add_(counts[name] * step)
     return backbone
-
-
-def load_tokenizer(location: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
-    """The tokenizer of a two-tower for its stretched context length, without the model.
-
-    Args:
-        location, weights: as for `load_backbone`.
-        keep, factor: what the model would be stretched with; one that is stretched already keeps its length.
-    """
-    with explain_failure(f"The tokenizer of {location!r} could not be loaded"):
-        location = _fetch(location)
-        config, family = _read_config(location, weights)
-        file = Path(weights) if weights and os.path.isfile(weights) else None
-        folder = Path(location) if os.path.isdir(location) else file and file.parent
-        tokenizer = family.load_tokenizer(location, folder, config["model_cfg"]["text_cfg"])
-        if "keep" in config.get("debias_diffusion", {}):
-            return tokenizer
-        if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
-            keep, factor = KEEP, FACTOR
-        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
 
 
 def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:

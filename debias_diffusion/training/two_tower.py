@@ -15,21 +15,19 @@ from ..clip.backbone import Backbone
 from ..clip.packing import arranged
 from ..data.bad_records import report_bad
 from ..data.batch import Batch
-from ..data.check import check_data, look_for_short_captions
+from ..data.check import check_data
 from ..data.records import Record
-from ..data.retrieval import encode_images, encode_texts, recall_at_k
+from ..data.retrieval import encode_images, encode_texts, none_readable, recall_at_k
 from ..data.seen import read_seen
 from ..devices import autocast
-from ..encoders.loading import load_tokenizer
 from ..errors import UserError, reason
 from ..files import explain_full_disk, sha256
 from ..methods import Method
-from ..text.tokens import CaptionTokenizer
 from .batches import CaptionDataset, collate
 from .checkpoints import BEST, LAST, TrainState, save_model
 from .config import CHOOSING, TrainConfig, ablated
 from .feature_cache import cached_images, frozen_tower
-from .loop import Run, StopRequest
+from .loop import Run
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
 from .progress import make_accelerator
 from .step import backward, pack
@@ -53,13 +51,9 @@ def train(config: TrainConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     if config.check_data:
-        check_data(
-            *(config.data, config.images, config.output, load_base_tokenizer(config)),
-            reads_short=config.chosen_method.reads_short,
-            max_bad=config.max_bad,
-            workers=config.workers,
-        )
-        return None
+        backbone, method = prepare_backbone(load_base_model(config), config)
+        settings = method.reads_short, config.max_bad, config.workers
+        return check_data(config.data, config.images, config.output, backbone.tokenizer, *settings)
     accelerator = make_accelerator(config)
     with explain_full_disk():
         return _Training(config, accelerator).run()
@@ -69,9 +63,8 @@ class _Training(Run):
     """A run that trains a two-tower with a method."""
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator):
+        self.reads_short = config.chosen_method.reads_short
         super().__init__(config, accelerator)
-        if config.chosen_method.reads_short:
-            look_for_short_captions(self.records, config.max_bad)
         base_model = load_base_model(config)
         self.seen_before = [read_seen(config.base_model)]
         # A resumed run needs more of it than its checkpoint holds: the kept positions, the features of a frozen image
@@ -98,21 +91,20 @@ class _Training(Run):
             given["arrange"] = partial(arranged, is_ragged=is_ragged)
         self.collate = partial(collate, tokenizer=self.backbone.tokenizer, **given)
 
-    def prepare(self, request: StopRequest) -> None:
+    def prepare(self) -> None:
         """With a frozen image tower, whose features are then the images, and which rests from then on."""
         config, preprocess = self.config, self.backbone.read_pixels
         if config.freeze_image_tower:
             visual, preprocess = self.backbone.model.visual.eval(), nn.Identity()
             tower = frozen_tower(self.backbone, self.accelerator, self.precision)
             folder = config.feature_cache or self.folder.parent / "image-features"
-            options = {"batch": min(64, self.batch), "workers": self.workers, "stop": lambda: request.here}
-            self.images, bad = cached_images(tower, self.all_records, self.images, folder, **options)
+            settings = folder, min(64, self.batch), max(1, self.workers)
+            self.images, bad = cached_images(tower, self.all_records, self.images, *settings)
             self.check_bad(bad, len(self.all_records))
             visual.to("cpu")
         stand_ins = self.batches.stand_ins if config.max_bad else None
         parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
-        needs = {"reads_short": self.method.reads_short}
-        self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts, **needs)
+        self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts, reads_short=self.reads_short)
 
     def begin(self, state: TrainState) -> None:
         """Decides whether the steps run compiled, as those before did. Raises UserError if other is asked for now."""
@@ -210,6 +202,8 @@ class _Training(Run):
                 read=self.dataset.preprocess,
                 encode=nn.Identity() if frozen else None,
             )
+            if not good:
+                raise none_readable(records, self.images, bad)
             captions = [records[index].caption for index in good]
             text = encode_texts(self.backbone, captions, batch_size, device, progress=False)
         if state.step == 0 and not frozen:  # else they were reported with all others
@@ -237,12 +231,6 @@ class _Training(Run):
         if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
             self.say(f"Next: debias-diffusion export --model {folder} --output {folder / 'export'}")
         return folder / LAST
-
-
-def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
-    """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
-    base = config.base_model
-    return load_tokenizer(base.model.location, base.model.weights, config.keep_positions, config.stretch)
 
 
 def load_base_model(config: TrainConfig) -> Backbone:

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from debias_diffusion.data.bad_records import print_left_out
-from debias_diffusion.data.toy_scenes import is_toy_scenes
+from debias_diffusion.data.sources import is_toy_scenes
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.prompts import ImageTask
 from debias_diffusion.processes import Processes

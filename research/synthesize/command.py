@@ -4,22 +4,23 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
 
 from PIL import Image
 
-from debias_diffusion.app.shards import divide, read_images, write_tar
+from debias_diffusion.app.shards import divide, write_tar
 from debias_diffusion.app.written_folder import check_free
-from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
-from debias_diffusion.data.caption_statistics import describe_captions
+from debias_diffusion.data.bad_records import BadRecord, look_up, read_or_bad, report_all
 from debias_diffusion.data.captions import fold
-from debias_diffusion.data.check import look_for_images
+from debias_diffusion.data.check import describe_captions
 from debias_diffusion.data.image_folder import list_images
 from debias_diffusion.data.records import PackedRecords, Record
-from debias_diffusion.data.shards import FINISHED, is_shards
-from debias_diffusion.data.sources import data_digest, open_data
+from debias_diffusion.data.shards import FINISHED
+from debias_diffusion.data.sources import data_digest, is_shards, open_data
+from debias_diffusion.data.workers import read_records
 from debias_diffusion.devices import pick_precision
 from debias_diffusion.eval.report import versions
 from debias_diffusion.files import atomic_file, bytes_digest, write_json
@@ -95,7 +96,7 @@ class _Synthesis:
             return bytes_digest(f"{name}\n".encode() for name in names)
         captions, self.images = open_data(config.data, config.images)
         self.records, self.bad = captions.records, captions.bad
-        look_for_images(self.records, self.images, config.max_bad)
+        look_up(self.records, self.images, config.max_bad)
         return data_digest(config.data, captions)
 
     def _missing(self) -> list[str]:
@@ -116,8 +117,9 @@ class _Synthesis:
             model = ChatModel(config.model, self.processes.device, self.precision, config.batch)
         indices = [index for part in mine for index in self.parts[part]]
         shared = f", each of {count} processes" if count > 1 else ""
-        bar = {"desc": f"writing captions{shared}", "total": len(indices), "disable": not self.processes.is_main}
-        with read_images(self.records, self.images.open, indices, config.workers, **bar) as opened:
+        bar = {"desc": f"writing captions{shared}", "unit": " images", "disable": not self.processes.is_main}
+        read = partial(read_or_bad, read=self.images.open)
+        with read_records(self.records, read, config.workers, indices, **bar) as opened:
             for part in mine:
                 yield [(part, self._rows(model, self.parts[part], opened))]
 
