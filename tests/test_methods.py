@@ -91,9 +91,6 @@ def test_unknown_methods_settings_and_options_in_the_wrong_place_are_refused(fin
         (partial(find_method("debias-clip", {"keep_states": 2.0}).check_base, tiny_siglip(), 20, False), "a SigLIP"),
         (partial(find_method, "debias-clip-as-released"), "train --config research/debias-clip-as-released.yaml"),
     ]
-    for name, option in (("short_weight", "--short-weight"), ("mask_ratio", "--mask-ratio")):
-        wrong = of_run(recipe="predicting", method={name: 0.5})
-        cases.append((wrong, f"give {option} instead of --method.{name}"))
     for use, message in cases:
         with pytest.raises(UserError, match=message):
             use()

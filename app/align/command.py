@@ -110,14 +110,12 @@ class Alignment(Run):
         self.images, bad = cached_images(vae, records, self.images, *settings)
         self.check_bad(bad, len(records))
         self.vae.to("cpu")
-        # Half of the pairs read later: another batch, and its latent is there.
-        stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}
         self.dataset = AlignDataset(
             self.records,
             self.images,
             partial(torch.reshape, shape=self.latent_shape),
             self.config.seed,
-            stand_ins=stand_ins.get if self.config.max_bad else None,
+            stand_ins=read.get if self.config.max_bad else None,
             tokenizers=[slot.reader.tokenizer for slot in self.slots],
         )
         unreadable = {record.where for record in bad}
@@ -126,24 +124,17 @@ class Alignment(Run):
 
     def backward(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
-        sums = dict.fromkeys(TERMS, 0.0)
+        sums, device = dict.fromkeys(TERMS, 0.0), self.accelerator.device
         for part in batch.chunks(self.config.chunk or len(batch)):
-            terms = self._backward(part, self.batch)
-            sums = {name: sums[name] + value for name, value in terms.items()}
+            # On a CPU the fused kernels' gradient takes several times as long.
+            with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
+                terms = {name: values.sum() for name, values in self.objective.losses(part.to(device)).items()}
+                self.optimizer.scaler.scale(self._weighted(terms) / self.batch).backward()
+            sums = {name: sums[name] + value.detach() for name, value in terms.items()}
         norm = sum_over_processes(self.model.parameters(), self.accelerator) / self.optimizer.scaler.get_scale()
         means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.batch
         terms = dict(zip(TERMS, means, strict=True))
         return {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
-
-    def _backward(self, batch: AlignBatch, samples: int) -> dict[str, torch.Tensor]:
-        """Adds the gradient of the sum over a batch, divided by `samples`. Returns the sum of each term."""
-        on_cpu = self.accelerator.device.type == "cpu"  # where the fused kernels' gradient takes several times as long
-        with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
-            losses = self.objective.losses(batch.to(self.accelerator.device))
-            terms = {name: values.sum() for name, values in losses.items()}
-            loss = self._weighted(terms) / samples
-            self.optimizer.scaler.scale(loss).backward()
-        return {name: value.detach() for name, value in terms.items()}
 
     def _weighted(self, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         return sum(self.objective.weights[name] * value for name, value in terms.items())
@@ -151,7 +142,7 @@ class Alignment(Run):
     @torch.no_grad()
     def measure(self, state: TrainState) -> None:
         """The terms on held-out pairs, whose draws are always the same."""
-        if self.main and len(self.measured):
+        if len(self.measured):
             batch = collate([self.measured[(0, index, index)] for index in range(len(self.measured))])
             chunks = batch.to(self.accelerator.device).chunks(self.config.chunk or len(batch))
             parts = [self.objective.losses(chunk) for chunk in chunks]
@@ -159,7 +150,6 @@ class Alignment(Run):
             self.log({"step": state.step, "pairs": len(batch)} | {f"held_out_{name}": means[name] for name in TERMS})
             named = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
             self.say(f"step {state.step}: on {len(batch)} held-out pairs {named}")
-        self.accelerator.wait_for_everyone()
 
     def describe(self) -> dict[str, str]:
         config = self.config

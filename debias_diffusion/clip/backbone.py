@@ -194,7 +194,7 @@ class Backbone(nn.Module):
     @property
     def prompt_settings(self) -> PromptSettings | None:
         """Of the image tower's regional prompts (Fix-CLIP); None: it has none."""
-        return PromptSettings.from_config(self._extra_config[_PROMPTS]) if _PROMPTS in self._extra_config else None
+        return PromptSettings(**self._extra_config[_PROMPTS]) if _PROMPTS in self._extra_config else None
 
     def add_prompts(self, settings: PromptSettings) -> None:
         """Adds regional prompts to the image tower, random ones of torch's generator. Every image is read with them.

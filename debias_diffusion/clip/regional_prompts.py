@@ -5,8 +5,7 @@
 So what the prompts attend to is read by nothing: they are keys and values alone, the same for every image.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -14,12 +13,9 @@ import torch
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
-from ..errors import UserError
 from ..limits import Checked, PositiveInt
 from .blocks import Attention, before_attention, full_attention
 
-MASKS = ("bands", "none")
-LAYERS = ("own", "shared")
 _DEVIATION = 0.02  # of the prompts at the start
 
 
@@ -41,16 +37,8 @@ class PromptSettings(Checked):
     """
 
     count: PositiveInt
-    mask: Literal[MASKS] = "bands"
-    layers: Literal[LAYERS] = "own"
-
-    @classmethod
-    def from_config(cls, config: Mapping) -> "PromptSettings":
-        """The settings in `Backbone.config`. Raises UserError for other ones."""
-        known = {field.name for field in fields(cls)}
-        if not isinstance(config, Mapping) or set(config) != known:
-            raise UserError(f"regional_prompts must be an object with {', '.join(sorted(known))}, got {config!r}.")
-        return cls(**config)
+    mask: Literal["bands", "none"] = "bands"
+    layers: Literal["own", "shared"] = "own"
 
 
 class RegionalPrompts(nn.Module):

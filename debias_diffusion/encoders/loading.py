@@ -13,7 +13,6 @@ from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
-from ..ablation.heads import TOWERS, suppressed_heads
 from ..clip.backbone import SHORT_POSITIONS_FILE, Backbone
 from ..clip.families import Family, find_family
 from ..clip.image_tower import add_prompts
@@ -66,7 +65,7 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
         raise UserError(f"The text tower of {location!r} has unusual blocks; only plain CLIP blocks can be used.")
     if (prompts := config.get("debias_diffusion", {}).get("regional_prompts")) is not None:
         with explain_failure(f"The regional prompts of {location!r} cannot be used"):
-            add_prompts(clip.visual, PromptSettings.from_config(prompts))
+            add_prompts(clip.visual, PromptSettings(**prompts))
     quick_gelu = bool(config["model_cfg"].get("quick_gelu"))
     stretched = file and load_weights(clip, file, location, quick_gelu)
     if file:
@@ -79,6 +78,8 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
     if backbone.image_attention or backbone.text_attention:
+        from ..ablation.heads import TOWERS, suppressed_heads  # which few models need
+
         for ablation in filter(None, (suppressed_heads(backbone, tower) for tower in TOWERS)):
             ablation.apply(backbone)
     return backbone

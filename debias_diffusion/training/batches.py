@@ -64,17 +64,13 @@ class GlobalBatches:
                 step += 1
             rest = queue[len(queue) - len(queue) % self.batch :]
 
-    def stand_ins(self, epoch: int) -> np.ndarray:
-        """The indices of the records that replace unreadable ones in `epoch`, by their place in it.
-
-        They are those half an epoch away, so that in data of more than two batches no batch has a record twice, but for
-        the first of an epoch, in which the remainder of the one before may hold it already.
-        """
-        return _half_an_epoch_on(self.records, self.seed, epoch)
+    def permutation(self, epoch: int) -> np.ndarray:
+        """The indices of all records, by their place in an epoch."""
+        return _permutation(self.records, self.seed, epoch)
 
     def _order(self, epoch: int, carried: np.ndarray) -> np.ndarray:
         """The epoch's records in order; those carried over into its first batch do not occur twice in it."""
-        order = _permutation(self.records, self.seed, epoch).copy()
+        order = self.permutation(epoch).copy()
         if len(carried):
             repeated = np.isin(order, carried)
             head = self.batch - len(carried)
@@ -84,14 +80,9 @@ class GlobalBatches:
         return order
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # workers look it up for every unreadable image
 def _permutation(records: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(records)
-
-
-@lru_cache(maxsize=2)  # workers look it up for every unreadable image
-def _half_an_epoch_on(records: int, seed: int, epoch: int) -> np.ndarray:
-    return np.roll(_permutation(records, seed, epoch), -(records // 2))
 
 
 @dataclass(eq=False, repr=False)
@@ -99,15 +90,16 @@ class RecordDataset(Dataset):
     """Samples by key, each a pure function of that key and the seed.
 
     A record whose image cannot be read is replaced by another of the epoch, which depends on the key alone, and named
-    in the sample's `bad`; so every process stays in step and a restart draws the same. A subclass makes samples.
+    in the sample's `bad`; so every process stays in step and a restart draws the same. It is one half an epoch away, so
+    that in data of more than two batches no batch has a record twice, but for the first of an epoch, in which the
+    remainder of the one before may hold it already. A subclass makes samples.
 
     Args:
         records: all of them.
         images: where their images come from.
         preprocess: an opened image to the tensor that a batch is made of.
         seed: of the draws.
-        stand_ins: an epoch's records that replace others, by the place of these in it (see
-            `GlobalBatches.stand_ins`). None: there are none, and an unreadable image is an error.
+        stand_ins: the indices of an epoch's records, by their place in it. None: an unreadable image is an error.
         reads_short: whether a record without a short caption is bad, too.
     """
 
@@ -134,7 +126,7 @@ class RecordDataset(Dataset):
             stand_ins = self.stand_ins(epoch) if self.stand_ins else ()
             if attempt == len(stand_ins):
                 break
-            record = self.records[int(stand_ins[(place + attempt) % len(stand_ins)])]
+            record = self.records[int(stand_ins[(place + len(stand_ins) // 2 + attempt) % len(stand_ins)])]
         many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no other may replace (--max-bad)"
         raise UserError(
             f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "

@@ -164,7 +164,7 @@ class Run(ABC):
 
     @abstractmethod
     def measure(self, state: TrainState) -> None:
-        """Measures the model between two steps; called on every process."""
+        """Measures the model between two steps; called in the main process."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
@@ -217,7 +217,7 @@ class Run(ABC):
             pin_memory=accelerator.device.type == "cuda",
         )
         with tracked(accelerator, config, self.settings):
-            if state.step == 0:
+            if state.step == 0 and self.main:
                 self.measure(state)
             self.begin(state)
             with (
@@ -234,7 +234,7 @@ class Run(ABC):
                     saves = state.step % config.checkpoint_every == 0 or is_last or stop
                     if measures or saves:
                         with pace.pause():
-                            if measures:
+                            if measures and self.main:
                                 self.measure(state)
                             if saves and self.main:
                                 save_checkpoint(self.job, self.model, self.optimizer, state, config.keep, self.modules)

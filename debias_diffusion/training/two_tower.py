@@ -102,7 +102,7 @@ class _Training(Run):
             self.images, bad = cached_images(tower, self.all_records, self.images, *settings)
             self.check_bad(bad, len(self.all_records))
             visual.to("cpu")
-        stand_ins = self.batches.stand_ins if config.max_bad else None
+        stand_ins = self.batches.permutation if config.max_bad else None
         parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
         self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts, reads_short=self.reads_short)
 
@@ -174,28 +174,22 @@ class _Training(Run):
 
         The base model is measured too, but never the best: it is no result of this run.
         """
-        # Another number of images would compile anew.
-        with torch.compiler.set_stance("force_eager"):
-            self._measure(state)
-        self.accelerator.wait_for_everyone()
-
-    def _measure(self, state: TrainState) -> None:
-        if self.main:
-            self.backbone.eval()
-            if self.held_out:
-                self._measure_on(self.held_out, state, "", "held-out pairs")
-            if self.choosing:
-                scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
-                mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
-                if state.step > 0 and mean > state.best_r1:
-                    state.best_r1, state.best_step = mean, state.step
-                    save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)), self.write_modules)
-            self.backbone.train()
+        self.backbone.eval()
+        if self.held_out:
+            self._measure_on(self.held_out, state, "", "held-out pairs")
+        if self.choosing:
+            scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
+            mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
+            if state.step > 0 and mean > state.best_r1:
+                state.best_r1, state.best_step = mean, state.step
+                save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)), self.write_modules)
+        self.backbone.train()
 
     def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
         """R@1 in percent, logged and printed; `prefix` begins the names of the numbers."""
         device, batch_size, frozen = self.accelerator.device, min(64, self.batch), self.config.freeze_image_tower
-        with autocast(self.precision, device):
+        # Another number of images would compile anew.
+        with autocast(self.precision, device), torch.compiler.set_stance("force_eager"):
             image, good, bad = encode_images(
                 *(self.backbone, records, self.images, batch_size, device),
                 progress=False,
