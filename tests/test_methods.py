@@ -123,7 +123,7 @@ def stretched(**changes):
 
 def test_a_step_reads_the_ids_of_kept_texts_without_a_wait_for_the_device():
     views = {"state_tokens": torch.zeros(1, 2, 3, dtype=torch.long), "is_masked": torch.zeros(1, 4, dtype=torch.bool)}
-    batch = Batch([(0, 0, 0)], ["a"], torch.zeros(1, 3, 2, 2), tiny_clip().tokenizer(["a"]), [], views)
+    batch = Batch(["a"], torch.zeros(1, 3, 2, 2), tiny_clip().tokenizer(["a"]), [], views)
     on_device = batch.to(torch.device("meta")).views
     assert [view.device.type for view in on_device.values()] == ["cpu", "meta"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,7 +27,7 @@ from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.feature_cache import cached_images
 from debias_diffusion.training.loop import Run
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.progress import check_disk, make_accelerator
+from debias_diffusion.training.progress import check_disk
 from debias_diffusion.training.step import sum_over_processes
 
 from ..options import AlignConfig
@@ -53,7 +52,7 @@ def align(config: AlignConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     Checkpoint.parse(config.base).check_kind()
-    return Alignment(config, make_accelerator(config)).run()
+    return Alignment(config).run()
 
 
 class Alignment(Run):
@@ -61,8 +60,8 @@ class Alignment(Run):
 
     command, title = "align", "aligning"
 
-    def __init__(self, config: AlignConfig, accelerator: Accelerator):
-        super().__init__(config, accelerator)
+    def __init__(self, config: AlignConfig):
+        super().__init__(config)
         checkpoint = Checkpoint.parse(config.base)
         self.pixels = config.pixels or min(checkpoint.size)
         self.settings["pixels"] = self.pixels
@@ -71,7 +70,7 @@ class Alignment(Run):
             spec = None if name in (None, ORIGINAL, STRETCH) else EncoderSpec.parse(name)
             self.inputs[f"{place} encoder"] = spec.digest if spec else name
             self.seen_before = [*self.seen_before, *map(read_seen, [spec] if spec else [])]
-        device, dtype = accelerator.device, DTYPES[self.precision]
+        device, dtype = self.accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
         self.vae, self.latent_shape = pipe.vae, latent_shape(pipe.vae, self.pixels)
         names = (config.encoder, config.encoder_2)

@@ -136,9 +136,8 @@ class RecordDataset(Dataset):
 
 @dataclass(frozen=True)
 class Sample:
-    """One pair of a step, as it was asked for by `key`."""
+    """One pair of a step."""
 
-    key: Key
     sample_id: str
     image: torch.Tensor
     captions: list[Caption]
@@ -157,7 +156,7 @@ class CaptionDataset(RecordDataset):
         record, image, bad = self.read(key)
         drawn_from = record.caption, self.tokenizer, self.seed, key[0], record.sample_id
         captions, views = self.method.captions(*drawn_from, record.short), self.method.views(image, *drawn_from)
-        return Sample(key, record.sample_id, image, captions, bad, views)
+        return Sample(record.sample_id, image, captions, bad, views)
 
 
 def collate(
@@ -174,7 +173,6 @@ def collate(
         arrange: what else is made of the captions before the step, see `packing.arranged`.
     """
     return Batch(
-        keys=[sample.key for sample in samples],
         sample_ids=[sample.sample_id for sample in samples],
         images=torch.stack([sample.image for sample in samples]),
         tokens=arrange(method.collate([sample.captions for sample in samples], tokenizer)),

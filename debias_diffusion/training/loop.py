@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -40,7 +39,19 @@ from .batches import GlobalBatches
 from .checkpoints import TrainState, load_checkpoint, save_checkpoint
 from .config import RunConfig
 from .optimizer import AdamW, learning_rate
-from .progress import LOG, NOT_FINITE, Moment, Pace, Step, cut_log, few_steps, memory_advice, print_plan, tracked
+from .progress import (
+    LOG,
+    NOT_FINITE,
+    Moment,
+    Pace,
+    Step,
+    cut_log,
+    few_steps,
+    make_accelerator,
+    memory_advice,
+    print_plan,
+    tracked,
+)
 
 _SAME_REQUEST = 2.0  # seconds within which a launcher forwards a ctrl-C that its processes have already received
 PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
@@ -123,8 +134,9 @@ class Run(ABC):
     dataset: Dataset
     collate: Callable
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator):
-        self.config, self.accelerator, self.folder = config, accelerator, Path(config.output)
+    def __init__(self, config: RunConfig):
+        self.config, self.folder = config, Path(config.output)
+        accelerator = self.accelerator = make_accelerator(config)
         self.main = accelerator.is_main_process
         self.captions, self.images = open_data(config.data, config.images)
         records = self.all_records = self.captions.records

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
@@ -21,7 +20,7 @@ from ..data.retrieval import encode_images, encode_texts, none_readable, recall_
 from ..data.seen import read_seen
 from ..devices import autocast
 from ..errors import UserError, reason
-from ..files import explain_full_disk, sha256
+from ..files import sha256
 from ..methods import Method
 from .batches import CaptionDataset, collate
 from .checkpoints import BEST, LAST, TrainState, save_model
@@ -29,8 +28,7 @@ from .config import CHOOSING, TrainConfig, ablated
 from .feature_cache import cached_images, frozen_tower
 from .loop import Run
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
-from .progress import make_accelerator
-from .step import backward, pack
+from .step import backward
 
 COMPILED_STEPS = 1000  # as few repay a minute of compilation
 
@@ -54,17 +52,15 @@ def train(config: TrainConfig) -> Path | None:
         backbone, method = prepare_backbone(load_base_model(config), config)
         settings = method.reads_short, config.max_bad, config.workers
         return check_data(config.data, config.images, config.output, backbone.tokenizer, *settings)
-    accelerator = make_accelerator(config)
-    with explain_full_disk():
-        return _Training(config, accelerator).run()
+    return _Training(config).run()
 
 
 class _Training(Run):
     """A run that trains a two-tower with a method."""
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator):
+    def __init__(self, config: TrainConfig):
         self.reads_short = config.chosen_method.reads_short
-        super().__init__(config, accelerator)
+        super().__init__(config)
         base_model = load_base_model(config)
         self.seen_before = [read_seen(config.base_model)]
         # A resumed run needs more of it than its checkpoint holds: the kept positions, the features of a frozen image
@@ -80,14 +76,14 @@ class _Training(Run):
         self.method.check(*sizes)
         torch.manual_seed(config.seed)  # the method's modules are the same on every process and in every run
         self.model, modules = self.backbone.model, self.method.modules(self.backbone)
-        self.modules = nn.ModuleDict(modules).to(accelerator.device) if modules else None
+        self.modules = nn.ModuleDict(modules).to(self.accelerator.device) if modules else None
         self.write_modules = partial(self.method.save, modules=self.modules)
-        self.backbone.to(accelerator.device).train()
+        self.backbone.to(self.accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rates, self.method.decay
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
         given = {"method": self.method, "cached_features": config.freeze_image_tower}
         if self.backbone.family.causal and not config.chunk:  # a chunk has a layout of its own
-            is_ragged = accelerator.device.type == "cuda" and self.precision != "fp32"
+            is_ragged = self.accelerator.device.type == "cuda" and self.precision != "fp32"
             given["arrange"] = partial(arranged, is_ragged=is_ragged)
         self.collate = partial(collate, tokenizer=self.backbone.tokenizer, **given)
 
@@ -137,8 +133,8 @@ class _Training(Run):
         try:
             chunk = batch.chunks(self.config.chunk or len(batch))[0].to(device)
             with autocast(self.precision, device):
-                features = pack(self.method.features(self.backbone, chunk, self.modules))
-            features.float().sum().backward()
+                features = self.method.features(self.backbone, chunk, self.modules)
+            torch.stack([feature.float().sum() for feature in features.values()]).sum().backward()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:  # torch's own, of Triton or of a C compiler
@@ -261,24 +257,17 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> tuple[Backbone,
             raise UserError(f"{config.model!r} cannot be stretched: {error}.") from error
     torch.manual_seed(config.seed)
     method = method.prepare(backbone)
-    _set_scale(backbone, config)
-    if config.freeze_image_tower:
-        backbone.model.visual.requires_grad_(False)
-    if config.checkpoint_activations:
-        backbone.checkpoint_activations()
-    return backbone, method
-
-
-def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
     is_sigmoid = backbone.loss == "sigmoid"
     if is_sigmoid and config.label_smoothing is not None:
         raise UserError(
             f"label_smoothing is {config.label_smoothing}, but the sigmoid loss of {config.model!r} has no labels to "
             "smooth. Leave it out."
         )
-    scale = config.initial_scale
-    if scale == "auto":
-        scale = None if is_sigmoid else 100.0
+    scale = (None if is_sigmoid else 100.0) if config.initial_scale == "auto" else config.initial_scale
     if scale is not None:
-        with torch.no_grad():
-            backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
+        backbone.logit_scale.data.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
+    if config.freeze_image_tower:
+        backbone.model.visual.requires_grad_(False)
+    if config.checkpoint_activations:
+        backbone.checkpoint_activations()
+    return backbone, method
