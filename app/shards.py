@@ -3,23 +3,19 @@
 import io
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from PIL import Image
-from torch.utils.data import DataLoader
-from tqdm import tqdm
 
-from debias_diffusion.data.bad_records import BadRecord, read_or_bad, report_all
-from debias_diffusion.data.check import look_for_images
+from debias_diffusion.data.bad_records import BadRecord, look_up, read_or_bad, report_all
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.shards import FINISHED
 from debias_diffusion.data.sources import data_digest, open_data
-from debias_diffusion.data.workers import count_workers, load_batches
+from debias_diffusion.data.workers import read_records
 from debias_diffusion.jobs import Job
 
 from .options import ShardsConfig
@@ -35,7 +31,7 @@ def write_shards(config: ShardsConfig) -> Path:
     """
     captions, images = open_data(config.data, config.images)
     records, pairs = captions.records, len(captions.records) + len(captions.bad)
-    look_for_images(records, images, config.max_bad)
+    look_up(records, images, config.max_bad)
     settings = {name: getattr(config, name) for name in ("size", "per_shard", "quality", "lossless")}
     with Job.open(config.output, "shards", settings, {"data": data_digest(config.data, captions)}) as job:
         shards = divide(len(records), config.per_shard, "shard-{:06}.tar")
@@ -43,7 +39,7 @@ def write_shards(config: ShardsConfig) -> Path:
         indices = [index for part in missing.values() for index in part]
         read = partial(_read_small, images, config.size, None if config.lossless else config.quality)
         bar = {"desc": "writing shards", "total": len(records), "initial": len(records) - len(indices)}
-        with read_images(records, read, indices, config.workers, **bar) as small:
+        with read_records(records, read, config.workers, indices, unit=" images", **bar) as small:
             for name, part in missing.items():
                 _write_shard(job, name, part, records, small)
         left_out = {name: [BadRecord(**bad) for bad in job.notes(name)["left_out"]] for name in shards}
@@ -64,20 +60,8 @@ def divide(count: int, size: int, name: str) -> dict[str, range]:
     return {name.format(number): range(start, min(start + size, count)) for number, start in enumerate(starts)}
 
 
-@contextmanager
-def read_images(
-    records: Sequence[Record], read: Callable[[str], object], indices: Sequence[int], workers: int, **bar
-) -> Iterator[Iterator]:
-    """What `read` makes of the images at `indices`, or BadRecords, in order. `bar`: options of the progress bar."""
-    # Results come in the sampler's order, whichever worker is ready first.
-    options = {"sampler": indices, "num_workers": count_workers(workers), "collate_fn": partial(read_or_bad, read=read)}
-    loader = DataLoader(records, batch_size=None, **options)
-    with load_batches(loader) as results, tqdm(results, unit=" images", **bar) as shown:
-        yield iter(shown)
-
-
-def _read_small(images: ImageSource, size: int, quality: int | None, image: str) -> bytes:
-    return shrink(images.open(image), size, quality)
+def _read_small(images: ImageSource, size: int, quality: int | None, record: Record) -> bytes | BadRecord:
+    return read_or_bad(record, lambda image: shrink(images.open(image), size, quality))
 
 
 def shrink(image: Image.Image, size: int, quality: int | None) -> bytes:

@@ -36,9 +36,7 @@ from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.chunks import Cut, Tokens
 from debias_diffusion.toyworld.pairs import write_pairs
-from debias_diffusion.training.loop import StopRequest
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.progress import make_accelerator
 
 TOKENS, PAIRS = 240, 16
 META = torch.device("meta")
@@ -126,9 +124,8 @@ def time_toy(repeats: int) -> dict:
             name = f"{title}{' with the UNet' if denoising else ''}"
             given = {part: encoders[part] for part, is_fitted in zip(encoders, fitted, strict=True) if is_fitted}
             config = AlignConfig(**shared, **given, denoising=denoising, output=str(Path(folder) / name))
-            accelerator = make_accelerator(config)
-            run = Alignment(config, accelerator)
-            run.prepare(StopRequest(accelerator))
+            run = Alignment(config)
+            run.prepare()
             batch = collate([run.dataset[(0, index, index)] for index in range(PAIRS)])
             runs[name] = lambda run=run, batch=batch: (run.backward(batch), run.optimizer.clear())
         times = by_turns(runs, repeats, lambda step: seconds(step, CPU))

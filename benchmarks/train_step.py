@@ -79,8 +79,7 @@ def random_images(backbone: Backbone, size: int, seed: int) -> torch.Tensor:
 
 
 def as_batch(images: torch.Tensor, tokens, views: dict[str, torch.Tensor]) -> Batch:
-    keys = [(0, at, at) for at in range(len(images))]
-    return Batch(keys, list(map(str, range(len(images)))), images, tokens, [], views)
+    return Batch(list(map(str, range(len(images)))), images, tokens, [], views)
 
 
 def make_batch(backbone: Backbone, size: int, seed: int) -> Batch:

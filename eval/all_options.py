@@ -72,7 +72,7 @@ class AllConfig(Scoring, Data):
     @property
     def is_toy(self) -> bool:
         """Whether the data are scenes of the toy world."""
-        from debias_diffusion.data.toy_scenes import is_toy_scenes
+        from debias_diffusion.data.sources import is_toy_scenes
 
         return is_toy_scenes(self.data)
 

@@ -74,7 +74,7 @@ class ImageSession(Session):
 
         def compute() -> dict[str, Tensor]:
             settings = (self.config.batch_size, self.device, f"images, {label}")
-            features, good, _ = encode_images(backbone, records, self.images, *settings, require_any=False)
+            features, good, _ = encode_images(backbone, records, self.images, *settings)
             return {"features": features, "good": start + torch.tensor(good, dtype=torch.long)}
 
         depends = {"pixels": self.image_digest, "start": start, "count": len(records)}

@@ -24,8 +24,6 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.eval.session import read_source
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.training.loop import StopRequest
-from debias_diffusion.training.progress import make_accelerator
 
 CPU = torch.device("cpu")
 
@@ -57,9 +55,8 @@ def finished(settings, tmp_path_factory):
 
 def prepared(config):
     """A run with its data, before the first step."""
-    accelerator = make_accelerator(config)
-    run = Alignment(config, accelerator)
-    run.prepare(StopRequest(accelerator))
+    run = Alignment(config)
+    run.prepare()
     return run
 
 

@@ -1,6 +1,6 @@
 """Counts of captions, by hand."""
 
-from debias_diffusion.data.caption_statistics import describe_captions, measure_caption
+from debias_diffusion.data.check import describe_captions, measure_caption
 from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 
 ROOM = "A dog and a cat share a sofa. The dog sleeps. Its ears hang down. The sofa is old. The cats purr."

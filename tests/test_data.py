@@ -112,7 +112,7 @@ def test_workers_ignore_stop_signals_and_end_with_the_loading():
 def test_unreadable_images_are_replaced_the_same_way_each_time_and_named(images):
     (images.root / "text.png").write_text("not an image")
     (images.root / "cut.png").write_bytes((images.root / "5.png").read_bytes()[:40])
-    data = dataset(images, 6, ["gone.png", "text.png", "cut.png"], stand_ins=lambda epoch: [6, 4, 5])
+    data = dataset(images, 6, ["gone.png", "text.png", "cut.png"], stand_ins=lambda epoch: [5, 6, 4])
     expected = {6: ["gone.png", "4.png"], 7: ["4.png"], 8: ["5.png"]}  # 6 is bad itself
     for place, index in enumerate(expected):
         sample, again = (data[(0, index, place)] for _ in range(2))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from debias_diffusion.app.cli import main
 from debias_diffusion.app.shards import ShardsConfig, write_shards
-from debias_diffusion.clip.regional_prompts import MASKS, PromptSettings
+from debias_diffusion.clip.regional_prompts import PromptSettings
 from debias_diffusion.clip.text_tower import set_short_positions
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.loading import load_backbone
@@ -160,7 +160,7 @@ def test_loss_and_gradients_are_the_papers_however_the_batch_is_split(case, of_p
     assert_split_exactly(step, literal_loss(*step), case, of_processes)
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", ["bands", "none"])
 def test_evaluations_see_images_with_the_prompts(mask):
     backbone = prompted(mask)
     expected = torch.stack([literal_image(backbone.model.visual, image, mask)[0] for image in pixels()])
@@ -277,7 +277,7 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
     for entry, short in zip(entries, ("", 5, None), strict=False):
         entry["short_caption"] = short
     (tmp_path / "data.json").write_text(json.dumps(entries))
-    with pytest.raises(UserError, match="of 24 records looked up 3 have no short_caption"):
+    with pytest.raises(UserError, match="Of 24 records looked up, 3 cannot be used.*short_caption is missing"):
         train(config((model, str(tmp_path / "data.json"), images), tmp_path / "run", **SETTINGS, validation=0))
 
 

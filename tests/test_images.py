@@ -98,7 +98,7 @@ def test_a_bad_image_does_not_stop_any_reader(three):
     tower = frozen_tower(backbone, Accelerator(cpu=True), "fp32")
     for bad in (
         sample.bad,
-        [fault for _, fault in (check_record(record, images, TOKENIZER) for record in records) if fault],
+        [fault for _, fault in (check_record(images, TOKENIZER, False, record) for record in records) if fault],
         cached_images(tower, records, images, folder / "cache", batch=2)[1],
         encode_images(backbone, records, images, 2, "cpu", progress=False)[2],
         check_images(records, images)[0],

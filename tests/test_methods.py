@@ -91,9 +91,6 @@ def test_unknown_methods_settings_and_options_in_the_wrong_place_are_refused(fin
         (partial(find_method("debias-clip", {"keep_states": 2.0}).check_base, tiny_siglip(), 20, False), "a SigLIP"),
         (partial(find_method, "debias-clip-as-released"), "train --config research/debias-clip-as-released.yaml"),
     ]
-    for name, option in (("short_weight", "--short-weight"), ("mask_ratio", "--mask-ratio")):
-        wrong = of_run(recipe="predicting", method={name: 0.5})
-        cases.append((wrong, f"give {option} instead of --method.{name}"))
     for use, message in cases:
         with pytest.raises(UserError, match=message):
             use()
@@ -126,7 +123,7 @@ def stretched(**changes):
 
 def test_a_step_reads_the_ids_of_kept_texts_without_a_wait_for_the_device():
     views = {"state_tokens": torch.zeros(1, 2, 3, dtype=torch.long), "is_masked": torch.zeros(1, 4, dtype=torch.bool)}
-    batch = Batch([(0, 0, 0)], ["a"], torch.zeros(1, 3, 2, 2), tiny_clip().tokenizer(["a"]), [], views)
+    batch = Batch(["a"], torch.zeros(1, 3, 2, 2), tiny_clip().tokenizer(["a"]), [], views)
     on_device = batch.to(torch.device("meta")).views
     assert [view.device.type for view in on_device.values()] == ["cpu", "meta"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -26,9 +25,9 @@ from debias_diffusion.pipelines.rendering.checkpoints import STRETCH, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.training.checkpoints import LAST, TrainState, save_model
 from debias_diffusion.training.feature_cache import cached_images
-from debias_diffusion.training.loop import Run, StopRequest
+from debias_diffusion.training.loop import Run
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.progress import check_disk, make_accelerator
+from debias_diffusion.training.progress import check_disk
 from debias_diffusion.training.step import sum_over_processes
 
 from ..options import AlignConfig
@@ -53,7 +52,7 @@ def align(config: AlignConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     Checkpoint.parse(config.base).check_kind()
-    return Alignment(config, make_accelerator(config)).run()
+    return Alignment(config).run()
 
 
 class Alignment(Run):
@@ -61,8 +60,8 @@ class Alignment(Run):
 
     command, title = "align", "aligning"
 
-    def __init__(self, config: AlignConfig, accelerator: Accelerator):
-        super().__init__(config, accelerator)
+    def __init__(self, config: AlignConfig):
+        super().__init__(config)
         checkpoint = Checkpoint.parse(config.base)
         self.pixels = config.pixels or min(checkpoint.size)
         self.settings["pixels"] = self.pixels
@@ -71,7 +70,7 @@ class Alignment(Run):
             spec = None if name in (None, ORIGINAL, STRETCH) else EncoderSpec.parse(name)
             self.inputs[f"{place} encoder"] = spec.digest if spec else name
             self.seen_before = [*self.seen_before, *map(read_seen, [spec] if spec else [])]
-        device, dtype = accelerator.device, DTYPES[self.precision]
+        device, dtype = self.accelerator.device, DTYPES[self.precision]
         pipe = load_pipeline(config.base, None, device, dtype)
         self.vae, self.latent_shape = pipe.vae, latent_shape(pipe.vae, self.pixels)
         names = (config.encoder, config.encoder_2)
@@ -94,7 +93,7 @@ class Alignment(Run):
         )
         self.collate = collate
 
-    def prepare(self, request: StopRequest) -> None:
+    def prepare(self) -> None:
         """Computes the latents that the cache lacks; from then on images are latents, and the autoencoder rests."""
         # The indices of the pairs that steps read, often few of the data, by epoch and in order.
         keys = np.array([key for batch in self.batches.iterate() for key in batch])
@@ -106,18 +105,16 @@ class Alignment(Run):
         check_disk(self.config.latent_folder(), 4 * math.prod(self.latent_shape) * len(records), latents, advice)
         vae = frozen_vae(self.vae, self.pixels, self.accelerator)
         batch = max(1, min(32, 2**22 // self.pixels**2))
-        options = {"batch": batch, "workers": self.workers, "stop": lambda: request.here}
-        self.images, bad = cached_images(vae, records, self.images, self.config.latent_folder(), **options)
+        settings = self.config.latent_folder(), batch, max(1, self.workers)
+        self.images, bad = cached_images(vae, records, self.images, *settings)
         self.check_bad(bad, len(records))
         self.vae.to("cpu")
-        # Half of the pairs read later: another batch, and its latent is there.
-        stand_ins = {epoch: np.roll(indices, -(len(indices) // 2)) for epoch, indices in read.items()}
         self.dataset = AlignDataset(
             self.records,
             self.images,
             partial(torch.reshape, shape=self.latent_shape),
             self.config.seed,
-            stand_ins=stand_ins.get if self.config.max_bad else None,
+            stand_ins=read.get if self.config.max_bad else None,
             tokenizers=[slot.reader.tokenizer for slot in self.slots],
         )
         unreadable = {record.where for record in bad}
@@ -126,24 +123,17 @@ class Alignment(Run):
 
     def backward(self, batch: AlignBatch) -> dict[str, torch.Tensor]:
         """The gradient of the mean over the global batch, in chunks; then summed over the processes."""
-        sums = dict.fromkeys(TERMS, 0.0)
+        sums, device = dict.fromkeys(TERMS, 0.0), self.accelerator.device
         for part in batch.chunks(self.config.chunk or len(batch)):
-            terms = self._backward(part, self.batch)
-            sums = {name: sums[name] + value for name, value in terms.items()}
+            # On a CPU the fused kernels' gradient takes several times as long.
+            with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
+                terms = {name: values.sum() for name, values in self.objective.losses(part.to(device)).items()}
+                self.optimizer.scaler.scale(self._weighted(terms) / self.batch).backward()
+            sums = {name: sums[name] + value.detach() for name, value in terms.items()}
         norm = sum_over_processes(self.model.parameters(), self.accelerator) / self.optimizer.scaler.get_scale()
         means = self.accelerator.reduce(torch.stack(list(sums.values())), reduction="sum") / self.batch
         terms = dict(zip(TERMS, means, strict=True))
         return {"loss": self._weighted(terms)} | terms | {"gradient_norm": norm}
-
-    def _backward(self, batch: AlignBatch, samples: int) -> dict[str, torch.Tensor]:
-        """Adds the gradient of the sum over a batch, divided by `samples`. Returns the sum of each term."""
-        on_cpu = self.accelerator.device.type == "cpu"  # where the fused kernels' gradient takes several times as long
-        with sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext():
-            losses = self.objective.losses(batch.to(self.accelerator.device))
-            terms = {name: values.sum() for name, values in losses.items()}
-            loss = self._weighted(terms) / samples
-            self.optimizer.scaler.scale(loss).backward()
-        return {name: value.detach() for name, value in terms.items()}
 
     def _weighted(self, terms: dict[str, torch.Tensor]) -> torch.Tensor:
         return sum(self.objective.weights[name] * value for name, value in terms.items())
@@ -151,7 +141,7 @@ class Alignment(Run):
     @torch.no_grad()
     def measure(self, state: TrainState) -> None:
         """The terms on held-out pairs, whose draws are always the same."""
-        if self.main and len(self.measured):
+        if len(self.measured):
             batch = collate([self.measured[(0, index, index)] for index in range(len(self.measured))])
             chunks = batch.to(self.accelerator.device).chunks(self.config.chunk or len(batch))
             parts = [self.objective.losses(chunk) for chunk in chunks]
@@ -159,7 +149,6 @@ class Alignment(Run):
             self.log({"step": state.step, "pairs": len(batch)} | {f"held_out_{name}": means[name] for name in TERMS})
             named = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
             self.say(f"step {state.step}: on {len(batch)} held-out pairs {named}")
-        self.accelerator.wait_for_everyone()
 
     def describe(self) -> dict[str, str]:
         config = self.config

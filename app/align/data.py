@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.bad_records import BadRecord
 from debias_diffusion.data.batch import Key, draw_generator
-from debias_diffusion.data.dataset import RecordDataset
 from debias_diffusion.text.chunks import TRAINED_POSITIONS, Tokens, split_text
 from debias_diffusion.text.prompt_tokens import tokenize_text
 from debias_diffusion.text.sentences import join_sentences, split_sentences
 from debias_diffusion.text.tokens import clean
+from debias_diffusion.training.batches import RecordDataset
 from debias_diffusion.training.feature_cache import FrozenEncoder
 
 Text = tuple[Tokens, ...]  # one text, for each of SDXL's encoders

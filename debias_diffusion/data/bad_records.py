@@ -10,12 +10,18 @@ from typing import TypeVar
 
 from ..errors import UserError
 from ..files import append, read_file
-from .images import image_fault
+from .images import ImageSource, image_fault, is_there
 from .records import Record
 
 BAD_RECORDS = "bad-records.jsonl"
 FEWEST = 1000  # records that a share is taken of while more are still to be read
 _SHOWN = 5  # bad records printed by name
+_LOOKED_UP = 200  # records that are looked up before a run
+_NO_SHORT = "no short caption"  # kind of a bad record
+_ADD_SHORT = (
+    "Add a short_caption to the entries of a JSON or JSONL file or of shards, or take another --sampling, such as "
+    "summary"
+)
 
 T = TypeVar("T")
 
@@ -42,11 +48,16 @@ def leave_out(where: str, bad: list[BadRecord]) -> Iterator[None]:
     """Adds the record at `where` to `bad` if its reading raises ValueError("kind: detail") or an OSError."""
     try:
         yield
-    except ValueError as error:
-        kind, _, detail = str(error).partition(": ")
-        bad.append(BadRecord(where, kind, detail))
-    except OSError as error:
-        bad.append(BadRecord(where, "unreadable file", f"its file: {error.strerror}"))
+    except (ValueError, OSError) as error:
+        bad.append(left_out(where, error))
+
+
+def left_out(where: str, error: ValueError | OSError) -> BadRecord:
+    """The record at `where`, whose reading raised ValueError("kind: detail") or an OSError."""
+    if isinstance(error, OSError):
+        return BadRecord(where, "unreadable file", f"its file: {error.strerror}")
+    kind, _, detail = str(error).partition(": ")
+    return BadRecord(where, kind, detail)
 
 
 def read_or_bad(record: Record, read: Callable[[str], T]) -> T | BadRecord:
@@ -123,3 +134,41 @@ def report_all(bad: Sequence[BadRecord], count: int, max_bad: float, output: Pat
     path.unlink(missing_ok=True)
     report_bad(bad, output)
     check_share(bad, count, max_bad, f"All are named in {str(path)!r}. {advice}")
+
+
+def without_short_caption(record: Record) -> BadRecord | None:
+    """The bad record of one without a short caption."""
+    if record.short is not None:
+        return None
+    return BadRecord(record.image, _NO_SHORT, f"{record.image}: its entry has no usable short_caption")
+
+
+def look_up(records: Sequence[Record], images: ImageSource, max_bad: float, reads_short: bool = False) -> int:
+    """How many of a sample of the records, spread evenly over the data, lack their image, or a short caption to read.
+
+    Raises:
+        UserError: all of them do, or a larger share than `max_bad`.
+    """
+    sample = [*records[:: max(1, len(records) // _LOOKED_UP)]]
+    bad = [("image", record.image) for record in sample if not is_there(images, record.image)]
+    bad += [("short_caption", record.image) for record in sample if reads_short and record.short is None]
+    if bad and (len(bad) >= len(sample) or too_many(len(bad), len(sample), max_bad)):
+        (kind, name), place = bad[0], f"Give another folder than {str(images.root)!r} for the image paths to start from"
+        raise UserError(
+            f"Of {len(sample)} records looked up, {len(bad)} cannot be used, for example {name!r}, whose {kind} is "
+            f"missing; --max-bad allows a share of {max_bad:g}. {place if kind == 'image' else _ADD_SHORT}; "
+            "`train --check-data` names all that are missing."
+        )
+    return len(bad)
+
+
+def continue_hint(output: str, bad: Sequence[BadRecord]) -> str:
+    """What to do when too many records of the run in `output` are bad, `bad` among them."""
+    kinds = {record.kind for record in bad}
+    are_images = all(kind.endswith("image") for kind in kinds)
+    mend = "Mend the images where they are" if are_images else "Mend them in the data"
+    mend = _ADD_SHORT if _NO_SHORT in kinds else mend
+    return (
+        f"They are named in {str(Path(output) / BAD_RECORDS)!r}. {mend}, or start the same command with a "
+        "larger --max-bad: the run continues."
+    )

@@ -33,7 +33,6 @@ class Batch:
     """The samples of one step on one process.
 
     Attributes:
-        keys: one per sample.
         sample_ids: of each sample, or of the one that stands in for it.
         images: [batch, 3, height, width] pixels; [batch, embed_dim] image features where `cached_features` is set.
         tokens: the method's captions, one kind after the other: `len(tokens)` is a multiple of the batch, and all rows
@@ -44,7 +43,6 @@ class Batch:
         cached_features: whether `images` holds features of a frozen image tower instead of pixels.
     """
 
-    keys: list[Key]
     sample_ids: list[str]
     images: Tensor
     tokens: TokenBatch
@@ -53,7 +51,7 @@ class Batch:
     cached_features: bool = False
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.sample_ids)
 
     def to(self, device: torch.device) -> "Batch":
         views = {
@@ -76,7 +74,6 @@ class Batch:
         return [
             replace(
                 self,
-                keys=self.keys[part],
                 sample_ids=self.sample_ids[part],
                 images=self.images[part],
                 tokens=self.tokens.select(

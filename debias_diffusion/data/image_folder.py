@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular, visible_files
-from .bad_records import leave_out
+from .bad_records import left_out
 from .captions import LARGEST_FILE, Captions, check_caption, fold, is_text, usable_captions, utf8
 from .images import ImageFolder
 from .json_files import read_data_file
@@ -47,8 +47,10 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
         for _, names in bar:
             pictures = [name for name in names if ending(name) not in _CAPTIONS]
             captions = [name for name in names if ending(name) in _CAPTIONS]
-            with leave_out(_escape((pictures or captions)[0]), bad):
+            try:
                 yield _read(images.root, pictures, captions)
+            except (ValueError, OSError) as error:
+                bad.append(left_out(_escape((pictures or captions)[0]), error))
 
     advice = (
         "Give a folder of image and caption files (photo.jpg and photo.txt); a folder of WebDataset shards (*.tar, not "

@@ -116,7 +116,7 @@ def _unit(features: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def encode_images(
-    backbone: Backbone,
+    backbone: Backbone | None,
     records: Sequence[Record],
     images: ImageSource,
     batch_size: int,
@@ -124,9 +124,11 @@ def encode_images(
     progress: str | Literal[False] = "images",
     read: Callable | None = None,
     encode: Callable[[Tensor], Tensor] | None = None,
-    require_any: bool = True,
+    readers: int = _READERS,
 ) -> tuple[Tensor, list[int], list[BadRecord]]:
-    """The image features [M, D] on the CPU, the indices of the M readable records, and the bad records.
+    """The image features on the CPU, the indices of the M readable records, and the bad records.
+
+    Features are [M, D], or [0, 0] where no image is readable.
 
     Threads read the next batch while one is encoded.
 
@@ -134,10 +136,7 @@ def encode_images(
         progress: title of the progress bar; False shows none.
         read: turns an opened image into the input of `encode`; None: `backbone.preprocess`.
         encode: a batch of these to features [batch, D]; None: `backbone.encode_image`.
-        require_any: False gives features [0, 0] where none of the images can be read.
-
-    Raises:
-        UserError: none of the images can be read.
+        readers: threads that read images.
     """
     read, encode = read or backbone.preprocess, encode or backbone.encode_image
 
@@ -146,9 +145,9 @@ def encode_images(
 
     features, good, bad = [], [], []
     starts = range(0, len(records), batch_size)
-    with ThreadPoolExecutor(_READERS) as readers:
+    with ThreadPoolExecutor(readers) as pool:
         # One batch ahead, which bounds the memory: `map` starts reading at once.
-        batches = (readers.map(load, records[start : start + batch_size]) for start in starts)
+        batches = (pool.map(load, records[start : start + batch_size]) for start in starts)
         ahead = next(batches, None)
         for start in tqdm(starts, desc=progress or None, disable=not progress):
             loading, ahead = ahead, next(batches, None)
@@ -161,8 +160,6 @@ def encode_images(
                     batch.append(image)
             if batch:
                 features.append(encode(torch.stack(batch).to(device)).float().cpu())
-    if require_any and not good:
-        raise none_readable(records, images, bad)
     return torch.cat(features) if features else torch.empty(0, 0), good, bad
 
 

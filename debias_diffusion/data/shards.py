@@ -102,11 +102,6 @@ def read_shards(data: str | os.PathLike) -> tuple[Captions, ShardImages]:
     return usable_captions(f"{os.fspath(data)!r}, {len(names)} shards,", records, bad, advice), ShardImages(root)
 
 
-def is_shards(path: Path) -> bool:
-    """Whether `path` is a tar, or a folder with tars."""
-    return bool(_shards(path)[1]) if path.is_dir() else path.suffix.lower() == ".tar"
-
-
 def _shards(data: Path) -> tuple[Path, list[str]]:
     """The folder and the names of the shards in `data`, a folder or one shard, in their order."""
     if data.is_dir():

@@ -12,8 +12,8 @@ from .image_folder import read_pair_folder
 from .images import ImageFolder, ImageSource
 from .json_files import read_data_file
 from .records import as_row
-from .shards import is_shards, read_shards
-from .toy_scenes import ToyScenes, is_toy_scenes, read_toy_scenes
+from .shards import read_shards
+from .toy_scenes import PREFIX, ToyScenes, read_toy_scenes
 
 
 def open_data(data: str | os.PathLike, images: str | os.PathLike | None = None) -> tuple[Captions, ImageSource]:
@@ -43,6 +43,16 @@ def read_captions(data: str | os.PathLike) -> Captions:
     """The captions of `data`, read as by `open_data`, with its errors. The images need not exist."""
     read = _reader(data)
     return read(data)[0] if read else read_data_file(data)
+
+
+def is_toy_scenes(data: str | os.PathLike) -> bool:
+    """Whether `data` is a name of toy scenes, and no file or folder of that name is there."""
+    return os.fspath(data).startswith(PREFIX) and not Path(data).exists()
+
+
+def is_shards(path: Path) -> bool:
+    """Whether `path` is a tar, or a folder with tars."""
+    return any(path.glob("[!.]*.tar")) if path.is_dir() else path.suffix.lower() == ".tar"
 
 
 def _reader(data: str | os.PathLike) -> Callable[[str | os.PathLike], tuple[Captions, ImageSource]] | None:

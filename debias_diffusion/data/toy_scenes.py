@@ -19,7 +19,7 @@ from .captions import Captions
 from .images import digest_of
 from .records import PackedRecords, Record
 
-_PREFIX, _TRAINED_ON = "toy/", "train"
+PREFIX, _TRAINED_ON = "toy/", "train"
 _SPLIT = re.compile(rf"((?:[a-z]+-)*?)((?:{'|'.join(SPLITS)})(?:-[\w-]+)?)")
 _IMAGE = re.compile(rf"{_SPLIT.pattern}/(\d+)", re.ASCII)
 
@@ -67,11 +67,6 @@ class ToyScenes:
         return digest_of(image, render(toy_scene(image)[0]).tobytes().hex())
 
 
-def is_toy_scenes(data: str | os.PathLike) -> bool:
-    """Whether `data` is a name of toy scenes, and no file or folder of that name is there."""
-    return os.fspath(data).startswith(_PREFIX) and not Path(data).exists()
-
-
 def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
     """The first 1,000 scenes of a split with their long captions, as `toyworld.pairs.write_pairs` writes them.
 
@@ -84,10 +79,10 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
         UserError: there are no such scenes, or the toy models have learned from them.
     """
     name = os.fspath(name)
-    split = name.removeprefix(_PREFIX)
+    split = name.removeprefix(PREFIX)
     parts = _SPLIT.fullmatch(split)
     if not parts or parts[1] not in {*KINDS, *MOVED} or parts[2] == _TRAINED_ON:
-        variants = [f"{_PREFIX}{kind}{known}" for kind in KINDS for known in reversed(SPLITS) if known != _TRAINED_ON]
+        variants = [f"{PREFIX}{kind}{known}" for kind in KINDS for known in reversed(SPLITS) if known != _TRAINED_ON]
         raise UserError(
             f"There is no file or folder {name!r}, and no scenes of that name but those that the models of the package "
             f"have learned from.{near_matches(name, variants, most=1)} The toy world's scenes are "

@@ -1,21 +1,23 @@
 """Worker processes that read data, and leave it to the main process when to stop."""
 
-import multiprocessing
+import ctypes
 import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 from accelerate.utils import get_int_from_env
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import read_file
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def count_workers(workers: int | Literal["auto"], root: Path = Path("/")) -> int:
@@ -61,14 +63,25 @@ def load_batches(loader: DataLoader) -> Iterator[Iterator]:
             batches._shutdown_workers()
 
 
+@contextmanager
+def read_records(
+    records: Sequence, read: Callable, workers: int | Literal["auto"], indices: Sequence[int] | None = None, **bar
+) -> Iterator[Iterator]:
+    """What `read` makes of the records at `indices` (None: of all), in this order, whichever worker is ready first.
+
+    Args:
+        bar: options of the progress bar.
+    """
+    indices = range(len(records)) if indices is None else indices
+    loader = DataLoader(records, None, sampler=indices, num_workers=count_workers(workers), collate_fn=read)
+    with load_batches(loader) as results, tqdm(results, **{"total": len(indices)} | bar) as shown:
+        yield iter(shown)
+
+
 def _heed_main_process(worker: int) -> None:
     """The signals that schedulers and terminals send to every process of a job end no worker; the main process does,
-    and also its death, whatever a worker is doing."""
+    and on Linux also its death, whatever a worker is doing; elsewhere torch ends one that has read its batch."""
     for stop in (signal.SIGTERM, signal.SIGINT):
         signal.signal(stop, signal.SIG_IGN)
-
-    def watch() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

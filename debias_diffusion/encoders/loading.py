@@ -13,7 +13,6 @@ from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 
-from ..ablation.heads import TOWERS, suppressed_heads
 from ..clip.backbone import SHORT_POSITIONS_FILE, Backbone
 from ..clip.families import Family, find_family
 from ..clip.image_tower import add_prompts
@@ -32,7 +31,6 @@ from ..clip.weight_files import (
 )
 from ..errors import UserError, explain_failure, near_matches
 from ..files import read_json
-from ..text.tokens import CaptionTokenizer
 from ..toyworld.shipped import shipped
 from .hub import find_file
 
@@ -78,8 +76,10 @@ def load_backbone(location: str, weights: str | None = None) -> Backbone:
     config.setdefault("preprocess_cfg", open_clip.get_model_preprocess_cfg(clip))
     backbone = Backbone(clip, tokenizer, config, random_weights=file is None)
     _load_short_positions(backbone, file)
-    for tower in TOWERS:
-        if ablation := suppressed_heads(backbone, tower):
+    if backbone.image_attention or backbone.text_attention:
+        from ..ablation.heads import TOWERS, suppressed_heads  # which few models need
+
+        for ablation in filter(None, (suppressed_heads(backbone, tower) for tower in TOWERS)):
             ablation.apply(backbone)
     return backbone
 
@@ -94,24 +94,6 @@ def load_fine_tuned(location: str) -> Backbone:
     for name, step in zip(sorted(state), steps, strict=True):
         state[name].add_(counts[name] * step)
     return backbone
-
-
-def load_tokenizer(location: str, weights: str | None, keep: int, factor: int) -> CaptionTokenizer:
-    """The tokenizer of a two-tower for its stretched context length, without the model.
-
-    Arguments as for `load_backbone` and `Backbone.stretch`; a model that is stretched already keeps its length.
-    """
-    with explain_failure(f"The tokenizer of {location!r} could not be loaded"):
-        location = _fetch(location)
-        config, family = _read_config(location, weights)
-        file = Path(weights) if weights and os.path.isfile(weights) else None
-        folder = Path(location) if os.path.isdir(location) else file and file.parent
-        tokenizer = family.load_tokenizer(location, folder, config["model_cfg"]["text_cfg"])
-        if "keep" in config.get("debias_diffusion", {}):
-            return tokenizer
-        if file and file.suffix not in _BIG_VISION and is_long_clip(read_state(file)):
-            keep, factor = KEEP, FACTOR
-        return tokenizer.with_context_length(stretched_length(tokenizer.context_length, keep, factor))
 
 
 def _load_short_positions(backbone: Backbone, weights: Path | None) -> None:

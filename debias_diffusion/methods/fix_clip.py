@@ -62,9 +62,34 @@ def draw_mask(ratio: float, patches: int, seed: int, epoch: int, sample_id: str)
     return is_masked
 
 
+class GroupHeads(nn.Module):
+    """GMF (E6): a projection without bias and a layer norm for each compared group of one tower.
+
+    Args:
+        projection: [width, embed_dim] the tower's final one, from which each group's starts.
+        groups: how many are compared.
+    """
+
+    def __init__(self, projection: Tensor, groups: int):
+        super().__init__()
+        width, embed_dim = projection.shape
+        self.projections = nn.ModuleList(nn.Linear(width, embed_dim, bias=False) for _ in range(groups))
+        self.norms = nn.ModuleList(nn.LayerNorm(embed_dim) for _ in range(groups))
+        for linear in self.projections:
+            linear.weight = nn.Parameter(projection.detach().T.clone(memory_format=torch.contiguous_format))
+
+    def forward(self, aggregated: Tensor) -> Tensor:
+        """[batch, groups, width] -> [batch, groups, embed_dim]"""
+        heads = zip(self.projections, self.norms, aggregated.unbind(1), strict=True)
+        return torch.stack([norm(linear(state)) for linear, norm, state in heads], dim=1)
+
+
 @dataclass(frozen=True)
-class Hierarchy:
-    """Comparisons of the middle layers of both towers, in groups of blocks (section 3.4).
+class GroupLosses(Term):
+    """E7: symmetric InfoNCE of the images' and the long captions' features of groups of blocks (section 3.4).
+
+    Its features, "image_groups" and "text_groups", [batch, compared groups, embed_dim], come from the towers' pass that
+    `FixClip.encode` makes. No label is smoothed. "group_4" and so on in the report are L_g without their weights.
 
     Attributes:
         groups: G, which divides the blocks of either tower.
@@ -99,42 +124,9 @@ class Hierarchy:
         weights = (-(distances**2) / 2).exp() / math.sqrt(2 * math.pi)
         return torch.einsum("bgjw,j->bgw", grouped, weights)
 
-
-class GroupHeads(nn.Module):
-    """GMF (E6): a projection without bias and a layer norm for each compared group of one tower.
-
-    Args:
-        projection: [width, embed_dim] the tower's final one, from which each group's starts.
-        groups: how many are compared.
-    """
-
-    def __init__(self, projection: Tensor, groups: int):
-        super().__init__()
-        width, embed_dim = projection.shape
-        self.projections = nn.ModuleList(nn.Linear(width, embed_dim, bias=False) for _ in range(groups))
-        self.norms = nn.ModuleList(nn.LayerNorm(embed_dim) for _ in range(groups))
-        for linear in self.projections:
-            linear.weight = nn.Parameter(projection.detach().T.clone(memory_format=torch.contiguous_format))
-
-    def forward(self, aggregated: Tensor) -> Tensor:
-        """[batch, groups, width] -> [batch, groups, embed_dim]"""
-        heads = zip(self.projections, self.norms, aggregated.unbind(1), strict=True)
-        return torch.stack([norm(linear(state)) for linear, norm, state in heads], dim=1)
-
-
-@dataclass(frozen=True)
-class GroupLosses(Term):
-    """E7: symmetric InfoNCE of the images' and the long captions' features of each group, without label smoothing.
-
-    Its features, "image_groups" and "text_groups", [batch, compared groups, embed_dim], come from the towers' pass that
-    `FixClip.encode` makes. "group_4" and so on in the report are L_g without their weights.
-    """
-
-    hierarchy: Hierarchy
-
     def modules(self, backbone: Backbone) -> dict[str, nn.Module]:
         """Heads of both towers, trained with the model and left behind."""
-        count, text = len(self.hierarchy.numbers), backbone.text.tower.text_projection
+        count, text = len(self.numbers), backbone.text.tower.text_projection
         text = text.weight.T if isinstance(text, nn.Linear) else text
         return {
             "image_heads": GroupHeads(backbone.model.visual.proj, count),
@@ -144,14 +136,14 @@ class GroupLosses(Term):
     def losses(self, features: Mapping[str, Tensor], scale: Tensor, bias: Tensor | None = None) -> Losses:
         image, text = (F.normalize(features[f"{tower}_groups"], dim=-1) for tower in ("image", "text"))
         losses, report = {}, {}
-        for at, group in enumerate(self.hierarchy.numbers):
+        for at, group in enumerate(self.numbers):
             loss = contrastive_loss(image[:, at], text[:, at], scale)
-            losses[f"group_{group}_loss"] = _HALF * self.hierarchy.weight(group) * loss
+            losses[f"group_{group}_loss"] = _HALF * self.weight(group) * loss
             report[f"group_{group}"] = loss.detach()
         return losses, report
 
     def describe(self) -> str:
-        return f"groups {self.hierarchy.first} to {self.hierarchy.groups} of {self.hierarchy.groups} compared"
+        return f"groups {self.first} to {self.groups} of {self.groups} compared"
 
 
 @dataclass(frozen=True)
@@ -187,10 +179,10 @@ class FixClip(FixClipSettings, DualCaption):
         return PromptSettings(self.prompts, self.prompt_mask, self.prompt_layers) if self.prompts else None
 
     @property
-    def hierarchy(self) -> Hierarchy | None:
+    def hierarchy(self) -> GroupLosses | None:
         if not self.groups:
             return None
-        return Hierarchy(self.groups, self.first_group or max(1, self.groups - _GROUPS + 1))
+        return GroupLosses(self.groups, self.first_group or max(1, self.groups - _GROUPS + 1))
 
     @property
     def has_own_positions(self) -> bool:
@@ -261,7 +253,7 @@ class FixClip(FixClipSettings, DualCaption):
 
     @cached_property
     def terms(self) -> list[Term]:
-        return [*super().terms, *([GroupLosses(self.hierarchy)] if self.hierarchy else [])]
+        return [*super().terms, *([self.hierarchy] if self.hierarchy else [])]
 
     def captions(self, caption: str, tokenizer: CaptionTokenizer, *draw: Any, **short: Any) -> list[Caption]:
         """The long caption, then the short one, which "own" positions cut at the base model's context length."""

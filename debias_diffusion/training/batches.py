@@ -1,17 +1,23 @@
 """The samples of each step: a pure function of the seed, so that a run can resume at any step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 import torch
+from PIL import Image
+from torch.utils.data import Dataset
 
-from ..data.bad_records import BadRecord
+from ..data.bad_records import BadRecord, read_or_bad, without_short_caption
 from ..data.batch import Batch, Caption, Key
-from ..data.dataset import RecordDataset
+from ..data.images import ImageSource
+from ..data.records import Record
+from ..errors import UserError
 from ..methods import Method
 from ..text.tokens import CaptionTokenizer, TokenBatch
+
+_ATTEMPTS = 20  # how many records in a row may be unreadable before a sample gives up
 
 
 class GlobalBatches:
@@ -58,17 +64,13 @@ class GlobalBatches:
                 step += 1
             rest = queue[len(queue) - len(queue) % self.batch :]
 
-    def stand_ins(self, epoch: int) -> np.ndarray:
-        """The indices of the records that replace unreadable ones in `epoch`, by their place in it.
-
-        They are those half an epoch away, so that in data of more than two batches no batch has a record twice, but for
-        the first of an epoch, in which the remainder of the one before may hold it already.
-        """
-        return _half_an_epoch_on(self.records, self.seed, epoch)
+    def permutation(self, epoch: int) -> np.ndarray:
+        """The indices of all records, by their place in an epoch."""
+        return _permutation(self.records, self.seed, epoch)
 
     def _order(self, epoch: int, carried: np.ndarray) -> np.ndarray:
         """The epoch's records in order; those carried over into its first batch do not occur twice in it."""
-        order = _permutation(self.records, self.seed, epoch).copy()
+        order = self.permutation(epoch).copy()
         if len(carried):
             repeated = np.isin(order, carried)
             head = self.batch - len(carried)
@@ -78,21 +80,64 @@ class GlobalBatches:
         return order
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # workers look it up for every unreadable image
 def _permutation(records: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(records)
 
 
-@lru_cache(maxsize=2)  # workers look it up for every unreadable image
-def _half_an_epoch_on(records: int, seed: int, epoch: int) -> np.ndarray:
-    return np.roll(_permutation(records, seed, epoch), -(records // 2))
+@dataclass(eq=False, repr=False)
+class RecordDataset(Dataset):
+    """Samples by key, each a pure function of that key and the seed.
+
+    A record whose image cannot be read is replaced by another of the epoch, which depends on the key alone, and named
+    in the sample's `bad`; so every process stays in step and a restart draws the same. It is one half an epoch away, so
+    that in data of more than two batches no batch has a record twice, but for the first of an epoch, in which the
+    remainder of the one before may hold it already. A subclass makes samples.
+
+    Args:
+        records: all of them.
+        images: where their images come from.
+        preprocess: an opened image to the tensor that a batch is made of.
+        seed: of the draws.
+        stand_ins: the indices of an epoch's records, by their place in it. None: an unreadable image is an error.
+        reads_short: whether a record without a short caption is bad, too.
+    """
+
+    records: Sequence[Record]
+    images: ImageSource
+    preprocess: Callable[[Image.Image], torch.Tensor]
+    seed: int
+    stand_ins: Callable[[int], Sequence[int]] | None
+    reads_short: bool = field(default=False, kw_only=True)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def read(self, key: Key) -> tuple[Record, torch.Tensor, list[BadRecord]]:
+        """The record of a key, or its replacement, its image, and the bad records before it."""
+        epoch, index, place = key
+        record, bad = self.records[index], []
+        for attempt in range(_ATTEMPTS):
+            fault = without_short_caption(record) if self.reads_short else None
+            image = fault or read_or_bad(record, lambda name: self.preprocess(self.images.open(name)))
+            if not isinstance(image, BadRecord):
+                return record, image, bad
+            bad.append(image)
+            stand_ins = self.stand_ins(epoch) if self.stand_ins else ()
+            if attempt == len(stand_ins):
+                break
+            record = self.records[int(stand_ins[(place + len(stand_ins) // 2 + attempt) % len(stand_ins)])]
+        many = f"{len(bad)} images in a row" if len(bad) > 1 else "An image that no other may replace (--max-bad)"
+        raise UserError(
+            f"{many} cannot be read from {str(self.images.root)!r}, the last: {bad[-1].detail}. "
+            "`train --check-data` names them all."
+        )
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One pair of a step, as it was asked for by `key`."""
+    """One pair of a step."""
 
-    key: Key
     sample_id: str
     image: torch.Tensor
     captions: list[Caption]
@@ -111,7 +156,7 @@ class CaptionDataset(RecordDataset):
         record, image, bad = self.read(key)
         drawn_from = record.caption, self.tokenizer, self.seed, key[0], record.sample_id
         captions, views = self.method.captions(*drawn_from, record.short), self.method.views(image, *drawn_from)
-        return Sample(key, record.sample_id, image, captions, bad, views)
+        return Sample(record.sample_id, image, captions, bad, views)
 
 
 def collate(
@@ -128,7 +173,6 @@ def collate(
         arrange: what else is made of the captions before the step, see `packing.arranged`.
     """
     return Batch(
-        keys=[sample.key for sample in samples],
         sample_ids=[sample.sample_id for sample in samples],
         images=torch.stack([sample.image for sample in samples]),
         tokens=arrange(method.collate([sample.captions for sample in samples], tokenizer)),

@@ -245,14 +245,6 @@ def ablated(model: str) -> UserError:
 
 
 def method_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that change its recipe, from all of its settings.
-
-    Raises:
-        UserError: one of them has an option of its own, and is in `method` too.
-    """
-    further = settings.get("method") or {}
-    for name in further:
-        if name in RECIPE_OPTIONS:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{name} is an option of its own: give {flag} instead of --method.{name}.")
-    return {name: settings[name] for name in RECIPE_OPTIONS if settings.get(name) is not None} | further
+    """The settings of a run that change its recipe, from all of its settings."""
+    given = {name: settings[name] for name in RECIPE_OPTIONS if settings.get(name) is not None}
+    return given | (settings.get("method") or {})

@@ -1,31 +1,32 @@
 """On-disk cache of image features: computed once, used in every epoch, and by every run on the same images.
 
-A folder for each frozen model holds numbered files of the features of up to `ITEM` images each. A name ends in the
-digest of these images' stamps (path, size and times of change), so that features of changed images are computed anew.
+A folder for each frozen model and data holds numbered files, each with the features of `ITEM` images. Its name is the
+digest of both, where an image counts by its stamp (path, size and times of change): other images have another folder.
 """
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from PIL import Image
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ..clip.backbone import Backbone
 from ..data.bad_records import BadRecord, read_or_bad
 from ..data.images import ImageSource
 from ..data.records import Record
-from ..data.workers import load_batches
+from ..data.retrieval import encode_images
 from ..devices import autocast
-from ..errors import UserError, explain_failure
+from ..errors import UserError
 from ..files import atomic_file, bytes_digest, json_digest
 
 ITEM = 512  # images of a file
@@ -66,27 +67,33 @@ class CachedImages:
     Args:
         images: of which these are the features.
         stamps: of all records, in order; empty where an image cannot be had.
-        files: with "good" [n], which records have a readable image, and the "features" of these, in order.
+        files: each of `ITEM` records: "good", those with a readable image, by their place, and the "features" of these.
     """
 
     def __init__(self, images: ImageSource, stamps: np.ndarray, files: Sequence[Path]):
         self.images, self.root, self._files = images, images.root, [str(file) for file in files]
-        with explain_failure(f"The image features in {str(files[0].parent)!r} cannot be used", "Remove the folder."):
-            good = [safe_open(file, "numpy").get_tensor("good") for file in self._files]
-        self.good, self._ends = np.concatenate(good), np.cumsum([part.sum() for part in good])
-        self._rows = np.argsort(stamps[self.good], kind="stable")
-        self._stamps = stamps[self.good][self._rows]
+        self.rows = np.full(len(stamps), -1)  # of each record in its file; -1 where there is none
+        for number, file in enumerate(files):
+            good = _good(file)
+            self.rows[number * ITEM + good] = np.arange(len(good))
+        self._order = np.argsort(stamps, kind="stable")
+        self._stamps = stamps[self._order]
 
     def open(self, image: str) -> torch.Tensor:
         """Raises OSError, or the source's error, if the image is missing, changed or unreadable."""
         stamp = np.array(self.images.stamp(image), _STAMP)
         at = np.searchsorted(self._stamps, stamp)
-        if at == len(self._stamps) or self._stamps[at] != stamp:
+        number = self._order[at] if at < len(self._stamps) and self._stamps[at] == stamp else None
+        if number is None or self.rows[number] < 0:
             self.images.open(image)  # raises for a missing or unreadable image
             raise OSError("has changed, or could not be read, when its features were computed")
-        item = int(np.searchsorted(self._ends, row := self._rows[at], side="right"))
-        first = self._ends[item - 1] if item else 0
-        return _open(self._files[item], "pt").get_slice("features")[int(row - first)]
+        return _open(self._files[number // ITEM], "pt").get_slice("features")[int(self.rows[number])]
+
+
+def _good(file: Path) -> np.ndarray | None:
+    """The "good" of a file; None if that is missing or damaged."""
+    with suppress(OSError, SafetensorError):
+        return safe_open(file, "numpy").get_tensor("good")
 
 
 def cached_images(
@@ -94,67 +101,40 @@ def cached_images(
     records: Sequence[Record],
     images: ImageSource,
     folder: str | os.PathLike,
-    *,
     batch: int = 64,
-    workers: int = 0,
-    stop: Callable[[], bool] = lambda: False,
-) -> tuple[ImageSource, list[BadRecord]]:
+    readers: int = 1,
+) -> tuple[CachedImages, list[BadRecord]]:
     """Computes the features of all images that the cache in `folder` lacks, shared among the processes.
 
-    A run that is killed, or that `stop` ends after a batch, resumes with the first file that is not there.
+    A run that is killed resumes with the first file that is not there. A damaged one is computed again.
+
+    Args:
+        readers: threads that read images in each process.
 
     Returns:
-        The features as an image source, and the records with unreadable images; `images` and none when stopped.
+        The features as an image source, and the records with unreadable images.
 
     Raises:
         UserError: a feature is not finite.
     """
-    accelerator, folder = encoder.accelerator, Path(folder, json_digest(encoder.key)[:32])
+    accelerator = encoder.accelerator
     found = (read_or_bad(record, images.stamp) for record in tqdm(records, "stamps", disable=len(records) < 10_000))
     stamps = np.array([b"" if isinstance(stamp, BadRecord) else stamp for stamp in found], _STAMP)
-    parts = [range(start, min(start + ITEM, len(records))) for start in range(0, len(records), ITEM)]
-    names = (f"{part.start:09}-{bytes_digest([stamps[part].tobytes()])[:32]}.safetensors" for part in parts)
-    files = {folder / name: part for name, part in zip(names, parts, strict=True)}
-    missing = [file for file in files if not file.exists()]
+    folder = Path(folder, json_digest(encoder.key | {"images": bytes_digest([stamps.tobytes()])})[:32])
+    files = [folder / f"{number:06}.safetensors" for number in range(math.ceil(len(records) / ITEM))]
+    missing = [number for number, file in enumerate(files) if _good(file) is None]
     accelerator.wait_for_everyone()  # before any of them is written
-    mine = {file: files[file] for file in missing[accelerator.process_index :: accelerator.num_processes]}
-    indices = [index for part in mine.values() for index in part]
-    reader = partial(_read_pixels, images, encoder.read_pixels)
-    _write(encoder, mine, DataLoader(records, batch, sampler=indices, num_workers=workers, collate_fn=reader), stop)
+    mine = missing[accelerator.process_index :: accelerator.num_processes]
+    settings = {"progress": False, "read": encoder.read_pixels, "encode": encoder.encode}
+    bar = {"unit": " images", "unit_scale": ITEM, "disable": not accelerator.is_main_process}
+    for number in tqdm(mine, "image features", **bar):
+        part = records[number * ITEM : (number + 1) * ITEM]
+        features, good, _ = encode_images(None, part, images, batch, accelerator.device, readers=readers, **settings)
+        if not features.isfinite().all():
+            raise UserError("The features of an image are not finite. Choose another --precision.")
+        with atomic_file(files[number]) as temporary:
+            save_file({"good": torch.tensor(good, dtype=torch.long), "features": features}, temporary)
     accelerator.wait_for_everyone()
-    if not all(file.exists() for file in files):
-        return images, []
-    cached, bad = CachedImages(images, stamps, list(files)), []
-    for index in np.flatnonzero(~cached.good).tolist():
-        record = records[index]
-        image, detail = read_or_bad(record, images.open), f"{record.image}: not read when its features were computed"
-        bad.append(image if isinstance(image, BadRecord) else BadRecord(record.image, "unreadable image", detail))
-    return cached, bad
-
-
-def _read_pixels(images: ImageSource, read: Callable, records: Sequence[Record]) -> list[torch.Tensor | BadRecord]:
-    return [read_or_bad(record, lambda name: read(images.open(name))) for record in records]
-
-
-@torch.inference_mode()
-def _write(encoder: FrozenEncoder, files: Mapping[Path, range], loader: DataLoader, stop: Callable[[], bool]) -> None:
-    """Writes files, each with the features of some of the records that the loader reads in order."""
-    accelerator, rows, left = encoder.accelerator, [], list(files)
-    bar = {"desc": "image features", "unit": " images", "disable": not accelerator.is_main_process}
-    with load_batches(loader) as batches, tqdm(total=sum(map(len, files.values())), **bar) as shown:
-        for batch in batches:
-            pixels = [pixels for pixels in batch if not isinstance(pixels, BadRecord)]
-            encoded = encoder.encode(torch.stack(pixels).to(accelerator.device)).cpu() if pixels else torch.empty(0)
-            if not encoded.isfinite().all():
-                raise UserError("The features of an image are not finite. Choose another --precision.")
-            features = iter(encoded.float())
-            rows += [None if isinstance(pixels, BadRecord) else next(features) for pixels in batch]
-            while left and len(rows) >= (count := len(files[left[0]])):
-                good = torch.tensor([row is not None for row in rows[:count]])
-                readable = [row for row in rows[:count] if row is not None]
-                with atomic_file(left.pop(0)) as temporary:
-                    save_file({"good": good, "features": torch.stack(readable or [torch.empty(0)])}, temporary)
-                del rows[:count]
-            shown.update(len(batch))
-            if stop():
-                break
+    _open.cache_clear()  # or files that were replaced would still be read
+    cached = CachedImages(images, stamps, files)
+    return cached, [read_or_bad(records[index], cached.open) for index in np.flatnonzero(cached.rows < 0).tolist()]

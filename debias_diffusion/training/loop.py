@@ -11,26 +11,46 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..data.bad_records import BAD_RECORDS, FEWEST, BadRecord, add_bad, check_share, printable, report_bad
-from ..data.check import continue_hint, look_for_images
+from ..data.bad_records import (
+    BAD_RECORDS,
+    FEWEST,
+    BadRecord,
+    add_bad,
+    check_share,
+    continue_hint,
+    look_up,
+    printable,
+    report_bad,
+)
 from ..data.seen import Seen, add_seen
 from ..data.sources import data_digest, open_data
 from ..data.workers import count_workers, load_batches
 from ..devices import explain_memory, pick_precision, to_device
-from ..errors import OutOfMemory, UserError
-from ..files import append, remove_path
+from ..errors import UserError
+from ..files import append
 from ..jobs import Job
 from .batches import GlobalBatches
 from .checkpoints import TrainState, load_checkpoint, save_checkpoint
 from .config import RunConfig
 from .optimizer import AdamW, learning_rate
-from .progress import LOG, NOT_FINITE, Moment, Pace, Step, cut_log, few_steps, memory_advice, print_plan, tracked
+from .progress import (
+    LOG,
+    NOT_FINITE,
+    Moment,
+    Pace,
+    Step,
+    cut_log,
+    few_steps,
+    make_accelerator,
+    memory_advice,
+    print_plan,
+    tracked,
+)
 
 _SAME_REQUEST = 2.0  # seconds within which a launcher forwards a ctrl-C that its processes have already received
 PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
@@ -48,15 +68,15 @@ class StopRequest:
         heard: whether the numbers of a step said that any process was asked.
     """
 
-    def __init__(self, accelerator: Accelerator):
-        self.accelerator, self.heard = accelerator, False
+    def __init__(self):
+        self.heard = False
         self._asked_at: float | None = None
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> Iterator["StopRequest"]:
         previous = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            yield
+            yield self
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -73,14 +93,6 @@ class StopRequest:
         """Whether this process was asked."""
         return self._asked_at is not None
 
-    def asked(self) -> bool:
-        """Whether any process was asked: the same answer on all."""
-        if self.accelerator.num_processes == 1:
-            return self.here  # without a wait for the device
-        if self.here:
-            self.accelerator.set_trigger()
-        return self.accelerator.check_trigger()
-
 
 class Run(ABC):
     """The state of one run in its folder.
@@ -94,7 +106,7 @@ class Run(ABC):
         all_records: the usable records of the data; `held_out` is measured on, `choosing` chooses
             the best model (empty without `keep_best`), and `records` is trained on.
         images: where their images come from, or a cache of their features.
-        missing: how many of the images that were looked up are missing.
+        missing: how many of the records that were looked up cannot be used.
         batches: the samples of each step.
         folder: the output.
         job: what lies there, within `opened`.
@@ -112,6 +124,7 @@ class Run(ABC):
     command = "train"
     title = "training"  # of the progress bar
     job: Job
+    reads_short = False  # whether a record without a short caption is bad
     seen_before: Sequence[Seen] = ()
     model: nn.Module
     modules: nn.Module | None = None
@@ -120,8 +133,9 @@ class Run(ABC):
     dataset: Dataset
     collate: Callable
 
-    def __init__(self, config: RunConfig, accelerator: Accelerator):
-        self.config, self.accelerator, self.folder = config, accelerator, Path(config.output)
+    def __init__(self, config: RunConfig):
+        self.config, self.folder = config, Path(config.output)
+        accelerator = self.accelerator = make_accelerator(config)
         self.main = accelerator.is_main_process
         self.captions, self.images = open_data(config.data, config.images)
         records = self.all_records = self.captions.records
@@ -136,7 +150,7 @@ class Run(ABC):
                 f"fewer than a batch of {batch}. Lower --validation, --keep-best or --batch, or give more pairs."
             )
         self.held_out, self.choosing, self.records = records[:validation], records[validation:first], records[first:]
-        self.missing = look_for_images(self.records, self.images, config.max_bad)
+        self.missing = look_up(self.records, self.images, config.max_bad, self.reads_short)
         self.inputs = {"data": data_digest(config.data, self.captions)}
         self.batches = GlobalBatches(len(self.records), batch, config.epochs, config.seed, config.max_steps)
         self.warmup, self.workers = config.warmup_steps(self.batches.total_steps), count_workers(config.workers)
@@ -145,7 +159,7 @@ class Run(ABC):
         self.settings = config.settings() | numbers
 
     @abstractmethod
-    def prepare(self, request: StopRequest) -> None:
+    def prepare(self) -> None:
         """Sets `dataset`. Features that are computed before the first step are computed here."""
 
     def begin(self, state: TrainState) -> None:  # noqa: B027
@@ -161,7 +175,7 @@ class Run(ABC):
 
     @abstractmethod
     def measure(self, state: TrainState) -> None:
-        """Measures the model between two steps; called on every process."""
+        """Measures the model between two steps; called in the main process."""
 
     @abstractmethod
     def describe(self) -> dict[str, str]:
@@ -176,34 +190,20 @@ class Run(ABC):
 
         Raises:
             UserError: the folder belongs to a run with other settings, too many records are bad, or the memory does not
-                suffice. If it does not for the first step, the folder is left as it was before the run.
+                suffice.
         """
-        before = set(self.folder.glob("*")) if self.folder.exists() else None
-        try:
-            return self._run()
-        except OutOfMemory:
-            if self.main and not self.job.names():
-                for path in set(self.folder.glob("*")) - (before or set()):
-                    remove_path(path)
-                if before is None:
-                    self.folder.rmdir()
-            raise
-
-    def _run(self) -> Path | None:
-        request, job = StopRequest(self.accelerator), nullcontext(Job.read(self.folder))  # of processes that only read
+        job = nullcontext(Job.read(self.folder))  # of processes that only read
         if self.main:
             job = Job.open(self.folder, self.command, self.settings, self.inputs, may_change=_PLACES)
-        with request.listening(), job as self.job:
+        with job as self.job:
             bad = self.captions.bad
             self.check_bad(bad, len(self.all_records) + len(bad), is_reported=bool(self.job.names()))
-            self.prepare(request)
-            if request.asked():
-                self.say("Stopped before the next step. The same command continues from there.")
-                return None
-            state = self.make_steps(request)
-            result = state and self.finish(state)
-            self.accelerator.wait_for_everyone()
-            return result
+            self.prepare()
+            with StopRequest().listening() as request:
+                state = self.make_steps(request)
+                result = state and self.finish(state)
+                self.accelerator.wait_for_everyone()
+                return result
 
     def check_bad(self, bad: Sequence[BadRecord], count: int, is_reported: bool = False) -> None:
         """Reports the bad ones of `count` records. Raises UserError if they are too many."""
@@ -228,7 +228,7 @@ class Run(ABC):
             pin_memory=accelerator.device.type == "cuda",
         )
         with tracked(accelerator, config, self.settings):
-            if state.step == 0:
+            if state.step == 0 and self.main:
                 self.measure(state)
             self.begin(state)
             with (
@@ -245,7 +245,7 @@ class Run(ABC):
                     saves = state.step % config.checkpoint_every == 0 or is_last or stop
                     if measures or saves:
                         with pace.pause():
-                            if measures:
+                            if measures and self.main:
                                 self.measure(state)
                             if saves and self.main:
                                 save_checkpoint(self.job, self.model, self.optimizer, state, config.keep, self.modules)

@@ -76,7 +76,7 @@ def print_plan(run, start: int) -> None:
     }
     print("\n".join(f"  {name:<8}{line}" for name, line in lines.items()))
     if run.missing:
-        print(f"  {run.missing} of the images that were looked up are missing; other pairs replace them.")
+        print(f"  {run.missing} of the records that were looked up cannot be used; others replace them.")
     if few := few_steps(run):
         print(f"  {few}")
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 
@@ -15,24 +14,21 @@ from ..clip.backbone import Backbone
 from ..clip.packing import arranged
 from ..data.bad_records import report_bad
 from ..data.batch import Batch
-from ..data.check import check_data, look_for_short_captions
+from ..data.check import check_data
 from ..data.records import Record
-from ..data.retrieval import encode_images, encode_texts, recall_at_k
+from ..data.retrieval import encode_images, encode_texts, none_readable, recall_at_k
 from ..data.seen import read_seen
 from ..devices import autocast
-from ..encoders.loading import load_tokenizer
 from ..errors import UserError, reason
-from ..files import explain_full_disk, sha256
+from ..files import sha256
 from ..methods import Method
-from ..text.tokens import CaptionTokenizer
 from .batches import CaptionDataset, collate
 from .checkpoints import BEST, LAST, TrainState, save_model
 from .config import CHOOSING, TrainConfig, ablated
 from .feature_cache import cached_images, frozen_tower
-from .loop import Run, StopRequest
+from .loop import Run
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
-from .progress import make_accelerator
-from .step import backward, pack
+from .step import backward
 
 COMPILED_STEPS = 1000  # as few repay a minute of compilation
 
@@ -53,25 +49,18 @@ def train(config: TrainConfig) -> Path | None:
         UserError: something in `config` or the data cannot be used; says what to do.
     """
     if config.check_data:
-        check_data(
-            *(config.data, config.images, config.output, load_base_tokenizer(config)),
-            reads_short=config.chosen_method.reads_short,
-            max_bad=config.max_bad,
-            workers=config.workers,
-        )
-        return None
-    accelerator = make_accelerator(config)
-    with explain_full_disk():
-        return _Training(config, accelerator).run()
+        backbone, method = prepare_backbone(load_base_model(config), config)
+        settings = method.reads_short, config.max_bad, config.workers
+        return check_data(config.data, config.images, config.output, backbone.tokenizer, *settings)
+    return _Training(config).run()
 
 
 class _Training(Run):
     """A run that trains a two-tower with a method."""
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator):
-        super().__init__(config, accelerator)
-        if config.chosen_method.reads_short:
-            look_for_short_captions(self.records, config.max_bad)
+    def __init__(self, config: TrainConfig):
+        self.reads_short = config.chosen_method.reads_short
+        super().__init__(config)
         base_model = load_base_model(config)
         self.seen_before = [read_seen(config.base_model)]
         # A resumed run needs more of it than its checkpoint holds: the kept positions, the features of a frozen image
@@ -87,32 +76,31 @@ class _Training(Run):
         self.method.check(*sizes)
         torch.manual_seed(config.seed)  # the method's modules are the same on every process and in every run
         self.model, modules = self.backbone.model, self.method.modules(self.backbone)
-        self.modules = nn.ModuleDict(modules).to(accelerator.device) if modules else None
+        self.modules = nn.ModuleDict(modules).to(self.accelerator.device) if modules else None
         self.write_modules = partial(self.method.save, modules=self.modules)
-        self.backbone.to(accelerator.device).train()
+        self.backbone.to(self.accelerator.device).train()
         settings = config.weight_decay, config.betas, config.eps, self.precision, self.method.rates, self.method.decay
         self.optimizer = Optimizer(self.backbone, *settings, modules=self.modules)
         given = {"method": self.method, "cached_features": config.freeze_image_tower}
         if self.backbone.family.causal and not config.chunk:  # a chunk has a layout of its own
-            is_ragged = accelerator.device.type == "cuda" and self.precision != "fp32"
+            is_ragged = self.accelerator.device.type == "cuda" and self.precision != "fp32"
             given["arrange"] = partial(arranged, is_ragged=is_ragged)
         self.collate = partial(collate, tokenizer=self.backbone.tokenizer, **given)
 
-    def prepare(self, request: StopRequest) -> None:
+    def prepare(self) -> None:
         """With a frozen image tower, whose features are then the images, and which rests from then on."""
         config, preprocess = self.config, self.backbone.read_pixels
         if config.freeze_image_tower:
             visual, preprocess = self.backbone.model.visual.eval(), nn.Identity()
             tower = frozen_tower(self.backbone, self.accelerator, self.precision)
             folder = config.feature_cache or self.folder.parent / "image-features"
-            options = {"batch": min(64, self.batch), "workers": self.workers, "stop": lambda: request.here}
-            self.images, bad = cached_images(tower, self.all_records, self.images, folder, **options)
+            settings = folder, min(64, self.batch), max(1, self.workers)
+            self.images, bad = cached_images(tower, self.all_records, self.images, *settings)
             self.check_bad(bad, len(self.all_records))
             visual.to("cpu")
-        stand_ins = self.batches.stand_ins if config.max_bad else None
+        stand_ins = self.batches.permutation if config.max_bad else None
         parts = config.seed, stand_ins, self.backbone.tokenizer, self.method
-        needs = {"reads_short": self.method.reads_short}
-        self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts, **needs)
+        self.dataset = CaptionDataset(self.records, self.images, preprocess, *parts, reads_short=self.reads_short)
 
     def begin(self, state: TrainState) -> None:
         """Decides whether the steps run compiled, as those before did. Raises UserError if other is asked for now."""
@@ -145,8 +133,8 @@ class _Training(Run):
         try:
             chunk = batch.chunks(self.config.chunk or len(batch))[0].to(device)
             with autocast(self.precision, device):
-                features = pack(self.method.features(self.backbone, chunk, self.modules))
-            features.float().sum().backward()
+                features = self.method.features(self.backbone, chunk, self.modules)
+            torch.stack([feature.float().sum() for feature in features.values()]).sum().backward()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:  # torch's own, of Triton or of a C compiler
@@ -182,34 +170,30 @@ class _Training(Run):
 
         The base model is measured too, but never the best: it is no result of this run.
         """
-        # Another number of images would compile anew.
-        with torch.compiler.set_stance("force_eager"):
-            self._measure(state)
-        self.accelerator.wait_for_everyone()
-
-    def _measure(self, state: TrainState) -> None:
-        if self.main:
-            self.backbone.eval()
-            if self.held_out:
-                self._measure_on(self.held_out, state, "", "held-out pairs")
-            if self.choosing:
-                scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
-                mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
-                if state.step > 0 and mean > state.best_r1:
-                    state.best_r1, state.best_step = mean, state.step
-                    save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)), self.write_modules)
-            self.backbone.train()
+        self.backbone.eval()
+        if self.held_out:
+            self._measure_on(self.held_out, state, "", "held-out pairs")
+        if self.choosing:
+            scores = self._measure_on(self.choosing, state, CHOOSING, "pairs that choose the best")
+            mean = (scores[f"{CHOOSING}t2i_r1"] + scores[f"{CHOOSING}i2t_r1"]) / 2
+            if state.step > 0 and mean > state.best_r1:
+                state.best_r1, state.best_step = mean, state.step
+                save_model(self.job, BEST, self.backbone, scores, self.seen(len(self.held_out)), self.write_modules)
+        self.backbone.train()
 
     def _measure_on(self, records: Sequence[Record], state: TrainState, prefix: str, name: str) -> dict[str, float]:
         """R@1 in percent, logged and printed; `prefix` begins the names of the numbers."""
         device, batch_size, frozen = self.accelerator.device, min(64, self.batch), self.config.freeze_image_tower
-        with autocast(self.precision, device):
+        # Another number of images would compile anew.
+        with autocast(self.precision, device), torch.compiler.set_stance("force_eager"):
             image, good, bad = encode_images(
                 *(self.backbone, records, self.images, batch_size, device),
                 progress=False,
                 read=self.dataset.preprocess,
                 encode=nn.Identity() if frozen else None,
             )
+            if not good:
+                raise none_readable(records, self.images, bad)
             captions = [records[index].caption for index in good]
             text = encode_texts(self.backbone, captions, batch_size, device, progress=False)
         if state.step == 0 and not frozen:  # else they were reported with all others
@@ -237,12 +221,6 @@ class _Training(Run):
         if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
             self.say(f"Next: debias-diffusion export --model {folder} --output {folder / 'export'}")
         return folder / LAST
-
-
-def load_base_tokenizer(config: TrainConfig) -> CaptionTokenizer:
-    """The tokenizer that the base model is trained with, without its weights. Raises UserError as `load_base_model`."""
-    base = config.base_model
-    return load_tokenizer(base.model.location, base.model.weights, config.keep_positions, config.stretch)
 
 
 def load_base_model(config: TrainConfig) -> Backbone:
@@ -279,24 +257,17 @@ def prepare_backbone(backbone: Backbone, config: TrainConfig) -> tuple[Backbone,
             raise UserError(f"{config.model!r} cannot be stretched: {error}.") from error
     torch.manual_seed(config.seed)
     method = method.prepare(backbone)
-    _set_scale(backbone, config)
-    if config.freeze_image_tower:
-        backbone.model.visual.requires_grad_(False)
-    if config.checkpoint_activations:
-        backbone.checkpoint_activations()
-    return backbone, method
-
-
-def _set_scale(backbone: Backbone, config: TrainConfig) -> None:
     is_sigmoid = backbone.loss == "sigmoid"
     if is_sigmoid and config.label_smoothing is not None:
         raise UserError(
             f"label_smoothing is {config.label_smoothing}, but the sigmoid loss of {config.model!r} has no labels to "
             "smooth. Leave it out."
         )
-    scale = config.initial_scale
-    if scale == "auto":
-        scale = None if is_sigmoid else 100.0
+    scale = (None if is_sigmoid else 100.0) if config.initial_scale == "auto" else config.initial_scale
     if scale is not None:
-        with torch.no_grad():
-            backbone.logit_scale.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
+        backbone.logit_scale.data.fill_(min(math.log(scale), MAX_LOGIT_SCALE))
+    if config.freeze_image_tower:
+        backbone.model.visual.requires_grad_(False)
+    if config.checkpoint_activations:
+        backbone.checkpoint_activations()
+    return backbone, method

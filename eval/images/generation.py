@@ -16,7 +16,8 @@ from tqdm import tqdm
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, printable, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.toy_scenes import family, is_toy_scenes, toy_scene
+from debias_diffusion.data.sources import is_toy_scenes
+from debias_diffusion.data.toy_scenes import family, toy_scene
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.prompts import ImageTask

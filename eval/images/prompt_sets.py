@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from debias_diffusion.data.bad_records import BadRecord, leave_out
 from debias_diffusion.data.captions import fold, parse_object
-from debias_diffusion.data.toy_scenes import family, is_toy_scenes, read_toy_scenes, toy_scene
+from debias_diffusion.data.sources import is_toy_scenes
+from debias_diffusion.data.toy_scenes import family, read_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import bytes_digest, open_regular, read_file, read_json
 from debias_diffusion.text.sentences import sentence_ends

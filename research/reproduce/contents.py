@@ -9,8 +9,7 @@ from typing import Any
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.retrieval import images_digest
-from debias_diffusion.data.sources import data_digest, open_data, read_captions
-from debias_diffusion.data.toy_scenes import is_toy_scenes
+from debias_diffusion.data.sources import data_digest, is_toy_scenes, open_data, read_captions
 from debias_diffusion.encoders.hub import location_digest
 from debias_diffusion.encoders.resolve import may_be_hub_id
 from debias_diffusion.errors import UserError

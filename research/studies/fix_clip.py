@@ -24,7 +24,7 @@ from debias_diffusion.data.retrieval import recall_ranks
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.retrieval import hits
 from debias_diffusion.jobs import Job
-from debias_diffusion.methods.fix_clip import GroupHeads, Hierarchy, draw_mask
+from debias_diffusion.methods.fix_clip import GroupHeads, GroupLosses, draw_mask
 from debias_diffusion.methods.keep_states import relative_error, without_eot
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import generator, scene
@@ -36,7 +36,7 @@ from research.toymodels.scenes import short_caption
 
 from .harness import read_options
 
-HIERARCHY, MASK_RATIO = Hierarchy(groups=3, first=2), 0.75
+HIERARCHY, MASK_RATIO = GroupLosses(groups=3, first=2), 0.75
 SCENES, BATCH = 500, 100
 
 

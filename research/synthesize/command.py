@@ -4,21 +4,22 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from PIL import Image
 
-from debias_diffusion.app.shards import divide, read_images, write_tar
+from debias_diffusion.app.shards import divide, write_tar
 from debias_diffusion.app.written_folder import check_free
-from debias_diffusion.data.bad_records import BadRecord, report_all
-from debias_diffusion.data.caption_statistics import describe_captions
+from debias_diffusion.data.bad_records import BadRecord, look_up, read_or_bad, report_all
 from debias_diffusion.data.captions import fold
-from debias_diffusion.data.check import look_for_images
+from debias_diffusion.data.check import describe_captions
 from debias_diffusion.data.image_folder import list_images
 from debias_diffusion.data.records import PackedRecords, Record
-from debias_diffusion.data.shards import FINISHED, is_shards
-from debias_diffusion.data.sources import data_digest, open_data
+from debias_diffusion.data.shards import FINISHED
+from debias_diffusion.data.sources import data_digest, is_shards, open_data
+from debias_diffusion.data.workers import read_records
 from debias_diffusion.eval.multimodal import ServerModel
 from debias_diffusion.eval.report import image_url, versions
 from debias_diffusion.files import atomic_file, bytes_digest, write_json
@@ -93,7 +94,7 @@ class _Synthesis:
             return bytes_digest(f"{name}\n".encode() for name in names)
         captions, self.images = open_data(config.data, config.images)
         self.records, self.bad = captions.records, captions.bad
-        look_for_images(self.records, self.images, config.max_bad)
+        look_up(self.records, self.images, config.max_bad)
         return data_digest(config.data, captions)
 
     def _missing(self) -> list[str]:
@@ -106,8 +107,9 @@ class _Synthesis:
     def _make(self, missing: Sequence[str]) -> None:
         """Writes the missing parts."""
         indices = [index for part in missing for index in self.parts[part]]
-        bar = {"desc": "writing captions", "total": len(indices)}
-        with read_images(self.records, self.images.open, indices, self.config.workers, **bar) as opened:
+        bar = {"desc": "writing captions", "unit": " images"}
+        read = partial(read_or_bad, read=self.images.open)
+        with read_records(self.records, read, self.config.workers, indices, **bar) as opened:
             for part in missing:
                 rows = self._rows(self.parts[part], opened)
                 if self.into_shards:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from debias_diffusion.app.shards import shrink
 from debias_diffusion.data.bad_records import BadRecord, printable, read_or_bad
-from debias_diffusion.data.caption_statistics import CaptionMeasure, measure_caption
+from debias_diffusion.data.check import CaptionMeasure, measure_caption
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import image_url, write_page

@@ -23,7 +23,7 @@ def make_batch(backbone, method, size, first):
         image = torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
         sample = caption(index), backbone.tokenizer, 0, 0, str(index)
         captions, views = method.captions(*sample), method.views(image, *sample)
-        samples.append(Sample((0, index, index), str(index), image, captions, views=views))
+        samples.append(Sample(str(index), image, captions, views=views))
     return collate(samples, backbone.tokenizer, method)
 
 
