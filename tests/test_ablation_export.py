@@ -12,13 +12,14 @@ from helpers.training_runs import config
 from transformers import AutoModel, CLIPModel, CLIPProcessor, dynamic_module_utils
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.saved import FILE, write_ablation
+from debias_diffusion.ablation.saved import FILE
 from debias_diffusion.app.export import export
 from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.encoders.spec import load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.two_tower import train
+from research.ablate.command import write_ablation
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 COMMAND = "python -m research ablate --model base"

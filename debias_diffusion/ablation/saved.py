@@ -6,29 +6,13 @@ from typing import TYPE_CHECKING
 
 from safetensors.torch import load_file
 
-from ..clip.weight_files import save_tensors
 from ..errors import explain_failure
-from ..files import atomic_file, read_json_object, sha256, write_json
+from ..files import read_json_object, sha256
 
 if TYPE_CHECKING:
-    from ..clip.backbone import Backbone
     from .heads import Ablation
 
 FILE, MEANS_FILE = "ablation.json", "means.safetensors"
-
-
-def write_ablation(file: Path, model: str, backbone: "Backbone", ablation: "Ablation", **more) -> None:
-    """Writes the content of `ablation.json` to `file`, and beside it the means of an ablation that has some.
-
-    `model` is the base model's name, `backbone` the base model, `more` further entries.
-    """
-    content = {"model": model, "model_sha256": backbone.digest(), "tower": ablation.tower}
-    content |= ablation.description() | {"heads": ablation.names}
-    if ablation.means is not None:
-        with atomic_file(file.parent / MEANS_FILE) as temporary:
-            save_tensors({"means": ablation.means}, temporary)
-        content["means_sha256"] = sha256(file.parent / MEANS_FILE)
-    write_json(file, content | more)
 
 
 def read_ablation(folder: str | os.PathLike) -> tuple[str, str, "Ablation"]:

@@ -174,11 +174,7 @@ class EncoderSpec:
             return to_transformers(backbone, keeps_projection(backbone))
 
     def load_two_tower(self, random_weights: bool = False) -> "Backbone":
-        """See the function of this name.
-
-        Args:
-            random_weights: load MODEL:none, too, with weights from torch's current seed.
-        """
+        """See the function of this name; with `random_weights` MODEL:none, too, drawn from torch's current seed."""
         advice = f"If it is in open_clip's layout, give hf-hub:{self.name}." if self.kind is Kind.HUB else ""
         with explain_failure(f"The model {self.name!r} could not be loaded", advice), quiet_logging():
             model = self._fetch()

@@ -12,9 +12,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from debias_diffusion.ablation.heads import Ablation, tower_shape
-from debias_diffusion.ablation.saved import FILE, read_ablation, write_ablation
+from debias_diffusion.ablation.saved import FILE, MEANS_FILE, read_ablation
 from debias_diffusion.app.model_card import shell_command
+from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.image_tower import PROMPTS_AND_ATTENTION
+from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.data.bad_records import check_share, print_left_out
 from debias_diffusion.data.retrieval import encode_images, encode_texts, images_digest
 from debias_diffusion.data.seen import add_seen, read_seen, write_seen
@@ -24,7 +26,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.caption_edits import edit_caption
 from debias_diffusion.eval.report import Table, write_png
 from debias_diffusion.eval.session import read_source
-from debias_diffusion.files import read_json, read_json_object, write_json
+from debias_diffusion.files import atomic_file, read_json, read_json_object, sha256, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import TokenBatch
@@ -249,3 +251,17 @@ def draw_heads(values: Sequence[Sequence[float]], title: str, around: float | No
     axes.set(xticks=range(heads), yticks=range(blocks), xlabel="head", ylabel="block")
     axes.set_title(title, fontsize="medium")
     return figure
+
+
+def write_ablation(file: Path, model: str, backbone: Backbone, ablation: Ablation, **more) -> None:
+    """Writes the content of `ablation.json` to `file`, and beside it the means of an ablation that has some.
+
+    `model` is the base model's name, `backbone` the base model, `more` further entries.
+    """
+    content = {"model": model, "model_sha256": backbone.digest(), "tower": ablation.tower}
+    content |= ablation.description() | {"heads": ablation.names}
+    if ablation.means is not None:
+        with atomic_file(file.parent / MEANS_FILE) as temporary:
+            save_tensors({"means": ablation.means}, temporary)
+        content["means_sha256"] = sha256(file.parent / MEANS_FILE)
+    write_json(file, content | more)

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.saved import FILE, write_ablation
+from debias_diffusion.ablation.saved import FILE
 from debias_diffusion.data.retrieval import encode_images
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.eval.caption_edits import edit_caption
 
+from ..ablate.command import write_ablation
 from ..ablate.population import Population
 from ..ablate.problems import Problem, every_mask
 from .harness import read_options

@@ -10,11 +10,11 @@ from PIL import Image
 from transformers import BertTokenizer, ChineseCLIPConfig, ChineseCLIPImageProcessor, ChineseCLIPModel
 
 from debias_diffusion.ablation.heads import Ablation
-from debias_diffusion.ablation.saved import write_ablation
 from debias_diffusion.encoders.clip_model import export_clip_model
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.training.config import TrainConfig
+from research.ablate.command import write_ablation
 from research.chinese_clip import CONTEXT_LENGTH
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
