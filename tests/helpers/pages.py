@@ -34,7 +34,7 @@ def shell_commands(script: str) -> list[list[str]]:
     script = _without_substitutions(script.replace("\\\n", " "))
     script = re.sub(r"\$\w+", "2", script)
     commands = []
-    for line in _whole_lines(script):
+    for line in script.splitlines():
         words = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
         words.whitespace_split, words.commenters = True, "#"
         commands.append([])
@@ -59,21 +59,8 @@ def _without_substitutions(script: str) -> str:
     return script
 
 
-def _whole_lines(script: str) -> list[str]:
-    """Lines, joined where a quotation goes on in the next one."""
-    lines = [""]
-    for line in script.splitlines():
-        lines[-1] = f"{lines[-1]}\n{line}" if lines[-1] else line
-        if lines[-1].partition("#")[0].count("'") % 2 == 0:
-            lines.append("")
-    return [line for line in lines if line]
-
-
 def _without_prefix(words: list[str]) -> list[str]:
-    """Without variables set for the command, and words that run the rest."""
-    words = list(words)
-    while words and (words[0] in ("do", "then", "exec") or re.match(r"[A-Z_]+=", words[0])):
-        words.pop(0)
-    if words[:1] == ["nice"]:
-        words = words[3:]
+    """Without variables set for the command, and a loop's `do`."""
+    while words and (words[0] == "do" or re.match(r"[A-Z_]+=", words[0])):
+        words = words[1:]
     return words
