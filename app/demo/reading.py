@@ -69,7 +69,7 @@ def count_tokens(
     Raises UserError as `check_texts`, and for a weight that is infinite.
     """
     options = check_texts(request, models)
-    readings = {label: read_prompt(models, label, request.prompt, its) for label, its in options.items()}
+    readings = {label: read_prompt(models, label, request.prompt, chosen) for label, chosen in options.items()}
     text = next(iter(readings.values())).text
     offsets = models.counter.backend_tokenizer.encode(text, add_special_tokens=False).offsets
     starts = [0, *(start for start, _ in offsets[1:])] if offsets else []
