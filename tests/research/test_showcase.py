@@ -17,8 +17,8 @@ from debias_diffusion.eval.intervals import wilson
 from debias_diffusion.eval.judge import load_judge
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.pipelines.rendering.png import read_settings
+from research.options import ShowcaseConfig
 from research.showcase import command
-from research.showcase.options import ShowcaseConfig
 
 PROMPTS = command.read_showcase_prompts()
 CONFIG = ShowcaseConfig(base="toy/sdxl", limit=2, steps=1, device="cpu")
