@@ -7,17 +7,17 @@ from debias_diffusion.app.cli import main
 from debias_diffusion.registry import Command, Registry
 
 from . import extensions, options
-from .ablate.options import AblateConfig
 from .as_released import AsReleasedConfig
-from .showcase.options import ShowcaseConfig
-from .synthesize.options import SynthesizeConfig
 
 OWN = {
     "reproduce": Command(
         options.ReproduceConfig, "reproduce.listing:reproduce", "table-S4 --world toy --device cpu", "eval"
     ),
     "ablate": Command(
-        AblateConfig, "ablate.command:ablate", "--model toy/clip --data toy/validation --output runs/ablation", "eval"
+        options.AblateConfig,
+        "ablate.command:ablate",
+        "--model toy/clip --data toy/validation --output runs/ablation",
+        "eval",
     ),
     "as-released": Command(
         AsReleasedConfig,
@@ -26,7 +26,7 @@ OWN = {
         "eval",
     ),
     "synthesize": Command(
-        SynthesizeConfig,
+        options.SynthesizeConfig,
         "synthesize.command:synthesize",
         "--model llava-hf/llama3-llava-next-8b-hf --server http://localhost:8000 --images images --output pairs",
         "eval",
@@ -39,7 +39,7 @@ OWN = {
     ),
     "pairs": Command(options.PairsConfig, "pairs:write_pairs", "--root data --output data/coco-train-1k.jsonl", "eval"),
     "showcase": Command(
-        ShowcaseConfig, "showcase.command:showcase", "--base toy/sdxl --limit 8 --output runs/showcase", "eval"
+        options.ShowcaseConfig, "showcase.command:showcase", "--base toy/sdxl --limit 8 --output runs/showcase", "eval"
     ),
     "toymodels": Command(
         options.ToyModelsConfig, "toymodels.build:build", "--output runs/toyworld --weights runs/weights", "eval"

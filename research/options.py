@@ -1,10 +1,12 @@
 """Options of the commands of `python -m research`. Nothing large is imported here, so that help is fast."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+from debias_diffusion.app.prompt_options import CheckConfig
 from debias_diffusion.errors import UserError
-from debias_diffusion.eval.options import GenerationConfig, Judging, check_output
-from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, between
+from debias_diffusion.eval.options import GenerationConfig, Judging, RobustnessConfig, check_output, check_source
+from debias_diffusion.limits import Checked, LearningRate, NonNegativeInt, PositiveInt, Seed, Share, Tower, between
 from debias_diffusion.options import AllowsBad, OnDevice
 from debias_diffusion.toyworld.shipped import WEIGHTS
 from debias_diffusion.training.config import RunSeed
@@ -114,4 +116,151 @@ class ReferringConfig(GenerationConfig):
     """Score images of toy captions that refer back, also by how these mention each object.
 
     The options are those of `evaluate generation`.
+    """
+
+
+@dataclass
+class AblateConfig(AllowsBad, OnDevice):
+    """Find the heads of a CLIP whose suppression makes it retrieve better (AAT), and suppress them.
+
+    Give either `data` (with `images`), your own pairs, or a benchmark, `dataset` with `root`.
+
+    Attributes:
+        model: CLIP: a training run, folder, file, hub id, MODEL:PRETRAINED as open_clip names them, or toy/clip.
+        output: Folder for ablation.json, which every `evaluate` takes as a model. A stopped search continues there.
+        data: JSON file in ShareGPT4V's layout, JSONL file, folder of WebDataset shards, folder of images with captions
+            beside them, or toy/validation, scenes of the toy world.
+        images: Folder that the data file's image paths start from; only for JSON and JSONL.
+        dataset: A retrieval benchmark in place of data, see `evaluate retrieval`.
+        root: Folder that the benchmark lies in, as its authors publish it.
+        limit: Search on the first so many images, each with its first caption. null uses all.
+        search: probe measures each head alone and leaves no ablation; single takes the head that alone raises mean-R
+            most, naive all that raise it; ga is the genetic algorithm; bp learns each head's beta by gradient descent;
+            all tries every set of heads, of up to 16.
+        recall: What mean-R is of, by which probe, single and naive judge a head: text_to_image, as in the paper, or
+            both directions.
+        tower: image, as in the paper, or text.
+        way: suppress, as in the paper, moves attention to the first token; mean lets an ablated head always give what
+            it gives on average over the pairs of the search, which ordinary weights can hold.
+        beta: What the attention to all tokens but the first is multiplied by in a suppressed head, from 0 to 1.
+        fitness: What ga and all maximise: margin, or robust, its mean over captions as they are, with sentences 1 and 4
+            swapped, and without the first.
+        generations: Of ga, at most.
+        population: Individuals of a generation of ga, at least 2. null is 48, 96 or 128, by the number of heads.
+        efficient: ga with fewer individuals, none of which ablates more than 60% of the heads.
+        learning_rate: Of bp.
+        epochs: Of bp.
+        bp_batch: Pairs a step of bp.
+        constant: Keep bp's learning rate instead of lowering it to 0.
+        batch: Images, or captions, encoded at once.
+        seed: Of all draws.
+    """
+
+    model: str
+    output: str
+    data: str | None = None
+    images: str | None = None
+    dataset: str | None = None
+    root: str | None = None
+    limit: PositiveInt | None = 1000
+    search: Literal["probe", "single", "naive", "all", "ga", "bp"] = "ga"
+    recall: Literal["text_to_image", "both"] = "text_to_image"
+    tower: Tower = "image"
+    way: Literal["suppress", "mean"] = "suppress"
+    beta: Share = 0.1
+    fitness: Literal["margin", "robust"] = "margin"
+    generations: PositiveInt = 100
+    population: between(int, 2, 10_000) | None = None
+    efficient: bool = False
+    learning_rate: LearningRate = 2e-2
+    epochs: PositiveInt = 32
+    bp_batch: PositiveInt = 256
+    constant: bool = False
+    batch: PositiveInt = 64
+    seed: Seed = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_output(self.output)
+        check_source(self)
+        if self.search == "bp" and (self.tower, self.way, self.fitness) != ("image", "suppress", "margin"):
+            raise UserError(
+                "bp suppresses the image tower's heads by the contrastive loss: leave out tower, way and fitness."
+            )
+
+
+@dataclass(kw_only=True)
+class ShowcaseConfig(CheckConfig):
+    """Draw 100 long prompts in four ways, on a page where a person marks what is right in them.
+
+    Attributes:
+        output: Folder to write: images, index.html, mark.html, contact-sheet.png, showcase.json.
+        limit: How many of the 100 prompts are drawn.
+        marks: File that mark.html has saved: then showcase.json counts facts right by way and sentence.
+        judge: Multimodal model on --server that marks all facts, too, as in `evaluate following`. With marks, how often
+            it agrees with them is printed.
+        server: Address of an OpenAI-compatible server that gives top_logprobs, such as http://localhost:8000.
+    """
+
+    output: str = "runs/showcase"
+    limit: between(int, 1, 100) = 100
+    marks: str | None = None
+    judge: str | None = None
+    server: str | None = None
+
+
+@dataclass
+class SynthesizeConfig(AllowsBad):
+    """Write captions for images with a multimodal model, clean them, and leave pairs that `train` reads.
+
+    Give --data, --images, or both: --images alone for a folder of images without captions.
+
+    Attributes:
+        model: Multimodal model, by its name on the server. Fix-CLIP's is llava-hf/llama3-llava-next-8b-hf.
+        server: Address of an OpenAI-compatible server that has the model, such as http://localhost:8000 of vLLM.
+        output: Folder to write: captions.jsonl (for shards: shards), removed.jsonl, report.html. A stopped run
+            continues there with the same settings.
+        data: Pairs whose images are captioned: any data that `train` reads but toy scenes. Their captions become short
+            captions.
+        images: Folder that image paths in the data file start from; without --data, the folder of the images.
+        kind: long asks for a detailed description, with one of Fix-CLIP's 20 prompts. short asks for one sentence: the
+            short caption beside the data's caption, or the caption where there is none.
+        batch: Images that are asked about at once.
+        max_new_tokens: Where an answer is cut. An unfinished last sentence is dropped.
+        seed: Of the choice of prompts.
+        per_part: Images in a part. A stopped run repeats at most one part.
+        workers: Processes that read images; 0 reads them in the one that asks. auto fits the cores.
+    """
+
+    model: str
+    server: str
+    output: str
+    data: str | None = None
+    images: str | None = None
+    kind: Literal["long", "short"] = "long"
+    batch: PositiveInt = 8
+    max_new_tokens: PositiveInt = 300
+    seed: Seed = 0
+    per_part: PositiveInt = 1000
+    workers: NonNegativeInt | Literal["auto"] = "auto"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.data is None and self.images is None:
+            raise UserError("Neither data nor images is given. Give --images, a folder of images, or --data, pairs.")
+        from debias_diffusion.data.toy_scenes import is_toy_scenes  # takes seconds, which help need not wait for
+
+        if self.data is not None and is_toy_scenes(self.data):
+            raise UserError(
+                f"The scenes of {self.data!r} are no files and have long captions. Give a folder of images, or pairs."
+            )
+
+
+@dataclass
+class MaskedRetrievalConfig(RobustnessConfig):
+    """Retrieval recall where captions are compared with images under the captions' masks (SmartCLIP).
+
+    Encoders without a mask network, which runs of smart-clip have, are compared as by `evaluate retrieval`. SmartCLIP's
+    published scores are without masks. Give either `data` (with `images`), your own pairs, or a benchmark, `dataset`
+    with `root`.
     """

@@ -26,8 +26,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
 from research.__main__ import COMMANDS as RESEARCH
-from research.ablate.options import AblateConfig
 from research.evaluations.registry import EVALUATIONS as RESEARCH_EVALUATIONS
+from research.options import AblateConfig
 from research.reproduce.papers import read_tables
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"

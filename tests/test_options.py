@@ -14,11 +14,8 @@ from debias_diffusion.eval.all_options import AllConfig, ReportConfig
 from debias_diffusion.limits import Checked, NonNegativeInt, PositiveInt, Side
 from debias_diffusion.methods import METHODS
 from debias_diffusion.training.config import TrainConfig
-from research.ablate.options import AblateConfig
 from research.evaluations.options import ClassificationConfig, ColaConfig, ExamplesConfig, GrowthConfig, MapsConfig
-from research.options import JudgeConfig, ReproduceConfig
-from research.showcase.options import ShowcaseConfig
-from research.synthesize.options import SynthesizeConfig
+from research.options import AblateConfig, JudgeConfig, ReproduceConfig, ShowcaseConfig, SynthesizeConfig
 
 NAN, INFINITY = float("nan"), float("inf")
 CLIP = {"encoders": ["toy/clip"], "output": "o"}

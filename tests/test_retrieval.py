@@ -32,7 +32,7 @@ from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.files import path_digest
 from debias_diffusion.training.two_tower import train
 from research.ablate.command import ablate
-from research.ablate.options import AblateConfig
+from research.options import AblateConfig
 
 PHOTOGRAPHS = Path(__file__).parent / "photographs" / "captions.json"
 

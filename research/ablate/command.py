@@ -31,8 +31,8 @@ from debias_diffusion.jobs import Job
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.text.tokens import TokenBatch
 
+from ..options import AblateConfig
 from .backprop import descend, image_features
-from .options import AblateConfig
 from .population import Population, head_means
 from .problems import (
     Problem,
@@ -110,7 +110,10 @@ class _Search:
         if config.search == "probe":
             self._show_probe()
             return
-        if not self._is_finished():
+        is_finished = False
+        with suppress(UserError):  # where it is damaged
+            is_finished = self.job.path(FILE, damaged="absent") is not None and bool(read_ablation(self.output))
+        if not is_finished:
             problem = self._problem()
             if recalls(problem.untouched)[0]["mean_r"] == 0:
                 raise UserError(
@@ -133,12 +136,6 @@ class _Search:
             )
         print(f"\nAblated: {', '.join(content['heads']) or 'none'}\nNext: debias-diffusion evaluate all --encoders "
               f"{config.model} {self.output}")  # fmt: skip
-
-    def _is_finished(self) -> bool:
-        """Whether the result is there, undamaged."""
-        with suppress(UserError):
-            return self.job.is_whole(FILE) and bool(read_ablation(self.output))
-        return False
 
     def _write(self, problem: Problem, beta: Tensor) -> None:
         """Writes the ablation with these betas, [blocks, heads], and the recalls before and after."""

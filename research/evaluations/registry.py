@@ -3,8 +3,7 @@
 from debias_diffusion.eval.registry import Evaluation
 from debias_diffusion.registry import Command
 
-from ..options import JudgeConfig
-from ..smart_clip.options import MaskedRetrievalConfig
+from ..options import JudgeConfig, MaskedRetrievalConfig
 from .options import ClassificationConfig, ColaConfig, ExamplesConfig, GrowthConfig, MapsConfig
 
 

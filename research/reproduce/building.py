@@ -21,7 +21,7 @@ from debias_diffusion.training.config import RECIPE_OPTIONS, TrainConfig
 from debias_diffusion.training.two_tower import train
 
 from ..ablate.command import ablate
-from ..ablate.options import AblateConfig
+from ..options import AblateConfig
 from ..referring.grammar import STYLES, caption
 from .availability import gpu_hours
 from .contents import Contents

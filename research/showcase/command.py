@@ -29,7 +29,7 @@ from debias_diffusion.eval.options import Judging
 from debias_diffusion.eval.report import Table, cell, write_page
 from debias_diffusion.files import atomic_file, open_regular, read_file, read_json, write_json
 
-from .options import ShowcaseConfig
+from ..options import ShowcaseConfig
 
 HERE = Path(__file__).parent
 GRID = 10  # prompts of the contact sheet, with marks

@@ -17,8 +17,8 @@ from debias_diffusion.eval.image_features import PairSession, Readable
 from debias_diffusion.eval.report import Table
 from debias_diffusion.eval.retrieval import DIRECTIONS, KS, hits, in_words, retrieve
 
+from ..options import MaskedRetrievalConfig
 from .method import MASK_FILE, masked_cosines, read_mask_network
-from .options import MaskedRetrievalConfig
 
 
 def evaluate_masked_retrieval(config: MaskedRetrievalConfig) -> dict:
@@ -38,18 +38,19 @@ def evaluate_masked_retrieval(config: MaskedRetrievalConfig) -> dict:
     session = MaskedSession("masked_retrieval", config)
     ranks = {label: result["ranks"] for label, result in session.by_encoder(partial(retrieve, session)).items()}
     numbers = {
-        label: {way: {f"R@{k}": float(hits(of_encoder[way], k).mean()) for k in KS} for way in DIRECTIONS}
-        for label, of_encoder in ranks.items()
+        label: {"recall_percent": {way: {f"R@{k}": float(hits(of[way], k).mean()) for k in KS} for way in DIRECTIONS}}
+        for label, of in ranks.items()
     }
-    return session.report(_tables, lambda report: {}, {label: {"recall_percent": of} for label, of in numbers.items()})
+    return session.report(_tables, lambda report: {}, numbers)
 
 
 def _tables(report: dict) -> list[Table]:
     header = ["recall in percent, under masks", *(f"{in_words(way)}, R@{k}" for way in DIRECTIONS for k in KS)]
-    recalls = {label: numbers["recall_percent"] for label, numbers in report["encoders"].items()}
-    return [
-        Table(header, [[label, *(v for way in DIRECTIONS for v in of[way].values())] for label, of in recalls.items()])
+    rows = [
+        [label, *(value for way in DIRECTIONS for value in numbers["recall_percent"][way].values())]
+        for label, numbers in report["encoders"].items()
     ]
+    return [Table(header, rows)]
 
 
 class MaskedSession(PairSession):

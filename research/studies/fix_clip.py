@@ -47,7 +47,8 @@ def fix_clip_scores(settings: dict) -> Scores:
     backbone, base = load_two_tower(run), load_two_tower(settings["base"])
     texts = unseen_texts(split)
     modules = method_modules(Path(run))
-    images, masked, image_states = encode_images(backbone, split, modules, discards(run))
+    discard = Job.read(run).settings.get("masked_patches") == "discard"
+    images, masked, image_states = encode_images(backbone, split, modules, discard)
     blocks = HIERARCHY.blocks(len(backbone.text.tower.transformer.resblocks))
     encoded = {name: _batched(of_kind, backbone.tokenize, backbone.encode_text) for name, of_kind in texts.items()}
     scores = {name: _hits(images, encoded[name]) for name in texts} | {"masked": _hits(masked, encoded["summary"])}
@@ -90,11 +91,6 @@ def method_modules(run: Path) -> dict[str, Tensor]:
     return torch.load(files[-1], weights_only=True).get("modules", {}) if files else {}
 
 
-def discards(run: str) -> bool:
-    """Whether a training left masked patches out."""
-    return Job.read(run).settings.get("masked_patches") == "discard"
-
-
 def _hits(images: Tensor, texts: Tensor) -> list[float]:
     return hits(recall_ranks(images, texts)["text_to_image"], 1).tolist()
 
@@ -130,8 +126,8 @@ def _drift(backbone: Backbone, base: Backbone, texts: Sequence[str]) -> list[flo
 def _last_losses(run: Path) -> Scores:
     """The mean of each logged loss over the last fifth of a run."""
     log = run / "log.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
-    lines = [line for line in lines if "loss" in line]
+    read = map(json.loads, log.read_text().splitlines() if log.is_file() else ())
+    lines = [line for line in read if "loss" in line]
     lines = lines[-max(1, len(lines) // 5) :]
     names = [name for name in (lines[0] if lines else {}) if name in ("long", "short") or name.startswith("group_")]
     return {f"loss {name}": float(np.mean([line[name] for line in lines])) for name in names}

@@ -20,10 +20,8 @@ patches of 8 pixels, which learns toy/clip's image features. An object's place i
 
 import math
 import statistics
-from copy import deepcopy
 from pathlib import Path
 
-import open_clip
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -49,7 +47,6 @@ from .harness import CPU, machine_name, publish, read_options
 
 TEACHER = "toy/clip"
 SCENES, BATCH = 8000, 64
-LOG_100 = math.log(100)
 MASKS = {"causal mask": True, "no mask": False}
 EDITS = ("keep", "move4", "remove", "first2", "swap2", "padding1", "padding5")
 # What an edit is compared with.
@@ -91,8 +88,9 @@ def train_tower(folder: Path, teacher: Backbone, causal: bool, seed: int, steps:
     def loss(step: int) -> Tensor:
         indices = draw_indices(SCENES, BATCH, seed, step)
         captions = [draw_text(index, f"short/{seed}/{step}") for index in indices]
-        text, scale = F.normalize(encode(backbone, captions, causal), dim=-1), backbone.logit_scale.clamp(max=LOG_100)
-        return contrastive_loss(features[torch.from_numpy(indices)], text, scale.exp())
+        text = F.normalize(encode(backbone, captions, causal), dim=-1)
+        scale = backbone.logit_scale.clamp(max=math.log(100)).exp()
+        return contrastive_loss(features[torch.from_numpy(indices)], text, scale)
 
     run_stage(folder, backbone.model, loss, steps=steps, peak=1e-3, weight_decay=0.1)
     return backbone.eval()
@@ -175,16 +173,10 @@ def make_base(folder: Path, steps: int, scenes: int = SCENES) -> None:
 
 def _new_base(teacher: Backbone) -> Backbone:
     """toy/clip with another, untrained image tower."""
-    config = deepcopy(teacher.config)
-    config["model_cfg"]["vision_cfg"] |= VISION
-    torch.manual_seed(0)
-    model = open_clip.CLIP(**deepcopy(config["model_cfg"]))
+    backbone = new_clip(teacher.tokenizer.tokenizer, **VISION)
     state = {name: tensor for name, tensor in teacher.model.state_dict().items() if not name.startswith("visual.")}
-    model.load_state_dict(state, strict=False)
-    with torch.no_grad():  # as toymodels.clip, so that places are not drowned
-        model.visual.positional_embedding.mul_(5)
-    open_clip.model.set_model_preprocess_cfg(model, config["preprocess_cfg"])
-    return Backbone(model, teacher.tokenizer, config)
+    backbone.model.load_state_dict(state, strict=False)
+    return backbone
 
 
 def main() -> None:

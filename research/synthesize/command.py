@@ -26,9 +26,9 @@ from debias_diffusion.files import atomic_file, bytes_digest, write_json
 from debias_diffusion.jobs import Job
 from debias_diffusion.text.sentences import split_sentences
 
+from ..options import SynthesizeConfig
 from .cleaning import drop_unfinished, fault
 from .instructions import draw_instruction
-from .options import SynthesizeConfig
 from .sheet import Sheet
 
 CAPTIONS, REMOVED, SETTINGS, REPORT = "captions.jsonl", "removed.jsonl", "synthesize.json", "report.html"
@@ -191,10 +191,9 @@ class _Synthesis:
         self._tell(counts, statistics)
 
     def _tell(self, counts: dict, statistics: str | None) -> None:
-        removed = ", ".join(f"{count} {kind}" for kind, count in counts["removed"].items())
+        removed = ", ".join(f"{count} {kind}" for kind, count in counts["removed"].items()) or "none"
         print(
-            f"Kept {counts['kept']} captions of {counts['images']} images; removed {sum(counts['removed'].values())}"
-            f"{f' ({removed})' if removed else ''}, unreadable {counts['unreadable']}."
+            f"{counts['images']} images: kept {counts['kept']}; unreadable {counts['unreadable']}; removed {removed}."
         )
         print(f"What they look like: {self.output / REPORT}. What was removed, and why: {self.output / REMOVED}")
         if statistics is not None:

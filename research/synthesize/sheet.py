@@ -53,8 +53,8 @@ class Sheet:
 
     def _entry(self, row: Mapping[str, str], record: Record) -> dict:
         image = read_or_bad(record, self.images.open)
-        is_gone = isinstance(image, BadRecord)  # since it was captioned
-        source = None if is_gone else image_url(shrink(image, _SIDE, 80), "jpeg")
+        # It may have gone since it was captioned.
+        source = None if isinstance(image, BadRecord) else image_url(shrink(image, _SIDE, 80), "jpeg")
         return {**row, "image": printable(row["image"]), "source": source}
 
     def write(self, path: Path, **values) -> None:

@@ -39,10 +39,11 @@ CONFIG = {
 }
 
 
-def new_clip(tokenizer: CLIPTokenizer, seed: int = 0) -> Backbone:
-    """The untrained model."""
+def new_clip(tokenizer: CLIPTokenizer, seed: int = 0, **vision) -> Backbone:
+    """The untrained model; `vision` are settings of another image tower."""
     config = deepcopy(CONFIG)
     config["text_cfg"]["vocab_size"] = len(tokenizer)
+    config["vision_cfg"] |= vision
     torch.manual_seed(seed)
     model = open_clip.CLIP(**deepcopy(config))
     with torch.no_grad():  # drawn so small, words and places would be drowned by what the layers add to them

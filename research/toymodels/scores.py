@@ -35,6 +35,7 @@ def score_clip(backbone: Backbone, split: str, count: int = 1000) -> dict[str, d
     return scores
 
 
+@torch.inference_mode()
 def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str, dict[str, float]]:
     """How well the checker reads pictures whose content is known, in shares of 1.
 
@@ -45,7 +46,7 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
     """
     scenes = [draw_scene(generator(split, index, "checker"), 1, 6) for index in range(count)]
     rendered = [render(true_scene, SIZE) for true_scene in scenes]
-    decoded = pass_through(vae, rendered)
+    decoded = _pictures(vae, vae.encode(as_input(picture_tensor(rendered))).latent_dist.mean)
     blur = ImageFilter.GaussianBlur(1.0)
     versions = {"rendered": rendered, "rendered, blurred": [picture.filter(blur) for picture in rendered]}
     versions |= {"decoded": decoded, "decoded, blurred": [picture.filter(blur) for picture in decoded]}
@@ -56,13 +57,6 @@ def score_checker(vae: AutoencoderKL, split: str, count: int = 500) -> dict[str,
             "empty": round(1 - shares["filled"], 4)
         }
     return scores | {"mismatched": {"objects": _contents([rendered[-1], *rendered[:-1]], scenes)["objects"]}}
-
-
-@torch.inference_mode()
-def pass_through(vae: AutoencoderKL, pictures: Sequence[Image.Image]) -> list[Image.Image]:
-    """Pictures of 48 x 48 pixels encoded and decoded again."""
-    latents = vae.encode(as_input(picture_tensor(pictures))).latent_dist.mean
-    return _pictures(vae, latents)
 
 
 def _pictures(vae: AutoencoderKL, latents: torch.Tensor) -> list[Image.Image]:

@@ -90,12 +90,13 @@ def train_unet(
     change: Change | None = None,
 ) -> None:
     """Trains the pipeline's UNet in place on what `encode_pairs` gave; of several a step takes the next one."""
-    loss = denoising_loss(pipe, batch, seed, compiled, change)
+    denoise = denoising_loss(pipe, batch, seed, compiled, change)
+
+    def loss(step: int) -> Tensor:
+        return denoise(by_turns[step % len(by_turns)], step)
+
     with in_training(pipe.unet):
-        turns = len(by_turns)
-        run_stage(
-            folder, pipe.unet, lambda step: loss(by_turns[step % turns], step), steps=steps, peak=peak, warmup=warmup
-        )
+        run_stage(folder, pipe.unet, loss, steps=steps, peak=peak, warmup=warmup)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from debias_diffusion.eval.session import read_source
 from debias_diffusion.jobs import Job
 from research.ablate.backprop import descend
 from research.ablate.command import ablate
-from research.ablate.options import AblateConfig
 from research.ablate.population import Population, head_means
 from research.ablate.problems import Margin, Problem, better_alone, every_mask, fittest, genetic_search
+from research.options import AblateConfig
 
 CAPTIONS = ["A red cat.", "Two dogs sit on a very long green bench beside the river.", ""]
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)

@@ -11,8 +11,8 @@ from debias_diffusion.app.sheet import CUT, SHARPENED, WAYS, WHOLE
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.intervals import wilson
 from debias_diffusion.pipelines.rendering.png import read_settings
+from research.options import ShowcaseConfig
 from research.showcase import command
-from research.showcase.options import ShowcaseConfig
 
 PROMPTS = command.read_showcase_prompts()
 CONFIG = ShowcaseConfig(base="toy/sdxl", limit=2, steps=1, device="cpu")

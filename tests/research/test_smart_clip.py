@@ -19,8 +19,8 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval, retrieve
 from debias_diffusion.methods import METHODS
 from debias_diffusion.training.two_tower import train
+from research.options import MaskedRetrievalConfig
 from research.smart_clip.method import MASK_FILE, SMART_CLIP, read_mask_network
-from research.smart_clip.options import MaskedRetrievalConfig
 from research.smart_clip.retrieval import MaskedSession, evaluate_masked_retrieval, masked_ranks
 
 CASES = {"smart-clip": {}, "smoothed": {"label_smoothing": 0.1, "sparsity": 7.0}, "kept": {"keep_states": 0.7}}

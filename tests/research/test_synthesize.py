@@ -16,11 +16,11 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.text.sentences import split_sentences
 from debias_diffusion.toyworld.grammar import short_prompt
 from debias_diffusion.toyworld.render import render
+from research.options import SynthesizeConfig
 from research.synthesize import command
 from research.synthesize.cleaning import fault
 from research.synthesize.command import synthesize
 from research.synthesize.instructions import LONG
-from research.synthesize.options import SynthesizeConfig
 
 
 @pytest.fixture(scope="module")

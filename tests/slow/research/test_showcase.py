@@ -10,8 +10,8 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from debias_diffusion.app.sheet import CUT, WHOLE
+from research.options import ShowcaseConfig
 from research.showcase.command import read_showcase_prompts, showcase
-from research.showcase.options import ShowcaseConfig
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PROMPTS = read_showcase_prompts()

@@ -17,8 +17,17 @@ def test_what_is_built_ships_and_a_second_build_trains_nothing(tmp_path, monkeyp
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     output, weights, small = tmp_path / "output", tmp_path / "weights", dict(steps=2, batch=8)
     clip, images, unet = small | {"scenes": 16}, small | {"pictures": 16}, small | {"compiled": False}
-    sizes = build.Sizes(clip, clip, images, images, unet, unet, small, pairs=16, trained_on=24, scored=4)
-    build.ship(build.Build(output, sizes), weights)
+    stages = {"train_clip": clip, "train_second_text_encoder": clip, "train_vae": images, "train_features": images}
+    for name, settings in (stages | {"train_unet": unet, "toy_training": small}).items():
+        whole = getattr(build, name)
+
+        def in_miniature(*given, whole=whole, settings=settings, **options):
+            return whole(*given, **options | settings)
+
+        monkeypatch.setattr(build, name, in_miniature)
+    for name, count in {"_PAIRS": 16, "_TRAINED_ON": 24, "_SCORED": 4, "_DRAWN": 4}.items():
+        monkeypatch.setattr(build, name, count)
+    build.ship(build.Build(output), weights)
     toys = {name.removeprefix("toy/") for name in shipped.NAMES}
     assert {path.name for path in weights.iterdir()} == toys | {"logs", "scores.json"}
     assert json.loads((weights / "scores.json").read_text()).keys() >= {"toy/clip", "toy/sdxl", "checker"}
@@ -40,5 +49,5 @@ def test_what_is_built_ships_and_a_second_build_trains_nothing(tmp_path, monkeyp
     before = {path: path.stat().st_mtime_ns for path in output.glob("*/model/*.safetensors")}
     for name in [name for name in vars(build) if name.startswith("train_")]:
         monkeypatch.delattr(build, name)
-    build.ship(build.Build(output, sizes), tmp_path / "again")
+    build.ship(build.Build(output), tmp_path / "again")
     assert before == {path: path.stat().st_mtime_ns for path in output.glob("*/model/*.safetensors")}
