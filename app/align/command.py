@@ -84,13 +84,10 @@ class Alignment(Run):
             pipe.unet.enable_gradient_checkpointing()
             for encoder in fitted.values():
                 recompute_activations(encoder)
-        weights = (config.denoising, config.keep_states, config.keep_features)
-        self.objective = Objective(
-            self.slots, pipe.unet, pipe.scheduler, self.pixels, dict(zip(TERMS, weights, strict=True)), self.precision
-        )
-        self.optimizer = AdamW(
-            dict(self.model.named_parameters()), config.weight_decay, config.betas, config.eps, self.precision
-        )
+        weights = dict(zip(TERMS, (config.denoising, config.keep_states, config.keep_features), strict=True))
+        self.objective = Objective(self.slots, pipe.unet, pipe.scheduler, self.pixels, weights, self.precision)
+        settings = config.weight_decay, config.betas, config.eps, self.precision
+        self.optimizer = AdamW(dict(self.model.named_parameters()), *settings)
         self.collate = collate
 
     def prepare(self) -> None:

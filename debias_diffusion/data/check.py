@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -18,28 +18,21 @@ from .sources import is_shards, open_data
 from .workers import read_records
 
 
-class CaptionMeasure(NamedTuple):
-    """Counts of one caption.
+Counts = tuple[int, int, int]  # of a caption: sentences, tokens, and tokens of its first two sentences
 
-    Attributes:
-        sentences: how many it has.
-        tokens: of the whole caption, SOT and EOT included.
-        first_two_tokens: of its first two sentences, SOT and EOT included. DeBias-CLIP's supplement, section F, has
-            means of 46.6, 43.8 and 40.4 for DOCCI and 49.5, 46.5 and 42.1 for Urban1k under CLIP's, SigLIP's and SigLIP
-            2's tokenizers; it does not say whether SOT and EOT count.
+
+def measure_caption(caption: str, tokenizer: CaptionTokenizer) -> Counts:
+    """The counts of one caption, SOT and EOT included.
+
+    DeBias-CLIP's supplement, section F, has means of 46.6, 43.8 and 40.4 tokens for the first two sentences of DOCCI,
+    and 49.5, 46.5 and 42.1 of Urban1k, under CLIP's, SigLIP's and SigLIP 2's tokenizers; it does not say whether SOT
+    and EOT count.
     """
-
-    sentences: int
-    tokens: int
-    first_two_tokens: int
-
-
-def measure_caption(caption: str, tokenizer: CaptionTokenizer) -> CaptionMeasure:
     sentences = split_sentences(caption)
-    return CaptionMeasure(len(sentences), *map(tokenizer.count, (caption, join_sentences(sentences[:2]))))
+    return len(sentences), tokenizer.count(caption), tokenizer.count(join_sentences(sentences[:2]))
 
 
-def describe_captions(measures: Sequence[CaptionMeasure]) -> str:
+def describe_captions(measures: Sequence[Counts]) -> str:
     """The means of captions, at least one, in words."""
     sentences, tokens, first_two = zip(*measures, strict=True)
     return (
@@ -50,7 +43,7 @@ def describe_captions(measures: Sequence[CaptionMeasure]) -> str:
 
 def check_record(
     images: ImageSource, tokenizer: CaptionTokenizer, reads_short: bool, record: Record
-) -> tuple[CaptionMeasure, BadRecord | None]:
+) -> tuple[Counts, BadRecord | None]:
     """The counts of its caption, and what is bad about it."""
     fault = without_short_caption(record) if reads_short else None
     image = fault or read_or_bad(record, images.open)
@@ -82,7 +75,7 @@ def check_data(
     pairs = len(captions.records) + len(captions.bad)
     print(
         f"{pairs - len(bad)} of {pairs} pairs can be used.\nCaptions: {describe_captions(measures)} "
-        f"{sum(measure.tokens > tokenizer.context_length for measure in measures)} are longer than the context length "
+        f"{sum(tokens > tokenizer.context_length for _, tokens, _ in measures)} are longer than the context length "
         f"of {tokenizer.context_length} and would be cut."
     )
     report_bad(bad + changed, Path(output))

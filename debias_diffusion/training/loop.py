@@ -103,13 +103,11 @@ class Run(ABC):
     Attributes:
         batch, warmup, workers, precision: what is `auto` in `config`, in numbers or as "fp32", "bf16" or "fp16".
         main: whether this is the main process, which prints and writes.
-        all_records: the usable records of the data; `held_out` is measured on, `choosing` chooses
-            the best model (empty without `keep_best`), and `records` is trained on.
+        all_records: the usable ones; `held_out` is measured on, `choosing` chooses the best model, `records` is trained
+            on.
         images: where their images come from, or a cache of their features.
         missing: how many of the records that were looked up cannot be used.
-        batches: the samples of each step.
-        folder: the output.
-        job: what lies there, within `opened`.
+        job: what lies in the output, while `run` runs.
         settings: everything that decides the result; a subclass adds the rest.
         inputs: digests of data and models; likewise.
         seen_before: the records of the models that the run begins with.
@@ -286,13 +284,12 @@ class Run(ABC):
         bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
         if step.words:
             self.say(f"step {step.number}: {step.words}")
-        is_due = step.number % self.config.log_every == 0 or step.number == self.batches.total_steps or step.measured
+        is_due = step.number % self.config.log_every == 0 or step.number == self.batches.total_steps or step.words
         if self.main and is_applied and is_due:
             numbers = {name: value for name, value in report.items() if math.isfinite(value)}
             epoch = round(step.number * self.batch / self.batches.records, 4)
             line = {"step": step.number, "epoch": epoch, **numbers, "learning_rate": step.learning_rate}
-            took = {"seconds": {"step": round(step.seconds, 4), "waiting": round(step.waited, 4)}}
-            self.log(line | {"samples_per_second": round(speed, 2)} | took | step.measured)
+            self.log(line | {"samples_per_second": round(speed, 2)} | step.took)
 
     def _note_skipped(self, step: Step, state: TrainState, report: dict[str, float]) -> None:
         """Logs the samples of a step that is not finite. Raises UserError after too many such steps in a row."""

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class Moment:
 
 @dataclass
 class Step:
-    """A step that the device was given: what is noted of it when it is made. `Pace` sets the last four."""
+    """A step that the device was given: what is noted of it when it is made. `Pace` sets the last three."""
 
     number: int
     learning_rate: float
@@ -137,9 +137,8 @@ class Step:
     begun: Moment  # when its batch was there, and the step before was made
     made: Moment  # when it is, and the numbers are on the host
     seconds: float = 0.0  # since the step before was made
-    waited: float = 0.0  # of these, for its batch
-    measured: dict = field(default_factory=dict)  # what the last steps took, at some steps
-    words: str = ""  # the same
+    took: dict = field(default_factory=dict)  # what is logged of that: at some steps of what the last ones took
+    words: str = ""  # what these took, at such a step
 
 
 class Pace:
@@ -175,18 +174,18 @@ class Pace:
         step, self._given = self._given, None
         if step is not None:
             step.made.wait()
-            step.seconds, step.waited = step.made.since(self._previous), step.begun.since(self._previous)
-            step.measured, step.words = self._measure(step)
+            step.seconds, waited = step.made.since(self._previous), step.begun.since(self._previous)
+            step.took, step.words = self._measure(step, waited)
             self._previous = step.made
             self.note(step)
 
-    def _measure(self, step: Step) -> tuple[dict, str]:
-        """What the steps since the last such line took; empty if none is due yet."""
+    def _measure(self, step: Step, waited: float) -> tuple[dict, str]:
+        """What the step took; if a line is due, what the steps since the last one took, in words too."""
         before, self._graphs = self._graphs, counters["stats"]["unique_graphs"]
-        self._took = [*self._took, (step.seconds, step.waited)] if self._graphs == before else []
+        self._took = [*self._took, (step.seconds, waited)] if self._graphs == before else []
         is_due = step.number % max(3, math.ceil(self.total / 10)) == 0 if self._lines else len(self._took) == 3
         if not (is_due and self._took):
-            return {}, ""
+            return {"seconds": {"step": round(step.seconds, 4), "waiting": round(waited, 4)}}, ""
         steps = self._took[not self._lines :]  # the first of all warms up
         self._took, self._lines = [], self._lines + 1
         mean, waiting = (sum(column) / len(steps) for column in zip(*steps, strict=True))
@@ -225,11 +224,10 @@ def cut_log(file: Path, step: int) -> None:
 
 def _step_of(line: bytes) -> float:
     """The step of a line of a log; infinity where it cannot be read."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"}\n") else None
-    except (ValueError, TypeError, LookupError, RecursionError):
-        step = None
-    return step if type(step) is int else math.inf
+    with suppress(ValueError, TypeError, LookupError, RecursionError):
+        if type(step := json.loads(line)["step"]) is int and line.endswith(b"}\n"):
+            return step
+    return math.inf
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:

@@ -14,6 +14,17 @@ from ..methods import Method
 _BUCKET = 25_000_000  # numbers in a message between processes
 
 
+def pack(features: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[batch, numbers of all features]: named features side by side, so that one message gathers them."""
+    return torch.cat([feature.flatten(1) if feature.ndim > 1 else feature[:, None] for feature in features.values()], 1)
+
+
+def unpack(packed: torch.Tensor, shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """The named features, as views; `shapes` are those of one sample each."""
+    parts = packed.split([shape.numel() for shape in shapes.values()], dim=1)
+    return {name: part.view(-1, *shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
 def parameters(model: nn.Module, modules: nn.Module | None) -> list[nn.Parameter]:
     """Of the model and of the method's own modules."""
     return [*model.parameters(), *(modules.parameters() if modules is not None else ())]
@@ -53,30 +64,31 @@ def backward(
     at_once = len(chunks) == 1
     seed, scaler = torch.initial_seed(), scaler or torch.amp.GradScaler(enabled=False)
 
-    def encode_chunk(number: int) -> dict[str, torch.Tensor]:
+    shapes: dict[str, torch.Size] = {}
+
+    def encode_chunk(number: int) -> torch.Tensor:
         if not at_once:  # random draws, such as dropped patches, must be the same both times
             torch.manual_seed(hash((seed, number)) & (2**63 - 1))
         with autocast(precision, accelerator.device):
-            return method.features(backbone, chunks[number].to(accelerator.device), modules)
+            features = method.features(backbone, chunks[number].to(accelerator.device), modules)
+            shapes.update({name: feature.shape[1:] for name, feature in features.items()})
+            return pack(features)
 
     with torch.set_grad_enabled(at_once):
         encoded = [encode_chunk(number) for number in range(len(chunks))]
-    columns = {name: torch.cat([part[name].detach() for part in encoded]) for name in encoded[0]}
-    dtype = backbone.logit_scale.dtype
-    gathered = {name: accelerator.gather(column.to(dtype)).requires_grad_() for name, column in columns.items()}
-    losses, report = method.losses(gathered, backbone.logit_scale.exp(), backbone.logit_bias)
+    local = torch.cat([part.detach() for part in encoded]).to(backbone.logit_scale.dtype)
+    gathered = accelerator.gather(local).requires_grad_()
+    losses, report = method.losses(unpack(gathered, shapes), backbone.logit_scale.exp(), backbone.logit_bias)
     total = torch.stack(list(losses.values())).sum()
     scaler.scale(total).backward()
     # Every process holds the whole gradient of scale and bias; summed below, it must count once.
     for parameter in (backbone.logit_scale, backbone.logit_bias):
         if parameter is not None and parameter.grad is not None:
             parameter.grad /= accelerator.num_processes
-    start = accelerator.process_index * len(batch)
-    for number, chunk in enumerate(chunks):
-        part, rows = encoded[number] if at_once else encode_chunk(number), slice(start, start := start + len(chunk))
-        used = [name for name, feature in part.items() if feature.requires_grad and gathered[name].grad is not None]
-        gradients = [gathered[name].grad[rows].to(part[name].dtype) for name in used]
-        torch.autograd.backward([part[name] for name in used], gradients)
+    start = accelerator.process_index * len(local)
+    for number, gradient in enumerate(gathered.grad[start : start + len(local)].split(len(chunks[0]))):
+        part = encoded[number] if at_once else encode_chunk(number)
+        part.backward(gradient.to(part.dtype))
     norm = sum_over_processes(parameters(backbone, modules), accelerator)
     return {"loss": total.detach(), **report, "gradient_norm": norm / scaler.get_scale()}
 

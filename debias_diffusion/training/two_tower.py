@@ -28,7 +28,7 @@ from .config import CHOOSING, TrainConfig, ablated
 from .feature_cache import cached_images, frozen_tower
 from .loop import Run
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
-from .step import backward
+from .step import backward, pack
 
 COMPILED_STEPS = 1000  # as few repay a minute of compilation
 
@@ -133,8 +133,8 @@ class _Training(Run):
         try:
             chunk = batch.chunks(self.config.chunk or len(batch))[0].to(device)
             with autocast(self.precision, device):
-                features = self.method.features(self.backbone, chunk, self.modules)
-            torch.stack([feature.float().sum() for feature in features.values()]).sum().backward()
+                features = pack(self.method.features(self.backbone, chunk, self.modules))
+            features.float().sum().backward()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:  # torch's own, of Triton or of a C compiler

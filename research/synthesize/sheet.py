@@ -6,7 +6,7 @@ from pathlib import Path
 
 from debias_diffusion.app.shards import shrink
 from debias_diffusion.data.bad_records import BadRecord, printable, read_or_bad
-from debias_diffusion.data.check import CaptionMeasure, measure_caption
+from debias_diffusion.data.check import Counts, measure_caption
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
 from debias_diffusion.eval.report import image_url, write_page
@@ -32,7 +32,7 @@ class Sheet:
 
     def __init__(self, kept: int, images: ImageSource):
         self.images = images
-        self.measures: list[CaptionMeasure] = []
+        self.measures: list[Counts] = []
         self.removed: Counter[str] = Counter()
         self._stride = max(1, -(-kept // _SHOWN))
         self._by_prompt: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # kept, removed
@@ -64,7 +64,7 @@ class Sheet:
             values: the template's `settings`; `counts`: "images", "kept", "unreadable", and by kind "removed"; and the
                 `statistics` of the kept captions, None if there are none.
         """
-        lengths = Counter(measure.tokens // _BIN for measure in self.measures)
+        lengths = Counter(tokens // _BIN for _, tokens, _ in self.measures)
         steps = range(min(lengths, default=0), max(lengths, default=-1) + 1)
         prompts = [(prompt, *numbers) for prompt, numbers in self._by_prompt.items()]
         write_page(
