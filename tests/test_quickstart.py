@@ -12,7 +12,6 @@ from debias_diffusion.app.fine_tuning import RECIPES
 from debias_diffusion.app.quickstart import QuickstartConfig, Setup, quickstart
 from debias_diffusion.encoders.spec import load_text_encoder
 from debias_diffusion.errors import UserError
-from debias_diffusion.toyworld.grammar import caption
 
 pytestmark = pytest.mark.usefixtures("coarse_results")
 # More prompts than scenes: the one does not limit the other.
@@ -36,7 +35,7 @@ def finished(setup, coarse_results, tmp_path_factory) -> Path:
 def test_the_page_the_exports_and_the_images_are_there(finished):
     page = Page((finished / "report.html").read_text())
     page.check_is_self_contained()
-    assert caption("development", 0).sentences[3].text in page.text
+    assert [row[0] for row in page.rows[1:6]][:2] == list(ROWS[:2]) and len(page.all("img")) > 5
     encoders = [load_text_encoder(str(finished / name)) for name in RECIPES]
     assert all(encoder.config.max_position_embeddings == 248 for encoder, _ in encoders)
     generated = json.loads((finished / "evaluation" / "generation.json").read_text())

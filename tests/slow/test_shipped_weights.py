@@ -51,7 +51,7 @@ def test_what_the_quickstart_trains_is_less_shortsighted_although_it_was_killed(
             time.sleep(0.05)
         process.kill()
     subprocess.run(command, check=True)
-    assert (output / "report.html").read_text().count("<img") > 10
+    assert (output / "report.html").read_text().count("<img") > 5
     encoders = json.loads((output / "evaluation" / "robustness.json").read_text())["encoders"]
     base, trained = (
         {edit: recall["text_to_image"] for edit, recall in encoders[label]["recall_at_1_percent"].items()}
