@@ -271,7 +271,7 @@ def plot(results: dict[str, dict], captions: int) -> Figure:
 def plot_prompt(results: dict[str, dict]) -> Figure:
     """The share of the attention after the softmax of each word of `{label: look_at_prompt(...)}`, a row for each."""
     most = max(len(result["words"]) for result in results.values())
-    figure = Figure(figsize=(2 + 0.16 * most, 2.2 * len(results)), layout="constrained", dpi=150)
+    figure = Figure(figsize=(max(8, 2 + 0.16 * most), 2.2 * len(results)), layout="constrained", dpi=150)
     rows = figure.subplots(len(results), sharey=True, squeeze=False)[:, 0]
     for index, (axes, (label, result)) in enumerate(zip(rows, results.items(), strict=True)):
         words, read, tokens = result["words"], result["window"], result["tokens"]
