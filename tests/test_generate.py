@@ -120,7 +120,7 @@ def test_steps_guidance_and_size_are_the_checkpoint_s_unless_given(base, tmp_pat
     assert Image.open(make(tmp_path, "a cat", **tiny, height=64, width=96)).size == (96, 64)
     for changes, message in (
         ({"width": 1000}, "renders 48 x 48 pixels only, got 48 x 1000"),
-        (tiny | {"width": 8 * 10**6}, "has 512,000,000"),
+        (tiny | {"width": 8 * 10**6}, "pixels are more than"),
     ):
         with pytest.raises(UserError, match=message):
             make(tmp_path, "a star", **changes)

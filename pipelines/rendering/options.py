@@ -37,7 +37,9 @@ def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
     configs = shipped(folder)
     has_configs = os.path.isdir(configs) or may_be_hub_id(configs) or (file and not folder)
     if not has_configs or (file and not os.path.isfile(file)):
-        raise UserError(f"{base!r} is not there, or not read. Give an SDXL folder, a hub id or a .safetensors file.")
+        raise UserError(
+            f"The SDXL checkpoint {base!r} is not there, or not read. Give a folder, hub id or .safetensors."
+        )
     return configs, Path(file) if file else None
 
 
