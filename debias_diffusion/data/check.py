@@ -17,7 +17,6 @@ from .shards import verify_shards
 from .sources import is_shards, open_data
 from .workers import read_records
 
-
 Counts = tuple[int, int, int]  # of a caption: sentences, tokens, and tokens of its first two sentences
 
 
