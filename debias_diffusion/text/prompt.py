@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from .chunks import (
@@ -80,6 +81,18 @@ class Batch(NamedTuple):
 
     encoders: list[TextPlan]  # of the same texts
     numbers: list[tuple[int, ...]]  # [steps][prompts] which text is read
+
+    @property
+    def words(self) -> torch.Tensor:
+        """[texts, positions] bool: where the state of any encoder is of the text, in any part; BOS, EOS and pads, those
+        inside chunks too, are not."""
+        words = torch.zeros(1 + self.encoders[0].parts[-1].text, self.encoders[0].positions, dtype=torch.bool)
+        for plan, part in [(each, part) for each in self.encoders for part in each.parts]:
+            ends = torch.tensor([len(chunk.read) for chunk in part.chunks] + [0])  # the last of an empty chunk
+            places = torch.tensor(part.places)
+            chunks, places = places // plan.context_length, places % plan.context_length
+            words[part.text] |= (places > 0) & (places <= ends[chunks])
+        return words
 
 
 class Plan(NamedTuple):

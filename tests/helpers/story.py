@@ -1,13 +1,17 @@
 """Results of the toy world, and the page that tells them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from helpers.html_page import Page
-from PIL import Image
 
+from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.eval import page
+from debias_diffusion.eval.images.rendered import FOLDER, folder_names
 from debias_diffusion.eval.report import write_page
-from debias_diffusion.eval.story import EXAMPLES, SHORT_FOLDER
+from debias_diffusion.eval.story import SHORT_FOLDER
+from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import scene
 
 CUT, WHOLE = "SDXL's own, cut at 77 tokens", "SDXL's own, overlapping chunks"
 LABELS = (CUT, WHOLE, "toy/long-clip", "toy/debias-clip", "debias-clip-sdxl")
@@ -30,17 +34,23 @@ def generation_report(labels=LABELS, data="toy/test") -> dict:
         }
         for n in range(len(labels))
     ]
+    images = [f"{data.removeprefix('toy/')}/{index:06}" for index in range(5)]
     return {
         "evaluation": "generation",
         "settings": {"data": data},
         "images": 5,
+        "records": {"image": images, "group": [*map(family, images)]},
         "encoders": {label: {"scores": its} for label, its in zip(labels, scores, strict=True)},
     }
 
 
 def results(folder: Path, labels=LABELS) -> list[tuple[Path, dict]]:
-    """As the quickstart leaves them."""
-    Image.new("RGB", (8, 8)).save(folder / EXAMPLES)
+    """As the quickstart leaves them; the last object of every generated image is missing."""
+    for name in folder_names(list(labels)).values():
+        (folder / FOLDER / name).mkdir(parents=True)
+        for index in range(5):
+            shown = scene("test", index)
+            render(replace(shown, things=shown.things[:-1])).save(folder / FOLDER / name / f"{index:06}.png")
     # Another folder's results do not matter.
     return [
         (folder.parent / "elsewhere", generation_report(labels[:1])),
