@@ -248,7 +248,7 @@ class SynthesizeConfig(AllowsBad):
         super().__post_init__()
         if self.data is None and self.images is None:
             raise UserError("Neither data nor images is given. Give --images, a folder of images, or --data, pairs.")
-        from debias_diffusion.data.toy_scenes import is_toy_scenes  # takes seconds, which help need not wait for
+        from debias_diffusion.data.sources import is_toy_scenes  # takes seconds, which help need not wait for
 
         if self.data is not None and is_toy_scenes(self.data):
             raise UserError(

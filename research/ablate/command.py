@@ -112,7 +112,7 @@ class _Search:
             return
         is_finished = False
         with suppress(UserError):  # where it is damaged
-            is_finished = self.job.path(FILE, damaged="absent") is not None and bool(read_ablation(self.output))
+            is_finished = self.job.is_whole(FILE) and bool(read_ablation(self.output))
         if not is_finished:
             problem = self._problem()
             if recalls(problem.untouched)[0]["mean_r"] == 0:

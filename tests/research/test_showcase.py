@@ -112,5 +112,5 @@ def test_a_judge_agrees_where_it_says_what_the_person_marked():
     marks = {way: [[True, False], None] for way in WAYS} | {CUT: [[False, False], [True]]}
     judged = {way: [[0.9, 0.2], [0.1]] for way in WAYS}  # right but for two facts of the cut images
     found = command.agreement(judged, marks)
-    assert (found["facts"], found["value"]) == (9, pytest.approx(700 / 9))
     assert found["mean_p"] == pytest.approx([(4 * 0.2 + 0.9) / 5, (3 * 0.9 + 0.1) / 4])
+    assert (found["asked"], found["wrong"]) == ([5, 4], [1, 1])
