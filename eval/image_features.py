@@ -12,7 +12,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.data.bad_records import BadRecord, check_share, print_left_out, read_or_bad
 from debias_diffusion.data.images import ImageSource
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import encode_images, encode_texts, none_readable, recall_ranks
+from debias_diffusion.data.retrieval import embed_texts, encode_images, none_readable, recall_ranks
 from debias_diffusion.data.toy_scenes import family
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import bytes_digest, json_digest
@@ -135,15 +135,15 @@ class PairSession(ImageSession):
         groups = {"text_to_image": [families[row] for row in image_of], "image_to_text": families}
         return Readable(label, backbone, features, good, captions, image_of, groups)
 
-    def encode_texts(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> Tensor:
-        """The features of these texts, [M, D]; see `retrieval.encode_texts`."""
-        return encode_texts(readable.backbone, texts, self.config.batch_size, self.device, progress)
+    def embed_texts(self, readable: Readable, texts: list[str], progress: str | Literal[False] = False) -> Tensor:
+        """The features of these texts, [M, D]; see `retrieval.embed_texts`."""
+        return embed_texts(readable.backbone, texts, self.config.batch_size, self.device, progress)
 
     def compare(
         self, readable: Readable, texts: list[str], progress: str | Literal[False]
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The ranks by direction, see `recall_ranks`, and the cosine of each text with its image, [M]."""
-        features = self.encode_texts(readable, texts, progress)
+        features = self.embed_texts(readable, texts, progress)
         ranks = recall_ranks(readable.features, features, image_of=readable.image_of)
         images = readable.features[readable.image_of]
         return ranks, F.cosine_similarity(images.double(), features.double(), dim=1)

@@ -86,7 +86,7 @@ class DemoModels:
         self.counter.backend_tokenizer.no_padding()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """The models for the caller alone; running out of memory becomes a UserError. The page's queue lets one request
         through at a time, but a stopped request leaves it before its last step has ended."""
         vae, renderer = self.encoders[self.labels[0]].vae, self.renderer

@@ -246,7 +246,7 @@ class _Endpoints:
     def analyse(self, prompt: str, encoders: list[str], emphasis: Emphasis | Literal[""], reading: Reading) -> list:
         """What each encoder reads of a prompt: how much the end token attends to each word in the last layer, for each
         encoder, and 1 - cosine of each encoder's embedding before and after an edit of the prompt."""
-        with _shown_errors(), self.models.alone():
+        with _shown_errors(), self.models.held():
             request = Request(prompt, encoders, emphasis=emphasis or None, reading=reading)
             shares, moved = attention(self.models, request), movement(self.models, request)
         shown = [

@@ -63,7 +63,7 @@ def render_request(
     def work() -> None:
         end = None
         try:
-            with models.alone():
+            with models.held():
                 _render_all(models, request, report)
         except BaseException as error:
             end = error

@@ -26,7 +26,7 @@ _OPENING = re.compile(r"(?:\xef\xbb\xbf)?[ \t\n\r]*\[")  # after the mark of UTF
 _SPACE, _COMMA, _CLOSING = (re.compile(rf"[ \t\n\r]*{mark}") for mark in ("", r",[ \t\n\r]*", r"\]"))
 
 # (where, start, end, value or its bytes) of each entry or line; positions are in bytes
-Parts = Iterator[tuple[str, int, int, object]]
+Entries = Iterator[tuple[str, int, int, object]]
 
 
 def read_data_file(path: str | os.PathLike) -> Captions:
@@ -62,7 +62,7 @@ def read_data_file(path: str | os.PathLike) -> Captions:
     return usable_captions(f"Data file {str(path)!r}", PackedRecords(content, places, _record_at), bad, shape)
 
 
-def read_entries(file: BinaryIO) -> Parts:
+def read_entries(file: BinaryIO) -> Entries:
     """The entries of a JSON list.
 
     The file is read as Latin-1: each byte is one character, so positions are bytes, and a byte that is not UTF-8
@@ -98,7 +98,7 @@ def read_entries(file: BinaryIO) -> Parts:
         raise ValueError(f"Extra data: byte {base + closing.end()}, after {number} whole entries")
 
 
-def _lines(file: BinaryIO) -> Parts:
+def _lines(file: BinaryIO) -> Entries:
     end = 0
     for number, line in enumerate(file, 1):
         start, end = end, end + len(line)

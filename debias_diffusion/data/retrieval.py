@@ -172,7 +172,7 @@ def none_readable(records: Sequence[Record], images: ImageSource, bad: Sequence[
 
 
 @torch.inference_mode()
-def encode_texts(
+def embed_texts(
     backbone: Backbone,
     captions: Sequence[str],
     batch_size: int,

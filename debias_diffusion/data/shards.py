@@ -110,7 +110,7 @@ def _shards(data: Path) -> tuple[Path, list[str]]:
     return shard.parent, [shard.name]
 
 
-class _Part(NamedTuple):
+class _Member(NamedTuple):
     """One member of a sample: `name` is shard/member, `text` the content of a txt or json."""
 
     extension: str
@@ -133,7 +133,7 @@ def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecor
                     key = name[1].removeprefix("./")
                     size = 0 if kind in IMAGES else min(member.size, LARGEST_FILE + 1)
                     text = os.pread(file.fileno(), size, member.offset_data)
-                    part = _Part(name[2].lower(), f"{shard}/{member.name}", member.offset_data, member.size, text)
+                    part = _Member(name[2].lower(), f"{shard}/{member.name}", member.offset_data, member.size, text)
                     samples.setdefault(key, []).append(part)
     except (tarfile.ReadError, OSError, ValueError) as error:
         broken = error
@@ -176,7 +176,7 @@ def _fault(member: tarfile.TarInfo) -> str | None:
     return None
 
 
-def _record(sample: str, parts: list[_Part]) -> Record:
+def _record(sample: str, parts: list[_Member]) -> Record:
     """The record of one sample, "shard/key". Raises ValueError("kind: detail") where there is none."""
     image = _choose(parts, IMAGES, "image")
     if image is None:
@@ -195,7 +195,7 @@ def _record(sample: str, parts: list[_Part]) -> Record:
     return Record(sample_id, f"{image.name}@{image.offset}+{image.size}", caption, short_of(fields))
 
 
-def _choose(parts: Sequence[_Part], kinds: tuple[str, ...], content: str) -> _Part | None:
+def _choose(parts: Sequence[_Member], kinds: tuple[str, ...], content: str) -> _Member | None:
     """The part of one of these kinds, if any; "jpg" goes before "small.jpg". Raises ValueError("kind: detail")."""
     fitting = sorted((part.extension.count("."), part) for part in parts if ending(part.extension) in kinds)
     if len(fitting) > 1 and fitting[1][0] == fitting[0][0]:

@@ -16,7 +16,7 @@ from ..data.bad_records import report_bad
 from ..data.batch import Batch
 from ..data.check import check_data
 from ..data.records import Record
-from ..data.retrieval import encode_images, encode_texts, none_readable, recall_at_k
+from ..data.retrieval import embed_texts, encode_images, none_readable, recall_at_k
 from ..data.seen import read_seen
 from ..devices import autocast
 from ..errors import UserError, reason
@@ -195,7 +195,7 @@ class _Training(Run):
             if not good:
                 raise none_readable(records, self.images, bad)
             captions = [records[index].caption for index in good]
-            text = encode_texts(self.backbone, captions, batch_size, device, progress=False)
+            text = embed_texts(self.backbone, captions, batch_size, device, progress=False)
         if state.step == 0 and not frozen:  # else they were reported with all others
             report_bad(bad, self.folder)
         recalls = recall_at_k(image, text, ks=(1,))

@@ -16,7 +16,7 @@ from transformers import AutoModel
 
 from debias_diffusion.clip.weight_files import check_finite, model_digest, read_state
 from debias_diffusion.data.images import open_image
-from debias_diffusion.data.retrieval import encode_texts
+from debias_diffusion.data.retrieval import embed_texts
 from debias_diffusion.encoders.hub import load_pretrained
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError, explain_failure
@@ -186,4 +186,4 @@ class TwoTowerFeatures:
 
     def of_texts(self, texts: Sequence[str], batch_size: int) -> Tensor:
         """[N, D] features of the texts, cut at the context length, on the CPU."""
-        return encode_texts(self.backbone, texts, batch_size, self.device)
+        return embed_texts(self.backbone, texts, batch_size, self.device)

@@ -18,7 +18,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.image_tower import PROMPTS_AND_ATTENTION
 from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.data.bad_records import check_share, print_left_out
-from debias_diffusion.data.retrieval import encode_images, encode_texts, images_digest
+from debias_diffusion.data.retrieval import embed_texts, encode_images, images_digest
 from debias_diffusion.data.seen import add_seen, read_seen, write_seen
 from debias_diffusion.devices import pick_device
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
@@ -169,7 +169,7 @@ class _Search:
         def read(edit: str) -> Tensor | list[TokenBatch]:
             captions = [edit_caption(pairs.records[index].caption, edit) for index in good]
             if is_image:
-                return encode_texts(backbone, captions, config.batch, self.device, f"captions, {edit}").to(self.device)
+                return embed_texts(backbone, captions, config.batch, self.device, f"captions, {edit}").to(self.device)
             starts = range(0, len(captions), config.batch)
             return [backbone.tokenize(captions[at : at + config.batch]).to(self.device) for at in starts]
 

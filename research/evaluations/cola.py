@@ -20,7 +20,7 @@ from debias_diffusion.data.bad_records import BadRecord, check_share, leave_out,
 from debias_diffusion.data.captions import fold
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
-from debias_diffusion.data.retrieval import TIE, encode_texts
+from debias_diffusion.data.retrieval import TIE, embed_texts
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.eval.image_features import ImageSession
 from debias_diffusion.eval.intervals import mean_interval, paired_difference
@@ -195,7 +195,7 @@ _NOTES = {
 def _score(session: ImageSession, data: Cola, label: str, backbone: Backbone) -> dict[int, float]:
     """One encoder's score of each item, or of each class by its number."""
     (features, good), config, scores = session.encode(label, backbone), session.config, {}
-    compute = partial(encode_texts, backbone, data.texts, config.batch_size, session.device, f"texts, {label}")
+    compute = partial(embed_texts, backbone, data.texts, config.batch_size, session.device, f"texts, {label}")
     depends = {"encoder": session.digests["encoders"][label], "texts": data.texts}
     texts = session.cache.tensors("texts", depends, lambda: {"features": compute()})["features"]
     if data.part == SINGLE:

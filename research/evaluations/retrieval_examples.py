@@ -83,7 +83,7 @@ def write_examples(session: PairSession, ranks: Mapping[str, Sequence[int]]) -> 
         if not queries:
             return {}
         captions, owners = ([part[query] for query in queries] for part in (readable.captions, readable.image_of))
-        similarity = cosines(readable.features, session.encode_texts(readable, captions)).T  # [Q, N]
+        similarity = cosines(readable.features, session.embed_texts(readable, captions)).T  # [Q, N]
         similarity[range(len(queries)), owners] = -torch.inf  # a wrong encoder has another image first
         own, other = (
             [_thumbnail(session.records[readable.good[row]], session.images) for row in rows]

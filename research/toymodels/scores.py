@@ -8,7 +8,7 @@ from PIL import Image, ImageFilter
 from tqdm import tqdm
 
 from debias_diffusion.clip.backbone import Backbone
-from debias_diffusion.data.retrieval import encode_images, encode_texts, recall_at_k
+from debias_diffusion.data.retrieval import embed_texts, encode_images, recall_at_k
 from debias_diffusion.data.toy_scenes import read_toy_scenes
 from debias_diffusion.eval.caption_edits import edit_caption
 from debias_diffusion.text.tokens import clean
@@ -29,7 +29,7 @@ def score_clip(backbone: Backbone, split: str, count: int = 1000) -> dict[str, d
     records, scores = captions.records[:count], {}
     images, _, _ = encode_images(backbone, records, scenes, 250, "cpu")
     for edit in ("keep", "move4", "remove"):
-        texts = encode_texts(backbone, [edit_caption(record.caption, edit) for record in records], 250, "cpu")
+        texts = embed_texts(backbone, [edit_caption(record.caption, edit) for record in records], 250, "cpu")
         recall = recall_at_k(images, texts, ks=(1,))
         scores[edit] = {"t2i_r1": recall["text_to_image"]["R@1"], "i2t_r1": recall["image_to_text"]["R@1"]}
     return scores

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from debias_diffusion.clip.blocks import before_attention, full_attention
 from debias_diffusion.clip.image_tower import ImageTower
 from debias_diffusion.clip.weight_files import weights_digest
-from debias_diffusion.data.retrieval import encode_images, encode_texts, recall_at_k
+from debias_diffusion.data.retrieval import embed_texts, encode_images, recall_at_k
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.session import read_source
@@ -161,7 +161,7 @@ def test_a_search_leaves_what_evaluations_load_and_its_recall_is_theirs(changes,
     loaded, pairs = load_two_tower(str(folder)), read_source(settings)
     for model, when in ((load_two_tower(settings.model), "before"), (loaded, "after")):
         images, _, _ = encode_images(model, pairs.records, pairs.images, 8, "cpu", False)
-        recalls = recall_at_k(images, encode_texts(model, pairs.captions, 8, "cpu", progress=False), [1])
+        recalls = recall_at_k(images, embed_texts(model, pairs.captions, 8, "cpu", progress=False), [1])
         assert content["recall"][when]["text_to_image_R@1"] == pytest.approx(recalls["text_to_image"]["R@1"])
     assert content["recall"]["after"] != content["recall"]["before"]
 
