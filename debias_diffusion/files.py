@@ -62,25 +62,31 @@ def path_digest(path: str | os.PathLike) -> str:
     path = Path(path)
     if not path.is_dir():
         return sha256(path)
-    files = sorted((file.relative_to(path).as_posix(), file) for file in visible_files(path, follow_links=True))
+    files = [(name, path / name) for name in visible_files(path, follow_links=True)]
     return bytes_digest(f"{name}\0{sha256(file)}\n".encode() for name, file in files)
 
 
-def visible_files(root: Path, follow_links: bool = False) -> Iterator[Path]:
-    """The files in a folder and its subfolders, but hidden ones. Raises OSError for an unreadable folder.
+def visible_files(root: Path, follow_links: bool = False) -> list[str]:
+    """The files in a folder and its subfolders, as posix paths relative to it, sorted; hidden ones are left out.
 
     Args:
         follow_links: also into folders that are links, as caches of a hub have; a link back up is left out.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
 
     def refuse(error: OSError):
         raise error
 
+    found: list[str] = []
     for place, folders, names in os.walk(root, onerror=refuse, followlinks=follow_links):
         folder = Path(place)
         above = [path.resolve() for path in (folder, *folder.parents)] if follow_links else ()
         folders[:] = [name for name in folders if name[0] != "." and (folder / name).resolve() not in above]
-        yield from (folder / name for name in names if name[0] != "." and (folder / name).is_file())
+        files = (folder / name for name in names if name[0] != "." and (folder / name).is_file())
+        found += [file.relative_to(root).as_posix() for file in files]
+    return sorted(found)
 
 
 def json_digest(values: dict) -> str:

@@ -37,7 +37,7 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
     if (images.root / METADATA).is_file():
         return read_data_file(images.root / METADATA), images
     groups: dict[str, list[str]] = defaultdict(list)  # names of files by their name without ending
-    for name in sorted(file.relative_to(images.root).as_posix() for file in visible_files(images.root)):
+    for name in visible_files(images.root):
         stem = name.rpartition(".")[0]
         if stem and ending(name) in (*IMAGES, *_CAPTIONS):
             groups[stem].append(name)
@@ -65,8 +65,7 @@ def list_images(root: str | os.PathLike) -> tuple[list[str], ImageFolder]:
     Hidden ones, names that are not UTF-8 and links to folders are skipped. Raises UserError if there are none.
     """
     images = ImageFolder(root)
-    files = (file.relative_to(images.root).as_posix() for file in visible_files(images.root))
-    names = sorted(name for name in files if ending(name) in _ALONE and is_text(name))
+    names = [name for name in visible_files(images.root) if ending(name) in _ALONE and is_text(name)]
     if not names:
         raise UserError(f"{os.fspath(root)!r} holds no images (.{', .'.join(_ALONE)}). Give a folder that does.")
     return names, images

@@ -166,11 +166,13 @@ class EncoderSpec:
             model = self._fetch()
             if model.kind in _TEXT_ENCODERS:
                 return _load(_TEXT_ENCODERS[model.kind], model)
-            from ..ablation.heads import fold_text_heads  # open_clip is optional
-            from .text_encoders import keeps_projection, to_transformers
+            from .text_encoders import keeps_projection, to_transformers  # open_clip is optional
 
             backbone = self.load_two_tower()
-            fold_text_heads(backbone)
+            if backbone.text_attention:
+                from ..ablation.heads import fold_text_heads  # which few models need
+
+                fold_text_heads(backbone)
             return to_transformers(backbone, keeps_projection(backbone))
 
     def load_two_tower(self, random_weights: bool = False) -> "Backbone":
