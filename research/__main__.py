@@ -50,5 +50,5 @@ COMMANDS = Registry("command", PRODUCT | OWN)
 
 if __name__ == "__main__":
     arguments = sys.argv[1:] or ["--help"]
-    extensions.register(models=arguments[0] in COMMANDS and not {"-h", "--help"} & {*arguments})
+    extensions.register(only_for_help=arguments[0] not in COMMANDS or bool({"-h", "--help"} & {*arguments}))
     main(program="python -m research", commands=COMMANDS)

@@ -73,7 +73,10 @@ def read_state(file: Path) -> State:
     if file.suffix == ".safetensors" or start[8:] == b"{":  # after a length of 8 bytes a JSON object
         state = load_file(file)
     else:
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except AssertionError as error:  # torch's word for some damages
+            raise ValueError(str(error)) from error
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):

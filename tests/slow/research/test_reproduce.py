@@ -9,7 +9,7 @@ from research.reproduce.evidence import evidence_page
 from research.reproduce.listing import reproduce
 from research.reproduce.papers import read_tables
 
-pytestmark = pytest.mark.usefixtures("coarse_results")
+pytestmark = pytest.mark.usefixtures("coarse_results", "with_research")
 
 
 def test_every_file_is_executed_from_end_to_end_and_the_page_has_every_claim(tmp_path):
