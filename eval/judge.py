@@ -18,7 +18,7 @@ from debias_diffusion.toyworld.checker import read_image
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, COLOURS, KINDS, PLACES, Thing, scene
 
-from .intervals import wilson
+from .intervals import ends, wilson
 from .multimodal import ServerModel
 from .options import Judging
 from .report import Table, cell
@@ -150,6 +150,27 @@ def errors(no: np.ndarray, yes: np.ndarray) -> dict:
         "wrong_percent": [100 * hits / count if count else None for hits, count in wrong],
         "interval_percent": [wilson(hits, count) if count else [None, None] for hits, count in wrong],
     }
+
+
+def corrected(percent: float, drawn: np.ndarray, numbers: dict) -> dict:
+    """The percentage answered with yes by a judge without errors (Rogan & Gladen 1978), by the rates of its `errors`.
+
+    Its interval is wider: errors hide a part of what differs, and their rates are estimates too.
+
+    Args:
+        percent, drawn: of the judge itself, and in bootstrap samples, [S].
+
+    Returns:
+        "value", "low" and "high", which may lie outside of 0 to 100; the last two None of a single group.
+    """
+
+    def correct(percent, false_yes, false_no):
+        return (percent - 100 * false_yes) / (1 - false_yes - false_no)
+
+    random, counts = np.random.default_rng(0), [*zip(numbers["wrong"], numbers["asked"], strict=True)]
+    rates = (random.beta(hits + 0.5, asked - hits + 0.5, len(drawn)) for hits, asked in counts)  # Jeffreys' posterior
+    low, high = ends(correct(drawn, *rates))
+    return {"value": correct(percent, *(hits / asked for hits, asked in counts)), "low": low, "high": high}
 
 
 def error_table(title: str, numbers: dict) -> Table:

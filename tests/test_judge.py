@@ -11,7 +11,7 @@ from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.errors import FailedError, UserError
 from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval import multimodal
-from debias_diffusion.eval.judge import Questioning, ToyJudge, control, load_judge, object_question
+from debias_diffusion.eval.judge import Questioning, ToyJudge, control, corrected, load_judge, object_question
 from debias_diffusion.eval.multimodal import ServerModel, p_yes
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.toyworld.render import render
@@ -93,3 +93,15 @@ def test_the_checker_knows_and_errs_as_its_name_says():
         assert low < percent < high
     with pytest.raises(UserError, match="no usable rates"):
         ToyJudge("toy/checker:2:0")
+
+
+def test_known_errors_are_taken_out_of_a_share_and_widen_its_interval():
+    drawn = np.random.default_rng(0).normal(62, 2, 10_000)  # 60% are true: 0.9 * 60 + 0.2 * 40
+
+    def found(asked):
+        return corrected(62.0, drawn, {"asked": [asked] * 2, "wrong": [asked // 5, asked // 10]})
+
+    number = found(10**9)
+    assert number["value"] == pytest.approx(60)
+    assert number["high"] - number["low"] == pytest.approx(2 * 1.96 * 2 / 0.7, rel=0.05)
+    assert found(100)["high"] - found(100)["low"] > 1.5 * (number["high"] - number["low"])  # the rates are uncertain

@@ -11,12 +11,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from debias_diffusion.data.bad_records import print_left_out
+from debias_diffusion.data.sources import is_toy_scenes
 from debias_diffusion.files import bytes_digest, sha256
 from debias_diffusion.pipelines.rendering.prompts import ImageTask
 from debias_diffusion.processes import Processes
 
 from ..intervals import by_group, drawn_ratios, mean_interval, paired_difference, percent_ends
-from ..judge import Questioning, error_table, filled
+from ..judge import Questioning, corrected, error_table, filled
 from ..options import FollowingConfig
 from ..report import Table, cell, compared_tables, draw_curves, image_url, write_page
 from ..session import Session, compare_encoders
@@ -82,7 +83,9 @@ def evaluate_following(config: FollowingConfig) -> dict:
         ]
         answers = judge.ask(asked, f"ask, {label}")
         results[label] = Answers.of(data.prompts, answers, count)
-        encoders[label] = score(results[label]) | {"unanswered": [*chain(*answers)].count(None)}
+        # A judge's errors on toy scenes are those on images of toy scenes only.
+        errors = judge.of_toys if is_toy_scenes(config.prompts) else None
+        encoders[label] = score(results[label], errors) | {"unanswered": [*chain(*answers)].count(None)}
         encoders[label] |= images.reading | {"images_digest": bytes_digest(["\n".join(shas).encode()])}
     session.digests |= judge.depends | digests
     _write_page(config, data.prompts, {label: images.files for label, images in rendered.items()}, results)
@@ -178,13 +181,16 @@ def shown(questions: Sequence[Question], yes: Sequence[bool]) -> list[bool]:
     return [bool(answer) and all(map(holds, question.parents)) for question, answer in zip(questions, yes, strict=True)]
 
 
-def score(answers: Answers) -> dict:
+def score(answers: Answers, errors: dict | None = None) -> dict:
     """The scores, all 0 to 100, with 95% intervals over prompts (families of toy scenes).
+
+    Args:
+        errors: of the judge on such images, see `judge.control`, to correct shares by.
 
     Returns:
         "scores", means over images, of `TITLES`: "value", "low" and "high"; mean_p and geometric_mean are Soft-TIFA's
         (Kamath et al. 2025), shown is DPG-Bench's (Hu et al. 2024). By `GROUPINGS`, for each place: of the questions
-        shown "value", "low", "high"; their number on all images, and "mean_p".
+        shown "value", "low", "high", and "corrected" with `errors`; their number on all images, and "mean_p".
     """
     numbers: dict = {name: {} for name in ("scores", *GROUPINGS)}
     for name, (values, groups) in answers.by_image().items():
@@ -193,10 +199,11 @@ def score(answers: Answers) -> dict:
     for grouping in GROUPINGS:
         for name, mask in answers.members(grouping).items():
             above, below = by_group(answers.shown[mask], answers.group[mask].tolist())
-            value = float(above.sum() / below.sum())
-            low, high = percent_ends(value, len(above), drawn_ratios(above, below))
+            value, drawn = float(above.sum() / below.sum()), drawn_ratios(above, below)
+            low, high = percent_ends(value, len(above), drawn)
             line = {"value": value, "low": low, "high": high} | {"questions": int(mask.sum())}
-            numbers[grouping][name] = line | {"mean_p": 100 * float(answers.p[mask].mean())}
+            line["mean_p"] = 100 * float(answers.p[mask].mean())
+            numbers[grouping][name] = line | ({"corrected": corrected(value, drawn, errors)} if errors else {})
     return numbers
 
 
