@@ -1,6 +1,7 @@
 """Worker processes that read data, and leave it to the main process when to stop."""
 
 import ctypes
+import multiprocessing
 import os
 import re
 import signal
@@ -85,3 +86,5 @@ def _heed_main_process(worker: int) -> None:
         signal.signal(stop, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if (main := multiprocessing.parent_process()) and os.getppid() != main.pid:  # it has died before
+            os._exit(1)
