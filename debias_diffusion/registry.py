@@ -35,6 +35,12 @@ MOVED = {
 }
 
 
+def named_function(package: str, function: str) -> Callable:
+    """A function that a table names as "module:function" in a package; imports its module, which may take seconds."""
+    module, _, name = function.partition(":")
+    return getattr(import_module(f"{package}.{module}"), name)
+
+
 @dataclass(frozen=True)
 class Command:
     """One command. What runs it is named, not imported, because the import takes seconds.
@@ -60,7 +66,7 @@ class Command:
         """What runs it, or another function of its module, by name; imports large libraries."""
         module, _, function = self.function.partition(":")
         package = self.options.__module__.partition(".")[0]
-        return getattr(import_module(f"{package}.{module}"), name or function)
+        return named_function(package, f"{module}:{name or function}")
 
 
 class Registry(dict[str, Entry]):

@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import UserError, explain_failure, quiet_logging
 from ..files import json_digest, path_digest, read_json_object
+from ..registry import named_function
 from ..text.chunks import TRAINED_POSITIONS, Reading
 from ..toyworld.shipped import shipped
 from .resolve import ORIGINAL, SECOND, Kind, Model, open_clip_models, resolve
@@ -206,8 +206,7 @@ class EncoderSpec:
 
 
 def _load(function: str, model: Model) -> Any:
-    module, name = function.removeprefix("encoders").split(":")
-    return getattr(import_module(module, __package__), name)(*filter(None, (model.location, model.weights)))
+    return named_function("debias_diffusion", function)(*filter(None, (model.location, model.weights)))
 
 
 def load_text_encoder(
