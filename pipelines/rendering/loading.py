@@ -93,13 +93,12 @@ def _load(
         parts["add_watermarker"] = False
     elif "unet" in without or checkpoint.file:
         parts |= {"safety_checker": None, "requires_safety_checker": False}  # a gigabyte; single files have none
-    if checkpoint.file is None and Path(checkpoint.configs).is_dir():
-        # Not left to diffusers, which fills missing weights with random numbers.
-        kept = [slot for slot in slots if slot not in parts]
-        parts |= {slot: read_encoder(checkpoint.configs, slot).to(dtype) for slot in kept}
     if checkpoint.file is None:
+        if Path(checkpoint.configs).is_dir():
+            # Not left to diffusers, which fills missing weights with random numbers.
+            kept = [slot for slot in slots if slot not in parts]
+            parts |= {slot: read_encoder(checkpoint.configs, slot).to(dtype) for slot in kept}
         parts |= {name: _load_model(checkpoint, name, dtype) for name in DENOISER if name not in without}
-    if checkpoint.file is None:
         return cls.from_pretrained(checkpoint.source, **parts)
     try:
         with quiet_logging():  # diffusers warns of every model that it casts
