@@ -132,7 +132,7 @@ def read_results(folder: Path) -> tuple[list[Result], list[BadRecord]]:
         # Others are of another program, or of another version of this one.
         with leave_out(str(file.relative_to(folder)), bad), explain_failure("no result of this version"):
             report = read_json(file)
-            if not isinstance(report, dict) or not all(isinstance(report.get(key), _SHAPE[key]) for key in _SHAPE):
+            if not all(isinstance(report.get(key), _SHAPE[key]) for key in _SHAPE):
                 raise ValueError("it lacks what reports hold")
             results.append(Result(file, report))
     if not results:
