@@ -75,6 +75,8 @@ def evaluate_following(config: FollowingConfig) -> dict:
     if judge is None:
         return {}
     session, results, encoders = Session(NAME, config, data, processes.device), {}, {}
+    # A judge's errors on toy scenes are those on images of toy scenes only.
+    errors = judge.of_toys if is_toy_scenes(config.prompts) else None
     for label, images in rendered.items():
         shas = [*map(sha256, images.files)]
         asked = [
@@ -83,8 +85,6 @@ def evaluate_following(config: FollowingConfig) -> dict:
         ]
         answers = judge.ask(asked, f"ask, {label}")
         results[label] = Answers.of(data.prompts, answers, count)
-        # A judge's errors on toy scenes are those on images of toy scenes only.
-        errors = judge.of_toys if is_toy_scenes(config.prompts) else None
         encoders[label] = score(results[label], errors) | {"unanswered": [*chain(*answers)].count(None)}
         encoders[label] |= images.reading | {"images_digest": bytes_digest(["\n".join(shas).encode()])}
     session.digests |= judge.depends | digests
