@@ -1,34 +1,44 @@
 """Embeddings of a training set's captions, read whole, in the files that a trainer of SDXL takes.
 
-Each file holds a digest of its caption, the reading, the encoders and the length. So a run that was stopped continues,
-and what no longer fits is made again.
+Each file holds a digest of what decides its embeddings, and a checksum of its content. So a run that was stopped
+continues, and a file that no longer fits, or is damaged, is made again.
 """
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
-from zipfile import BadZipFile
+from zipfile import ZipFile
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from tqdm import tqdm
 
-from debias_diffusion.clip.weight_files import model_digest, save_tensors
+from debias_diffusion.clip.weight_files import model_digest
 from debias_diffusion.data.bad_records import BadRecord, leave_out, printable, report_all
 from debias_diffusion.data.captions import usable_captions
-from debias_diffusion.data.image_folder import SAME_NAME, read_pair_folder
+from debias_diffusion.data.image_folder import IMAGES, SAME_NAME, ending, read_pair_folder
 from debias_diffusion.data.images import ImageSource, is_there
 from debias_diffusion.data.records import Record
 from debias_diffusion.devices import DTYPES, explain_memory, pick_device
 from debias_diffusion.encoders.spec import Kind
 from debias_diffusion.errors import UserError, explain_failure
-from debias_diffusion.files import atomic_file, bytes_digest, json_digest, open_regular, write_text
+from debias_diffusion.files import (
+    atomic_file,
+    bytes_digest,
+    folder_lock,
+    json_digest,
+    read_file,
+    visible_files,
+    write_text,
+)
 from debias_diffusion.pipelines.rendering.checkpoints import DENOISER, Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.options import LongPromptOptions
@@ -38,7 +48,9 @@ from .prompt_options import EncodeConfig
 from .tokens import load_tokenizers
 
 INDEX, KOHYA = "index.jsonl", "_te_outputs.npz"
-DIGEST = "debias_diffusion"  # the digest's name in a file
+# In each file: the digest of what decides it, and the sha256 of the file with zeros in the place of that sha256.
+_MARK = re.compile(rb"debias_diffusion ([0-9a-f]{64}) ([0-9a-f]{64})")
+_OUR_INDEX = re.compile(rb'{"image": .*, "file": "[0-9a-f]{32}\.safetensors"}\n')
 LONGEST = 302  # positions, unless more are asked for
 
 
@@ -51,7 +63,8 @@ def encode_captions(config: EncodeConfig) -> Path:
 
     Raises:
         UserError: the captions, the checkpoint or the options cannot be used; two images or captions would have one
-            file; captions are longer than the length; a file is there that this command did not make.
+            file; captions are longer than the length; a file is there that this command did not make; another process
+            works in the output folder.
     """
     folder, images = read_pair_folder(config.captions)
     output, spec, checkpoint = Path(config.output or images.root), config.spec, Checkpoint.parse(config.base)
@@ -76,29 +89,56 @@ def encode_captions(config: EncodeConfig) -> Path:
             )
     report_all(bad, len(records) + len(bad), config.max_bad, output, "Mend them, or raise --max-bad.")
 
-    written = [*files, *[INDEX] * (config.to == "diffusers")]
-    there = {name: _digest_in(output / name) for name in written if os.path.lexists(output / name)}
-    if foreign := [name for name, digest in there.items() if digest is None and not config.overwrite]:
-        raise UserError(
-            f"{len(foreign):,} files in {str(output)!r} are not of this command: {_named(foreign)}. Give --overwrite to"
-            " replace them, or another --output."
-        )
     output.mkdir(parents=True, exist_ok=True)
-    left_out = {_file("kohya", each.where) for each in bad if config.to == "kohya" and not _leads_out(each.where)}
-    if stale := [name for name in sorted(left_out - files.keys()) if _digest_in(output / name)]:
-        for name in stale:  # or sd-scripts would train these images on their old captions
+    with folder_lock(output):
+        there = _look_up(config, images.root, output, files)
+        print(f"{len(files):,} files of {positions} positions in {output}")
+        device = pick_device(config.device)
+        with explain_memory(device, "Give --device cpu."):
+            _encode(config, device, files, positions, there, output)
+        if config.to == "diffusers":
+            pairs = zip(names, records, strict=True)
+            rows = ({"image": record.image, "caption": record.caption, "file": name} for name, record in pairs)
+            write_text(output / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"Wrote {output}. {_NEXT[config.to]}")
+    if positions > 77:
+        print(
+            f"The captions are read as {spec.reading} reads them. Encode as your users will draw: with this package "
+            "in the same reading, with --reading a1111 for A1111 and Forge, with --reading comfyui for ComfyUI."
+        )
+    return output
+
+
+_NEXT = {
+    "kohya": "Next: train with sd-scripts' --cache_text_encoder_outputs_to_disk --network_train_unet_only.",
+    "diffusers": f"Next: give your loop prompt_embeds and pooled_prompt_embeds of the files that {INDEX} lists.",
+}
+
+
+def _look_up(config: EncodeConfig, images: Path, output: Path, files: dict[str, Record]) -> dict[str, str | None]:
+    """The digests of files that are there, by name; None of one that may be replaced.
+
+    Removes embeddings that this command made of captions that are now left out: sd-scripts would train on them.
+
+    Raises:
+        UserError: another program's file lies in the place of one.
+    """
+    names = visible_files(images) if config.to == "kohya" else ()
+    left_out = {_file("kohya", name) for name in names if ending(name) in IMAGES} - files.keys()
+    written = [*files, *([INDEX] if config.to == "diffusers" else sorted(left_out))]
+    written = [name for name in written if os.path.lexists(output / name)]
+    bar = tqdm(written, "checking files", unit=" files", disable=len(written) < 1000)
+    there = {name: _digest_in(output / name) for name in bar}
+    if foreign := [name for name in written if there[name] is None and (name in left_out or not config.overwrite)]:
+        raise UserError(
+            f"{len(foreign):,} files in {str(output)!r} are not of this command: {_named(foreign)}. Move them away, or "
+            "give another --output. --overwrite replaces those whose captions are encoded."
+        )
+    if stale := [name for name in written if name in left_out]:
+        for name in stale:
             (output / name).unlink()
         print(f"Removed, because their captions are left out: {_named(stale)}")
-    print(f"{len(files):,} files of {positions} positions in {output}")
-    device = pick_device(config.device)
-    with explain_memory(device, "Give --device cpu."):
-        _encode(config, device, files, positions, there, output)
-    if config.to == "diffusers":
-        pairs = zip(names, records, strict=True)
-        rows = ({"image": record.image, "caption": record.caption, "file": name} for name, record in pairs)
-        write_text(output / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    print(f"Wrote {output}")
-    return output
+    return there
 
 
 def _encode(
@@ -111,6 +151,7 @@ def _encode(
     pipe.set_long_prompt(reading=spec.reading, positions=positions)
     encoders = [model_digest(encoder, encoder.config, tokenizer) for tokenizer, encoder in pipe._text_encoders()]
     settings = {"reading": spec.reading, "positions": positions, "encoders": encoders, "dtype": config.dtype}
+    settings["version"] = version("debias-diffusion")  # of the reading's code, too
     digests = {name: json_digest(settings | {"caption": record.caption}) for name, record in files.items()}
     missing = [name for name, digest in digests.items() if there.get(name) != digest]
     print(f"{len(missing):,} to encode; {len(files) - len(missing):,} are there")
@@ -121,15 +162,20 @@ def _encode(
         tensors = [tensor[0].to("cpu", dtype) for tensor in (embeds, pooled)]
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise UserError(f"The embeddings of {files[name].image!r} are not finite. Give --dtype fp32.")
-        with atomic_file(output / name) as temporary:
-            if config.to == "diffusers":
-                content = dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
-                save_tensors(content, temporary, {DIGEST: digests[name]})
-                continue
-            width = pipe.text_encoder.config.hidden_size
+        mark = f"debias_diffusion {digests[name]} {'0' * 64}"
+        if config.to == "diffusers":
+            tensors = dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
+            content = save(tensors, {"format": "pt", "debias_diffusion": mark})
+        else:
+            width, buffer = pipe.text_encoder.config.hidden_size, BytesIO()
             states = {"hidden_state1": tensors[0][:, :width].numpy(), "hidden_state2": tensors[0][:, width:].numpy()}
-            with open(temporary, "wb") as file:
-                np.savez(file, **states, pool2=tensors[1].numpy(), **{DIGEST: np.array(digests[name])})
+            np.savez(buffer, **states, pool2=tensors[1].numpy())
+            with ZipFile(buffer, "a") as archive:
+                archive.comment = mark.encode()
+            content = buffer.getvalue()
+        with atomic_file(output / name) as temporary:
+            sealed = mark[:-64] + bytes_digest([content])
+            temporary.write_bytes(content.replace(mark.encode(), sealed.encode()))
 
 
 class _Caption(NamedTuple):
@@ -189,14 +235,17 @@ def _leads_out(path: str) -> bool:
 
 
 def _digest_in(path: Path) -> str | None:
-    """The digest in a file of this command, or what the first line of its index names; None for any other file."""
-    with suppress(OSError, ValueError, LookupError, TypeError, EOFError, BadZipFile, SafetensorError):
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return file.metadata()[DIGEST]
-        with open_regular(path) as file:
-            return json.loads(file.readline())["file"] if path.name == INDEX else str(np.load(file)[DIGEST])
-    return None
+    """The digest in a file of this command; "" of its index, or of a damaged file; None of a file without a mark."""
+    try:
+        content = read_file(path)
+    except OSError:  # such as a FIFO
+        return None
+    if path.name == INDEX:
+        return "" if _OUR_INDEX.match(content) else None
+    if (mark := _MARK.search(content)) is None:
+        return None
+    found = bytes_digest([content[: mark.start(2)], b"0" * 64, content[mark.end(2) :]])
+    return mark[1].decode() if found == mark[2].decode() else ""
 
 
 def _named(names: Sequence[str]) -> str:

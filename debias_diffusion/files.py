@@ -285,6 +285,15 @@ def file_lock(file: Path) -> Iterator[bool]:
 
 
 @contextmanager
+def folder_lock(folder: str | os.PathLike) -> Iterator[None]:
+    """Within the context, no other process works in a folder. Raises UserError if one does."""
+    with file_lock(Path(folder, ".lock")) as is_free:
+        if not is_free:
+            raise UserError(f"Another process works in {str(folder)!r}. Wait for it, or give another folder.")
+        yield
+
+
+@contextmanager
 def explain_full_disk() -> Iterator[None]:
     """Turns a full disk into a UserError that says what is safe and what to do."""
     try:

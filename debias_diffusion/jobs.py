@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from .errors import UserError, explain_failure
-from .files import append, file_lock, path_digest, read_file, recover, remove_path, replacing, unfinished, write_json
+from .files import append, folder_lock, path_digest, read_file, recover, remove_path, replacing, unfinished, write_json
 
 JOB, LINES = "job.json", "items.jsonl"
 
@@ -64,9 +64,7 @@ class Job:
         Path(folder).mkdir(parents=True, exist_ok=True)
         values = {"command": command, "settings": dict(settings or {}), "inputs": dict(inputs or {})}
         now = json.loads(json.dumps(values))  # as it will be read
-        with file_lock(Path(folder, ".lock")) as is_free:
-            if not is_free:
-                raise UserError(f"Another process works in {str(folder)!r}. Wait for it, or give another folder.")
+        with folder_lock(folder):
             job = cls.read(folder)
             recover(job.folder, job._items, alone=True)
             before = {name: getattr(job, name) for name in now}

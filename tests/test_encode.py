@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from debias_diffusion.app.encode import INDEX, encode_captions
+from debias_diffusion.app.encode import INDEX, _digest_in, encode_captions
 from debias_diffusion.app.prompt_options import EncodeConfig
 from debias_diffusion.errors import UserError
+from debias_diffusion.files import folder_lock
 from debias_diffusion.pipelines.rendering.checkpoints import DENOISER
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.toyworld.grammar import caption
@@ -129,16 +130,62 @@ def test_files_of_others_stay_unless_they_may_be_replaced(tmp_path):
 
 
 def test_an_old_file_of_a_caption_that_is_left_out_is_removed(tmp_path, capsys):
-    """kohya's scripts would train the image on a caption that is gone; what others wrote stays."""
+    """kohya's scripts would train the image on a caption that is gone. What others wrote is never removed."""
     put(tmp_path, {f"{name}.png": SHORT for name in "abcd"})
     run(tmp_path)
     np.savez(tmp_path / f"d{SUFFIX}", hidden_state1=np.zeros((77, 768)))
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     for name in "bd":
         (tmp_path / f"{name}.txt").unlink()
+    with pytest.raises(UserError, match=f"1 files in .* are not of this command: d{SUFFIX}"):
+        run(tmp_path, max_bad=1, overwrite=True)
+    assert len(written(tmp_path)) == 4
+    (tmp_path / f"d{SUFFIX}").rename(tmp_path / "mine.npz")
     run(tmp_path, max_bad=1)
-    assert written(tmp_path).keys() == {f"c{SUFFIX}", f"d{SUFFIX}"}
+    assert written(tmp_path).keys() == {f"c{SUFFIX}"} and (tmp_path / "mine.npz").exists()
     assert f"left out: a{SUFFIX}, b{SUFFIX}\n" in capsys.readouterr().out
+    put(tmp_path, {"b.png": SHORT})
+    (tmp_path / "metadata.jsonl").write_text(metadata("b.png"))
+    run(tmp_path)
+    assert written(tmp_path).keys() == {f"b{SUFFIX}"}
+
+
+@pytest.mark.parametrize("to", ["kohya", "diffusers"])
+def test_a_damaged_file_does_not_count_as_finished(tmp_path, to):
+    put(tmp_path, {"a.png": SHORT})
+    run(tmp_path, to)
+    [path] = tmp_path.rglob("*.npz" if to == "kohya" else "*.safetensors")
+    content, random, digest = path.read_bytes(), np.random.default_rng(0), _digest_in(path)
+    for at in random.integers(len(content), size=20).tolist():
+        flipped = bytes([content[at] ^ 1 << int(random.integers(8))])
+        for damaged in (content[:at], content[:at] + flipped + content[at + 1 :]):
+            path.write_bytes(damaged)
+            assert _digest_in(path) in (None, "") and digest
+    run(tmp_path, to, overwrite=True)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+@pytest.mark.parametrize(("to", "name"), [("kohya", f"a{SUFFIX}"), ("diffusers", INDEX), ("diffusers", None)])
+def test_a_fifo_and_another_process_are_told(tmp_path, to, name):
+    put(tmp_path, {"a.png": SHORT})
+    output = run(tmp_path, to)
+    path = output / (name or index_of(output)[0]["file"])
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=f"1 files .* are not of this command: {path.name}"):
+        run(tmp_path, to)
+    with folder_lock(output), pytest.raises(UserError, match="Another process works in"):
+        run(tmp_path, to, overwrite=True)
+
+
+def test_the_last_lines_say_what_the_trainer_needs(tmp_path, capsys):
+    put(tmp_path, {"a.png": SHORT})
+    for options, says in (({}, False), ({"positions": 152}, True)):
+        run(tmp_path, **options)
+        printed = capsys.readouterr().out
+        assert "--cache_text_encoder_outputs_to_disk --network_train_unet_only" in printed
+        assert ("Encode as your users will draw" in printed) is says
 
 
 def metadata(*names: str) -> str:
