@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.tiny_sdxl import sdxl_parts
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from debias_diffusion.app.generate import generate
 from debias_diffusion.app.like import take_settings
@@ -16,7 +16,7 @@ from debias_diffusion.app.prompts import expand
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import sha256
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.pipelines.rendering.loras import Lora, lora_tags, read_lora
+from debias_diffusion.pipelines.rendering.loras import Lora, LoraFolder, lora_tags, read_lora
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt, ImageTask
 
@@ -40,6 +40,20 @@ def write_lora(path, seed, models=tuple(LAYERS)):
     save_file(state, path)
 
 
+def kohyas(seed, layers, alphas):
+    """A LoRA of the second encoder's layers as kohya's scripts write it, with ranks that differ."""
+    generator, tower, state = torch.Generator().manual_seed(seed), sdxl_parts()["text_encoder_2"].text_model, {}
+    for rank, (name, alpha) in enumerate(zip(layers, alphas, strict=True), 2):
+        layer, stem = tower.get_submodule(name), f"lora_te2_text_model_{name.replace('.', '_')}"
+        state[f"{stem}.lora_down.weight"] = torch.randn(rank, layer.in_features, generator=generator)
+        state[f"{stem}.lora_up.weight"] = torch.randn(layer.out_features, rank, generator=generator)
+        state[f"{stem}.alpha"] = torch.tensor(alpha)
+    return state
+
+
+_V, _OUT, _FC = (f"encoder.layers.1.{name}" for name in ("self_attn.v_proj", "self_attn.out_proj", "mlp.fc1"))
+
+
 @pytest.fixture(scope="module")
 def loras(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loras")
@@ -47,7 +61,19 @@ def loras(tmp_path_factory):
     write_lora(folder / "below" / "b, c.safetensors", 2, ("unet",))
     write_lora(folder / "twice.safetensors", 3)
     write_lora(folder / "below" / "twice.safetensors", 3)
-    save_file({"transformer.x": torch.zeros(2)}, folder / "flux.safetensors")
+    whole = kohyas(4, (_OUT, _V, _FC), (1.0, 6.0, 2.0))
+    save_file(whole, folder / "whole.safetensors", {"ss_output_name": "its alias"})
+    stem = next(iter(whole)).partition(".")[0]
+    refused = {
+        "flux": {"transformer.x": torch.zeros(2)},
+        "dora": whole | {f"{stem}.dora_scale": torch.ones(4, 1)},
+        "bundle": whole | {"bundle_emb.word.clip_l": torch.zeros(2, 32)},
+        "blocks": {"unet.output_blocks.1.1.proj_in.lora_up.weight": torch.zeros(2, 2)},
+        "part": kohyas(4, (_V, _FC), (1.0, 1.0)),
+        "wide": whole | {f"{stem}.lora_down.weight": torch.zeros(2, 99)},
+    }
+    for name, state in refused.items():
+        save_file(state, folder / f"{name}.safetensors")
     (folder / "broken.safetensors").write_bytes(b"no weights")
     return str(folder)
 
@@ -109,12 +135,29 @@ def test_a_replaced_file_is_another_lora(drawn, tmp_path, capsys):
     assert "<lora:a:0.5:-0.7>: give the folder" in capsys.readouterr().out
 
 
+def test_every_layer_has_its_own_alpha_and_rank(loras, sdxl_folder):
+    """As trainers mean it: W + weight * alpha / rank * up @ down. The file is found by its alias."""
+    pipe, expected = (load_pipeline(sdxl_folder, None, CPU) for _ in range(2))
+    folder = LoraFolder(loras)
+    folder.apply(pipe, [read_lora("<lora:its alias:0.5>")])
+    state = load_file(folder.file("whole"))
+    for name in (_OUT, _V, _FC):
+        stem = f"lora_te2_text_model_{name.replace('.', '_')}"
+        down, up, alpha = (state[f"{stem}.{part}"] for part in ("lora_down.weight", "lora_up.weight", "alpha"))
+        with torch.no_grad():
+            expected.text_encoder_2.text_model.get_submodule(name).weight += 0.5 * alpha / len(down) * up @ down
+    states, wanted = (each.encode_prompt("a red cat", do_classifier_free_guidance=False) for each in (pipe, expected))
+    assert torch.allclose(states[0], wanted[0], atol=1e-5)
+    assert (states[0] - load_pipeline(sdxl_folder, None, CPU).encode_prompt("a red cat")[0]).abs().max() > 0.1
+
+
 def test_tags():
     prompt = "a #1 poster <lora:x:1> <hypernet:y:1>, <lyco:w:1>, <lora:z"
     assert lora_tags(prompt, "overlap") == lora_tags(prompt, "comfyui") == ["<lora:x:1>", "<lyco:w:1>"]
     assert lora_tags(f"# note <lora:v:1>\n{prompt}", "a1111") == []  # a comment ends with its line
     assert lora_tags(f"# note <lora:v:1>\n{prompt[2:]}".replace("#1", ""), "a1111") == ["<lora:x:1>", "<lyco:w:1>"]
     tags = {"<lora:x>": Lora("x", 1.0, 1.0), "<lora:x:.5>": Lora("x", 0.5, 0.5), "<lora:x:1:-2>": Lora("x", 1, -2)}
+    tags |= {"<lyco:x:te=0.5>": Lora("x", 0.5, 0.5), "<lora:x:0.3:te=0.5:unet=0>": Lora("x", 0.5, 0.0)}
     assert {tag: read_lora(tag) for tag in tags} == tags
 
 
@@ -124,7 +167,14 @@ REFUSED = {
     "<lora:twice:1>": r"'twice' may be .*below/twice.safetensors or .*twice.safetensors",
     "<lora:a:nan>": "the weight of 'a' is nan",
     "<lora:a:half>": "cannot be read: could not convert",
-    "<lora:flux:1>": "flux.safetensors' cannot be used: it has no layers of a UNet",
+    "<lora:a:1:1:32>": "only the weights of the text encoders",
+    "<lora:a:1:lbw=1>": "only the weights of the text encoders",
+    "<lora:flux:1>": "flux.safetensors' cannot be used: 1 of its 1 tensors are not those .* 'transformer.x'",
+    "<lora:dora:1>": "1 of its 7 tensors .*dora_scale'; DoRA",
+    "<lora:bundle:1>": "1 of its 7 tensors .*'bundle_emb.word.clip_l'; .* bundled embeddings are not read",
+    "<lora:blocks:1>": "1 of its 1 tensors .*'unet.output_blocks.1.1",
+    "<lora:part:1>": "diffusers loads 1 of its 2 layers",
+    "<lora:wide:1>": "its layers have other sizes than this checkpoint's",
     "<lora:broken:1>": "broken.safetensors' cannot be used: ",
 }
 

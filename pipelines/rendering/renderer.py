@@ -49,7 +49,7 @@ class Renderer:
         encoder_2: replaces SDXL's second encoder, but for encoders that `align` fitted one with; see `load_pipeline`.
         batch: images rendered at once.
         low_memory: on an NVIDIA GPU a model is in its memory while it runs, by diffusers' offloading. Elsewhere either
-            the text encoders or the UNet are in memory, never both.
+            the text encoders or the UNet are in memory, never both, unless there are LoRAs, which act on both.
         show_steps: with a progress bar for the steps of each batch, in place of one for all images.
         loras: whose files tags in prompts name; None: tags are not read.
         refiner: folder or hub id of SDXL's refiner, see `render_batch`.
@@ -82,7 +82,7 @@ class Renderer:
         self.sampling = self._with_defaults(self.sampling)
         self.dtype = self.dtype or default_dtype(self.device)
         self._offloads = self.low_memory and self.device.type == "cuda"
-        self._drops_encoders = self.low_memory and not self._offloads
+        self._drops_encoders = self.low_memory and not self._offloads and self.loras is None
         self._pipe: DiffusionPipeline | None = None
         self._loaded: tuple[str | None, ...] = ()  # the encoders in `_pipe`
         self._digests: dict[str | None, str | None] = {None: None, STRETCH: STRETCH}
@@ -199,7 +199,7 @@ class Renderer:
         with TemporaryFile() as encoded:  # of thousands of prompts, each up to 4 MB at 248 positions
             if self._drops_encoders:
                 bar = tqdm(batches, "encode", disable=self.show_steps, leave=False)
-                for batch in self._with_loras(pipe, bar):
+                for batch in bar:
                     pickle.dump(encode_batch(pipe, batch, self.sampling), encoded)
                 encoded.seek(0)
                 encoders = TOKENIZERS.keys() & pipe.components.keys()
