@@ -3,6 +3,7 @@
 import difflib
 import logging
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -67,7 +68,7 @@ def reason(error: BaseException) -> str:
             f"it is damaged, not a file of weights, or {more}, which can be code. It is refused. Get the weights as "
             ".safetensors"
         )
-    return message[:300].rstrip(".") or type(error).__name__
+    return textwrap.shorten(message, 300, placeholder=" ...").rstrip(".") or type(error).__name__
 
 
 def missing_library(error: ModuleNotFoundError, extra: str = "") -> str:

@@ -8,6 +8,7 @@ from helpers.text_encoders import long_clip
 from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip
 from PIL import Image
 
+from debias_diffusion.clip.weight_files import CONFIG_FILE
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
@@ -44,6 +45,17 @@ def test_average_pooling_is_saved_and_heeded_when_loaded(tmp_path):
         to_transformers(again, projection=True)
 
 
+def test_an_activation_that_is_not_named_is_gelu(tmp_path):
+    tiny_clip().save(tmp_path)
+    config, digests = json.loads((tmp_path / CONFIG_FILE).read_text()), set()
+    config["model_cfg"].pop("quick_gelu", None)
+    for named in ({}, {"quick_gelu": False}):
+        changed = config | {"model_cfg": config["model_cfg"] | named}
+        (tmp_path / CONFIG_FILE).write_text(json.dumps(changed))
+        digests.add((backbone := load_backbone(str(tmp_path))).digest() + backbone.image_digest())
+    assert len(digests) == 1
+
+
 def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit():
     backbone, generator = tiny_clip().eval(), torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (61, 40, 3), generator=generator, dtype=torch.uint8)
@@ -59,6 +71,7 @@ def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit():
         ("coca_ViT-B-32:none", "cannot be used.*multimodal_cfg"),
         ("ViT-B-16:openai", "Use the model ViT-B-16-quickgelu"),
         ("ViT-B-16:opneai", "Did you mean openai"),
+        ("ViT-B-16-quickgelu:openai", "'ViT-B-16-quickgelu:openai' could not be loaded: nothing of it is in the hub's"),
     ],
 )
 def test_what_cannot_be_used_is_named(name, message):

@@ -63,6 +63,10 @@ def test_a_text_encoder_alone_goes_from_format_to_format(tmp_path, longclip, cap
         if name.is_dir():
             write_seen(name, {"data": [(2, 5)]})  # of it ComfyUI's file tells, too
     assert read_seen(EncoderSpec.parse(name)) == {"data": [(2, 5)]}
+    for wrong in ([-5, 10], [50, 10], [0.5, 2.5]):
+        write_seen(tmp_path / "folder", {"data": [wrong]})
+        with pytest.raises(UserError, match="seen.json of .* is damaged"):
+            read_seen(EncoderSpec.parse(tmp_path / "folder"))
     assert "does not align a CLIP-L of 248 positions with clip_g past 75 tokens" in capsys.readouterr().out
 
 

@@ -1,6 +1,7 @@
 """`--base FILE.safetensors`: a tiny checkpoint in the original single-file layout renders what its folder renders."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
+from debias_diffusion.pipelines.rendering.options import split_base
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.prompt import read
 from debias_diffusion.text.tokens import clip_tokenizer
@@ -95,17 +97,29 @@ def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bas
     assert all(map(torch.equal, pipe.text_encoder_2.parameters(), expected.text_encoder_2.parameters()))
 
 
+def test_a_file_may_name_its_drive(tmp_path, monkeypatch):
+    """Of `FOLDER:FILE`, whose parts may be as on Windows."""
+    (tmp_path / "C:" / "m").mkdir(parents=True)
+    (tmp_path / "C:" / "m" / "x.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    for folder in ("owner/name", "C:"):
+        assert split_base(f"{folder}:C:/m/x.safetensors") == (folder, Path("C:/m/x.safetensors"))
+
+
 def test_other_files_and_incomplete_ones_are_refused(bases, tmp_path):
     weights = load_file(bases / "sdxl.safetensors")
     incomplete = {name: weight for name, weight in weights.items() if "middle_block.1.norm.weight" not in name}
     save_file(incomplete, tmp_path / "unet.safetensors")
     save_file({"lora_unet.down.weight": torch.zeros(1)}, tmp_path / "lora.safetensors")
+    (tmp_path / "old.ckpt").write_bytes(b"PK")
     (tmp_path / "half.safetensors").write_bytes((bases / "sdxl.safetensors").read_bytes()[:99])
     for base, message in {
         f"{bases}/sdxl-configs:{tmp_path}/unet.safetensors": "lacks weights of its configuration",
         f"{tmp_path}/lora.safetensors": "is no single-file checkpoint of SDXL or Stable Diffusion 1.5",
         f"{tmp_path}/half.safetensors": "cannot be read",
-        f"{bases}/sdxl-configs:nowhere.safetensors": "is not there, or not read",
+        f"{bases}/sdxl-configs:nowhere.safetensors": "is not there",
+        f"{tmp_path}/old.ckpt": "is a pickle, .* Convert it to .safetensors",
+        f"{bases}/sdxl-configs:{tmp_path}/old.ckpt": "is a pickle, .* Convert it to .safetensors",
     }.items():
         with pytest.raises(UserError, match=message):
             load_pipeline(base, None, CPU)

@@ -36,7 +36,7 @@ from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import OutOfMemory, UserError
 from debias_diffusion.training import loop, two_tower
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.progress import Moment
+from debias_diffusion.training.progress import Moment, pace
 from debias_diffusion.training.two_tower import prepare_backbone, train
 
 CPU = torch.device("cpu")
@@ -294,3 +294,7 @@ def test_damaged_lines_of_the_logs_are_left_out_and_the_others_kept(world, finis
     train(config(world, run))
     is_the_same_run(run, finished_run)
     assert (run / "not-finite.jsonl").read_bytes() == b""
+
+
+def test_a_pace_below_one_pair_a_second_is_not_zero():
+    assert [pace(pairs) for pairs in (0.48, 0.004, 9.96, 1024.3)] == ["0.48", "0.004", "10", "1,024"]

@@ -29,7 +29,10 @@ def read_seen(encoder: EncoderSpec) -> Seen:
     with explain_failure(f"{SEEN} of {encoder.name!r}, what it was trained on, is damaged", "Get it again."):
         if not (content := place.is_file() and json.loads(written_metadata(place).get(SEEN, "{}"))):
             content = next((read_json(file) for file in files if file.is_file()), {})
-        return {data: [(int(first), int(end)) for first, end in ranges] for data, ranges in content.items()}
+        seen = {data: [range(first, end) for first, end in ranges] for data, ranges in content.items()}
+        if wrong := [each for each in chain(*seen.values()) if each.start < 0 or not each]:
+            raise ValueError(f"from {wrong[0].start} to {wrong[0].stop} are no records")
+        return {data: [(each.start, each.stop) for each in ranges] for data, ranges in seen.items()}
 
 
 def add_seen(records: Iterable[Seen], data: str, positions: range) -> Seen:

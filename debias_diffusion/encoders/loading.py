@@ -32,7 +32,7 @@ from ..clip.weight_files import (
 from ..errors import UserError, explain_failure, near_matches
 from ..files import read_json
 from ..toyworld.shipped import shipped
-from .hub import find_file
+from .hub import find_file, locate
 
 _HUB = "hf-hub:"
 DIFFERENCE, STEPS = "difference.safetensors", "steps"  # of a fine-tuned toy CLIP: its file, and a tensor in it
@@ -129,6 +129,8 @@ def _read_config(location: str, weights: str | None) -> tuple[dict, Family]:
     else:
         config = {"model_cfg": open_clip.get_model_config(location)}
         _check_weights(location, weights)
+    if config["model_cfg"].get("quick_gelu") is False:  # as open_clip has it without the key
+        del config["model_cfg"]["quick_gelu"]
     text_cfg = config["model_cfg"]["text_cfg"]
     text_cfg.setdefault("context_length", CLIPTextCfg.context_length)
     text_cfg.setdefault("vocab_size", CLIPTextCfg.vocab_size)
@@ -162,7 +164,9 @@ def _find_weights(location: str, weights: str | None) -> Path | None:
         return Path(file)
     if weights is None or os.path.isfile(weights):
         return weights and Path(weights)
-    return Path(open_clip.download_pretrained(open_clip.get_pretrained_cfg(location, weights)))
+    pretrained = open_clip.get_pretrained_cfg(location, weights)
+    locate(os.path.dirname(pretrained["hf_hub"]))  # says at once if the hub is out of reach
+    return Path(open_clip.download_pretrained(pretrained))
 
 
 def load_weights(clip: nn.Module, file: Path, model: str, quick_gelu: bool) -> dict[str, int] | None:

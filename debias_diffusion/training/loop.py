@@ -48,6 +48,7 @@ from .progress import (
     few_steps,
     make_accelerator,
     memory_advice,
+    pace,
     print_plan,
     tracked,
 )
@@ -281,7 +282,7 @@ class Run(ABC):
         self._note_replaced(step, state, int(replaced))
         speed = self.batch / step.seconds
         bar.update()
-        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=f"{speed:.0f}")
+        bar.set_postfix(loss=f"{report['loss']:.4f}", pairs_per_s=pace(speed))
         if step.words:
             self.say(f"step {step.number}: {step.words}")
         is_due = step.number % self.config.log_every == 0 or step.number == self.batches.total_steps or step.words

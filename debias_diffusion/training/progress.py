@@ -191,13 +191,18 @@ class Pace:
         mean, waiting = (sum(column) / len(steps) for column in zip(*steps, strict=True))
         left = mean * (self.total - step.number)
         numbers: dict = {"seconds": {"step": round(mean, 4), "waiting": round(waiting, 4), "left": round(left, 1)}}
-        line = f"{mean:.2g} s a step, {self.batch / mean:,.0f} pairs a second, {waiting / mean:.0%} of the time waiting"
-        line += f" for data; {duration(left)} to the end"
+        line = f"{mean:.2g} s a step, {pace(self.batch / mean)} pairs a second, {waiting / mean:.0%} of the time "
+        line += f"waiting for data; {duration(left)} to the end"
         if self.device.type == "cuda":
             numbers["peak_gb"] = round(torch.cuda.max_memory_allocated(self.device) / GB, 2)
             line += f"; {numbers['peak_gb']} GB of memory at the peak"
         slow = "; more --workers, or small images by `debias-diffusion shards --size`, would be faster"
         return numbers, line + slow * (waiting > _WAITS * mean)
+
+
+def pace(pairs: float) -> str:
+    """A number of pairs a second, which is below 1 on slow machines: "1,024", "0.48"."""
+    return f"{pairs:,.0f}" if pairs >= 10 else f"{pairs:.2g}"
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """How images are rendered: options that `generate`, the evaluations and the demo share. Imports nothing large."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -31,14 +32,17 @@ def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
     is "" for a file that is named alone. Raises UserError for what is not there, and no hub id.
     """
     base = os.fspath(name)
-    folder, _, file = ("", "", base) if os.path.exists(base) else base.rpartition(":")
+    in_two = None if os.path.exists(base) else re.fullmatch(r"(.*?):((?:[A-Za-z]:[\\/])?[^:]*)", base)  # C: is a drive
+    folder, file = in_two.groups() if in_two else ("", base)
+    if file.endswith((".ckpt", ".pt", ".bin")) and os.path.isfile(file):
+        raise UserError(f"{file!r} is a pickle, which can hold code, and is not read. Convert it to .safetensors.")
     if not file.endswith(".safetensors") or os.path.isdir(file):
         folder, file = base, ""
     configs = shipped(folder)
     has_configs = os.path.isdir(configs) or may_be_hub_id(configs) or (file and not folder)
     if not has_configs or (file and not os.path.isfile(file)):
         raise UserError(
-            f"The SDXL checkpoint {base!r} is not there, or not read. Give a folder, hub id or .safetensors."
+            f"The SDXL checkpoint {base!r} is not there. Give a folder, a hub id or a .safetensors file."
         )
     return configs, Path(file) if file else None
 

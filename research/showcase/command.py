@@ -142,9 +142,8 @@ def write_marking(output: Path, prompts: Sequence[ShowcasePrompt], images: Image
     for number, prompt in enumerate(prompts):
         for digest, path in sorted(pairs[number][::-1] for pairs in images.values()):
             copy = output / MARKING / f"{digest[:16]}.jpg"
-            if not copy.exists():
-                with open_regular(path) as file, Image.open(file) as image, atomic_file(copy) as unfinished:
-                    image.convert("RGB").save(unfinished, "JPEG", quality=95)
+            with open_regular(path) as file, Image.open(file) as image, atomic_file(copy) as unfinished:
+                image.convert("RGB").save(unfinished, "JPEG", quality=95)
             items.append({"image": digest[:16], "facts": [fact for _, fact in prompt.facts]})
     write_page(output / "mark.html", "mark.html.j2", HERE, items=items, marking=MARKING)
 

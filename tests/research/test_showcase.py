@@ -54,6 +54,8 @@ def test_the_page_of_marks_tells_no_way(drawn):
     assert names == sorted(names[:4]) + sorted(names[4:])  # of each prompt by checksum, not by way
     assert not any(name.split("/")[1] in source for name in images_of(drawn))
     shown = [drawn / "marking" / f"{name}.jpg" for name in names]
+    shown[0].write_bytes(b"")  # as a full disk leaves it
+    command.showcase(replace(CONFIG, output=str(drawn)))
     assert {*(drawn / "marking").iterdir()} == {*shown} and len({*shown}) == 8
     for path in shown:
         with Image.open(path) as image:
