@@ -1,5 +1,6 @@
 """Judges: a tiny multimodal model on a real server, and the toy world's checker."""
 
+import json
 import math
 
 import numpy as np
@@ -34,14 +35,53 @@ def quick(monkeypatch):
     monkeypatch.setattr(judges, "CONTROLS", 40)
 
 
-def test_yes_is_every_token_that_reads_yes_and_neither_is_no_answer():
-    top = [(" Yes", 0.4), ("YES\n", 0.1), ("no", 0.2), ("maybe", 0.2), ("yesterday", 0.1)]
-    assert p_yes([(token, math.log(p)) for token, p in top]) == pytest.approx(0.5 / 0.7)
-    assert p_yes([("maybe", 0.0), ("", -1.0)]) is None
+def choice(*top):
+    tokens = [{"token": token, "logprob": value} for token, value in top]
+    return {"logprobs": {"content": [{"top_logprobs": tokens}]}}
+
+
+def test_yes_is_every_token_that_reads_yes_and_less_than_half_of_the_mass_is_no_answer():
+    top = [(" Yes.", 0.2), ("YES\n", 0.1), ("ĠYes", 0.1), ("▁no", 0.2), ("maybe", 0.2), ("yesterday", 0.1)]
+    assert p_yes(choice(*((token, math.log(p)) for token, p in top))) == pytest.approx(0.4 / 0.6)
+    assert p_yes(choice(("<think>", -0.01), ("Yes", -5.0))) is p_yes(choice()) is None
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+def odd(*choices, **content):
+    return [HEAD + b"\r\n", json.dumps({"data": [{"id": openai_server.MODEL}], "choices": choices} | content).encode()]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([b"HTTP/1.1 422 No\r\n\r\nUnexpected fields: ", b"logprobs"], "answer: 422, Unexpected fields: logprobs"),
+        ([b"HTTP/1.1 500 Broken\r\n\r\n"], "3 tries: 500, Broken. Check that it runs"),
+        ([HEAD, b"Content-Length: 99\r\n\r\n{"], "3 tries: .* 99"),
+        ([HEAD, b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"], "3 tries: .*chunked"),
+        ([b"garbage\r\n\r\n"], "3 tries: .*garbage"),
+        ([HEAD, b"\r\n", *[b" " * 10**6] * 20], "3 tries: .*8 MB"),
+        ([HEAD, b"\r\n", *[b" "] * 500], "3 tries: .*0.1 seconds"),
+        ([HEAD, b"\r\n", b"[" * 200_000], "answer: 200, \\["),
+        ([b"HTTP/1.1 302 Found\r\nLocation: http://other/v1/models\r\n\r\n"], "redirects to http://other/v1. Give"),
+        (odd(error={"message": "over\x1b[2Jloaded"}), "answer: 200, over\N{REPLACEMENT CHARACTER}.2Jloaded"),
+        (odd(data=[{"id": "\x1b"}] * 10**5), "has no model 'tiny'. It has: \N{REPLACEMENT CHARACTER}, [^\x1b]{,310}$"),
+        *((odd(each), "needs top_logprobs") for each in (None, "yes", {"logprobs": None}, choice((None, -1.0)))),
+        *((odd(choice(("Yes", each))), "needs top_logprobs") for each in (None, math.nan, "x", 1000)),
+    ],
+)
+def test_odd_answers_are_told_in_a_sentence(parts, message, monkeypatch):
+    monkeypatch.setattr(multimodal, "PATIENCE", 0.1 if len(parts) > 100 else 9)
+    with openai_server.serve_replies(parts=parts) as (url, _), pytest.raises(UserError, match=message):
+        ServerModel(url, openai_server.MODEL, 3)(Image.new("RGB", (8, 8)), QUESTIONS)
+    with pytest.raises(FailedError, match="refused"):  # it ended
+        ServerModel(url, openai_server.MODEL, 1)
 
 
 def test_a_server_is_asked_by_several_questions_at_once_and_again_where_it_failed(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(judges, "LEAST_GAP", -1.0)  # it is random
+    monkeypatch.setattr(multimodal, "LEAST", 1e-9)
     monkeypatch.setattr(judges, "CONTROLS", 2)
     images = [tiny_llava.noise(np.random.default_rng(seed)) for seed in range(2)]
     asked = [(lambda image=image: image, f"{at}", QUESTIONS) for at, image in enumerate(images)]
@@ -57,25 +97,8 @@ def test_a_server_is_asked_by_several_questions_at_once_and_again_where_it_faile
         assert len(requests) == 2 * len(QUESTIONS)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"logprobs": False}, UserError, "top_logprobs"),
-        ({"failures": [422]}, UserError, "refuses the request: 422"),
-        ({"failures": [500] * 9}, FailedError, "after 3 tries: 500"),
-    ],
-)
-def test_servers_that_cannot_judge_are_refused(tiny, options, error, message):
-    with openai_server.serve(*tiny, **options) as (url, _):
-        with pytest.raises(UserError, match="has no model 'other'. It has: tiny"):
-            ServerModel(url, "other", 1)
-        with pytest.raises(error, match=message):
-            ServerModel(url, openai_server.MODEL, 3)(Image.new("RGB", (40, 40)), QUESTIONS)
-    with pytest.raises(FailedError, match="Start it"):
-        ServerModel(url, openai_server.MODEL, 1)
-
-
-def test_judges_that_are_blind_are_refused(tiny):
+def test_judges_that_are_blind_are_refused(tiny, monkeypatch):
+    monkeypatch.setattr(multimodal, "LEAST", 1e-9)
     with (
         openai_server.serve(*tiny) as (url, _),
         pytest.raises(UserError, match="does not tell what an image shows"),

@@ -228,6 +228,7 @@ def tables(report: dict) -> list[Table]:
         [title, *(cell(*numbers["scores"][name].values()) for numbers in encoders.values())]
         for name, title in TITLES.items()
     ]
+    rows.append(["unanswered questions, on all images", *(numbers["unanswered"] for numbers in encoders.values())])
     found = [Table([f"{report['prompts']} prompts, {report['questions']} questions", *encoders], rows)]
     for grouping in GROUPINGS:
         lists = [numbers[grouping] for numbers in encoders.values()]

@@ -56,8 +56,8 @@ class Captioner(ServerModel):
     def describe(self, asked: Sequence[tuple[Image.Image, str]], max_tokens: int) -> list[str]:
         """The answer to each image and prompt, cut at `max_tokens`."""
         options = {"max_tokens": max_tokens}
-        choices = self._pool.map(lambda one: self._ask(image_url(one[0]), one[1], options), asked)
-        return [choice["message"]["content"] or "" for choice in choices]
+        ask = partial(self._ask, options=options, parse=lambda choice: str.strip(choice["message"]["content"] or ""))
+        return [*self._pool.map(lambda one: ask(image_url(one[0]), one[1]), asked)]
 
 
 class _Synthesis:

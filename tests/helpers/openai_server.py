@@ -4,7 +4,8 @@ import base64
 import io
 import json
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
@@ -13,7 +14,7 @@ from PIL import Image
 MODEL = "tiny"
 
 
-def serve(model, processor, failures=(), logprobs=True):
+def serve(model, processor, failures=()):
     """As `serve_replies`, with the likeliest first tokens of a model."""
 
     def top(picture, prompt, body):
@@ -25,15 +26,16 @@ def serve(model, processor, failures=(), logprobs=True):
         words = [processor.tokenizer.decode([index]) for index in best.indices.tolist()]
         return [{"token": word, "logprob": value} for word, value in zip(words, best.values.tolist(), strict=True)]
 
-    return serve_replies(top, failures, logprobs)
+    return serve_replies(top, failures)
 
 
 @contextmanager
-def serve_replies(reply, failures=(), logprobs=True):
+def serve_replies(reply=None, failures=(), parts=()):
     """Yields (address, requests so far). Requests fail first with the codes of `failures`, one after the other.
 
     Args:
         reply: (image, prompt, request) to the tokens that may come first, the likeliest first; it is the whole answer.
+        parts: bytes that are sent in place of every answer, one after the other.
     """
     requests, failures, lock = [], [*failures], threading.Lock()
 
@@ -51,21 +53,24 @@ def serve_replies(reply, failures=(), logprobs=True):
             with lock:
                 requests.append(body)
                 code = failures.pop(0) if failures else 200
-                found = replied(body) if code == 200 else None
-            message = {"message": {"content": found and found[0]["token"]}}
-            message |= {"logprobs": {"content": [{"top_logprobs": found}]}} if logprobs else {}
-            self.answer(code, {"choices": [message]} if found else {"error": "Unexpected fields: logprobs"})
+                found = replied(body) if reply and code == 200 else None
+            message, logprobs = {"content": found and found[0]["token"]}, {"content": [{"top_logprobs": found}]}
+            self.answer(code, {"choices": [{"message": message, "logprobs": logprobs}]})
 
         def answer(self, code, content):
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
+            if not parts:
+                self.send_response(code)
+                self.end_headers()
+            with suppress(OSError):  # the client has enough
+                for part in parts or [json.dumps(content).encode()]:
+                    self.wfile.write(part)
+                    time.sleep(0.001)
 
         def log_message(self, *_):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", requests
     finally:
