@@ -29,7 +29,7 @@ from debias_diffusion.pipelines.rendering.renderer import Renderer
 from .contact_sheet import write_contact_sheets
 from .like import take_settings
 from .prompt_options import GenerateConfig
-from .prompts import WILDCARD, check_prompt, check_text, expand, parse_seed, read_prompts
+from .prompts import check_prompt, check_text, parse_seed, read_prompts
 
 LEFT_OUT = "left-out.jsonl"
 MOST_UNREAD = 10  # sentences on what is not read of prompts
@@ -60,29 +60,21 @@ def generate(config: GenerateConfig) -> Path:
         encoder = replace(encoder, name=encoder.model.location)  # without the second encoder
     elif encoder.fitted_second:
         print(f"Second encoder: {encoder.fitted_second}, fitted with the first")
-    prompt = ImagePrompt(config.prompt or "", config.seed, config.negative_prompt)
-    firsts, left_out = [ImageTask("00000", prompt, "the prompt")], {}
+    parse_seed(config.seed + config.images_per_prompt - 1)  # of the last image
+    seeds = range(config.seed, config.seed + config.images_per_prompt)
+    prompts = [ImagePrompt(config.prompt or "", seed, config.negative_prompt) for seed in seeds]
+    images, left_out = [ImageTask("00000", prompt, "the prompt") for prompt in prompts], {}
     if config.prompts is not None:
-        firsts, left_out = read_prompts(config.prompts, config.seed, config.negative_prompt)
-        print(f"Prompts: {len(firsts):,} in {config.prompts}")
+        images, left_out = read_prompts(config.prompts, config.seed, config.negative_prompt, config.images_per_prompt)
+        print(f"Prompts: {len(images) // config.images_per_prompt:,} in {config.prompts}")
         _print_left_out(left_out)
-    for first in firsts:
-        parse_seed(first.prompt.seed + config.images_per_prompt - 1)  # of the last image
-    images = [
-        replace(first, prompt=replace(first.prompt, seed=first.prompt.seed + number))
-        for first in firsts
-        for number in range(config.images_per_prompt)
-    ]
     unread: list[str] = []
-    if config.prompts is not None:
-        wildcards = Path(config.prompts).parent / "wildcards"
-        images = [expand(image, wildcards) for image in images]
-        left = [re.search(WILDCARD, image.prompt.prompt) for image in images if wildcards.is_dir()]
-        unread += dict.fromkeys(f"{match[0]!r} is in no file of {str(wildcards)!r}." for match in left if match)
     output = Path(config.output or ("pictures" if config.several else "picture.png"))
+    is_png = output.suffix.lower() == ".png"
+    if is_png == config.several or (is_png and output.is_dir()):
+        kind = "a folder for several images: leave out .png" if config.several else "a file that ends in .png"
+        raise UserError(f"The output {str(output)!r} must be {kind}.")
     if not config.several:  # a job checks its folder
-        if output.suffix.lower() != ".png" or output.is_dir():
-            raise UserError(f"The output {str(output)!r} must be a file that ends in .png, because PNG is the format.")
         output.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=output.parent).close()  # an OSError now, not after the image is made
     renderer = Renderer(
@@ -100,7 +92,7 @@ def generate(config: GenerateConfig) -> Path:
     kind = renderer.checkpoint.check_kind(KINDS)
     if kind == SDXL and config.clip_skip == 1:
         print("Clip skip 1: of SDXL the layer before the last is read, as in A1111 and Forge. ComfyUI reads the last.")
-    if kind != SDXL and any(first.prompt.prompt_2 for first in firsts):
+    if kind != SDXL and any(image.prompt.prompt_2 for image in images):
         raise UserError(
             f"The prompts have a prompt_2, and the SDXL checkpoint {config.base!r} is a {kind}, which has one text "
             "encoder. Leave it out."

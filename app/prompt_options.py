@@ -1,12 +1,12 @@
 """Options of the commands that read prompts with an SDXL checkpoint. Nothing large is imported here: help is fast."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec, parse_encoders
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.options import MOST_IMAGES, TOYS, check_output
-from debias_diffusion.files import open_regular
 from debias_diffusion.limits import PositiveInt, Seed, between
 from debias_diffusion.options import AllowsBad, InPrecision, OnDevice
 from debias_diffusion.pipelines.rendering.options import (
@@ -52,8 +52,8 @@ class Rendering(ImageOptions, InPrecision):
 
     Attributes:
         batch: Images rendered at once, of prompts of equal length; more are faster and need more memory.
-        low_memory: Keep each model on an NVIDIA GPU only while it runs; elsewhere encode all prompts before UNet and
-            autoencoder are loaded. The images are the same.
+        low_memory: Keep each model on an NVIDIA GPU only while it runs. Elsewhere encode all prompts before UNet and
+            autoencoder are loaded, unless LoRAs are used. The images are the same.
     """
 
     batch: PositiveInt = 1
@@ -73,8 +73,8 @@ class GenerateConfig(WithEncoder, Rendering):
             holds the settings that made it.
         overwrite: Replace an image at `output` that has other settings, such as another prompt.
         prompts: File of prompts, instead of `prompt`: .txt, one a line; .jsonl or .csv with prompt and, optionally,
-            negative_prompt, seed and prompt_2 (for SDXL's second encoder), and no other column. Run the command again
-            to continue an interrupted run: finished images are kept.
+            negative_prompt, seed and prompt_2 (for SDXL's second encoder). Run the command again to continue an
+            interrupted run: finished images are kept.
         negative_prompt: What to avoid. Only used with a guidance scale above 1.
         like: PNG or JPEG of this package, A1111, Forge or ComfyUI, whose settings are used where none is given here.
         loras: Folder of the LoRAs, .safetensors files, that prompts name as <lora:name:0.8>.
@@ -120,8 +120,8 @@ class GenerateConfig(WithEncoder, Rendering):
         if self.refiner:
             split_base(self.refiner)
         shipped(self.encoder_2 or "")  # raises UserError for a misspelt toy model
-        if self.prompts is not None:
-            open_regular(self.prompts).close()
+        if self.prompts is not None and not Path(self.prompts).exists():
+            raise UserError(f"There is no file {self.prompts!r}. Give a file of prompts: .txt, .jsonl or .csv.")
         if (self.prompt is None) == (self.prompts is None) and (self.prompts or not self.like):
             given = "neither" if self.prompt is None else "both"
             raise UserError(

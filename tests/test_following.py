@@ -50,6 +50,7 @@ def write_sets(folder):
     (folder / "longbench.jsonl").write_text(json.dumps(long))
     mine = [{"prompt": "A cat. A dog.", "questions": ["Is there a dog?"]}, {"prompt": 3}, {"prompt": "a" * 20_001}]
     mine += [{"prompt": "A cat.", "questions": "Is there?"}, {"prompt": "A cat.", "questions": [" "]}]
+    mine += [{"prompt": "A cat\ud83d."}, {"prompt": "A cat\0."}, {"prompt": "A cat.", "questions": ["\ud83d?"]}]
     (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, mine)))
     (folder / "mine.txt").write_bytes(b"A cat. A dog sits.\n\n\xff\n")
     files = {"dpg": "dpg", "corebench": "core", "geneval2": "geneval2.jsonl", "longbench": "longbench.jsonl"}
@@ -76,11 +77,11 @@ def test_published_sets_are_read_and_their_bad_entries_named(tmp_path):
         "mine.txt": [(statement("A cat."), 1, ""), (statement("A dog sits."), 2, "")],
     }
     # The empty prompt, that without rows, and that of a row without a prompt are bad too.
-    assert [len(each.bad) for each in found.values()] == [len(BAD_ROWS) + 2, 2, 2, 0, 4, 1]
+    assert [len(each.bad) for each in found.values()] == [len(BAD_ROWS) + 2, 2, 2, 0, 7, 1]
     _, red, front = found["dpg"].prompts[0].questions
     assert (red.position, front.position, front.parents) == (3, 9, (1, 2))  # the last of its words
     (tmp_path / "dpg" / "dpg_bench.csv").write_text("item_id,text\n0,A red truck\n")
-    for name, message in (("dpg", "Give a file .txt"), (f"dpg:{tmp_path / 'dpg'}", "lacks the column")):
+    for name, message in (("dpg", "Give a file"), ("gone.txt", "no prompt set"), (f"dpg:{tmp_path}/dpg", "lacks")):
         with pytest.raises(UserError, match=message):
             read_prompt_set(name)
 
@@ -121,11 +122,12 @@ def test_scores_in_a_closed_form():
 TOY = {"prompts": "toy/test", "judge": "toy/checker", "base": "toy/sdxl", "device": "cpu", "steps": 2, "limit": 6}
 
 
-def test_the_curve_by_sentence_is_that_of_the_toy_worlds_own_scores(tmp_path, monkeypatch, coarse_results):
+def test_the_curve_by_sentence_is_that_of_the_toy_worlds_own_scores(tmp_path, monkeypatch, coarse_results, capsys):
     monkeypatch.setattr(judges, "CONTROLS", 20)
     given = {"encoders": ["original"], "output": str(tmp_path)}
     report = evaluate_following(FollowingConfig(**given, **TOY))
     check_report(report)
+    assert "unanswered questions, on all images" in capsys.readouterr().out
     same = {name: TOY[name] for name in ("base", "device", "steps", "limit")} | {"data": "toy/test"}
     truth = evaluate_generation(GenerationConfig(**given, **same))
     [found], [expected] = (list(one["encoders"].values()) for one in (report, truth))

@@ -71,17 +71,11 @@ def test_what_is_not_read_stands_in_the_last_lines(base, tmp_path, capsys):
     assert "Clip skip 1: of SDXL the layer before the last is read" in "".join(first)
     (tmp_path / "wildcards").mkdir()
     (tmp_path / "wildcards" / "colour.txt").write_text("red")
-    lines = (
-        "a __colour__ cat",
-        "a __nothere__ cat",
-        "a cat <lyco:x:1>",
-        '--prompt "a cat" --seed 7',
-        "a dog AND a cat",
-    )
+    lines = ("a __colour__ cat", "a __nothere__ cat", "a cat <lyco:x:1>", '--prompt "a cat" --seed 7', "dog AND a cat")
     (tmp_path / "prompts.txt").write_text("\n".join(lines))
     generate(GenerateConfig(None, prompts=str(tmp_path / "prompts.txt"), output=str(tmp_path / "out"), **size))
-    *_, wildcard, tag, option, joined = capsys.readouterr().out.splitlines()
-    assert "'__nothere__' is in no file" in wildcard and "'AND' does" in joined
+    *first, tag, option, joined = capsys.readouterr().out.splitlines()
+    assert "Left out: line 2: '__nothere__' is in no" in "".join(first) and "'AND' does" in joined
     assert "'<lyco:x:1>' loads nothing" in tag and "'--prompt' is no option" in option
 
 
@@ -138,6 +132,8 @@ def test_every_setting_counts(tmp_path):
 
 MISTAKES = [
     ({"output": "{tmp}/a.jpg"}, "must be a file that ends in .png"),
+    ({"images_per_prompt": 2}, "a.png' must be a folder for several images"),
+    ({"prompt": None, "prompts": "{tmp}/missing.txt"}, "There is no file '.*missing.txt'. Give a file of prompts"),
     ({"device": "cuda:99"}, "'cuda:99' is not available"),
     ({"base": "{tmp}/nowhere"}, "nowhere' is not there"),
     ({"encoder": "{tmp}/wide"}, "has width 64; the UNet of .* reads 32 of its first encoder"),

@@ -50,6 +50,7 @@ def test_hidden_files_and_others_are_passed_over(tmp_path):
 def test_what_has_no_partner_or_cannot_be_read_is_left_out_and_named(tmp_path):
     put(tmp_path, "1.jpg", "1.txt", "a/2.png", "a/2.txt", "b/3.jpg", "d/3.jpg", "d/3.jpeg", "d/3.txt")
     put(tmp_path, "x.jpg", "X.txt", "4.png", "5.png", "6.png")
+    (tmp_path / "b" / "metadata.csv").write_text("file_name,text\n3.jpg,A cat.\n")
     (tmp_path / "4.txt").write_text(" \n")
     (tmp_path / "5.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "6.txt").write_text("A" * (1 << 20) + ".")
@@ -61,6 +62,7 @@ def test_what_has_no_partner_or_cannot_be_read_is_left_out_and_named(tmp_path):
         "6.png": "absurdly large caption",
         "X.txt": "no image",
         "b/3.jpg": "no caption",
+        "b/metadata.csv": "metadata not read",
         "d/3.jpeg": "same name",
         "x.jpg": "no caption",
     }

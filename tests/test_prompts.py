@@ -1,6 +1,8 @@
 """Files of prompts: what is read of them, and what is left out by its line."""
 
 import json
+import os
+import re
 
 import pytest
 
@@ -43,22 +45,25 @@ def test_json_lines(tmp_path):
     assert read(tmp_path, "p.jsonl", content) == (expected, {})
 
 
-def test_csv(tmp_path):
-    content = "\ufeffSeed, PROMPT ,Negative Prompt,"
-    content += '\r\n7,"a cat, a ""dog""\r\nand more",grey,\r\n\r\n,b\r\n,,,,,\r\n8.0,c,"",\r\n'
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_csv(tmp_path, separator, capsys):
+    content = "\ufeffSeed, PROMPT ,Negative Prompt,Category,Note,"
+    content += '\r\n7,"a cat, a ""dog""\r\nand more",grey,x,\r\n\r\n,b\r\n,,,,,\r\n8.0,c,"",y,\r\n'
     expected = [
-        task(0, 'a cat, a "dog"\r\nand more', "grey", None, 7, "line 2"),
+        task(0, f'a cat{separator} a "dog"\r\nand more', "grey", None, 7, "line 2"),
         task(1, "b", where="line 5"),
         task(2, "c", seed=8, where="line 7"),
     ]
-    assert read(tmp_path, "p.csv", content) == (expected, {})
+    assert read(tmp_path, "p.csv", content.replace(",", separator)) == (expected, {})
+    assert capsys.readouterr().out.count("p.csv: Category. Steps, size and the like are options") == 1
 
 
 BAD_ENTRIES = [
     ("p.txt", b"\xff\xfe", r"The prompt holds '\udcff'"),
     ("p.jsonl", b"a cat", "bad JSON: Expecting value, it begins 'a cat'"),
     ("p.jsonl", b'{"prompt": 3}', "The prompt must be text"),
-    ("p.jsonl", b'{"prompt": "a", "cfg_scale": 3}', "'cfg_scale' is not read"),
+    ("p.jsonl", b'{"prompt": "a", "prompt_2": "\\ud83d"}', r"The prompt_2 holds '\ud83d'"),
+    ("p.jsonl", b'{"prompt": "a\\u0000"}', r"The prompt holds '\x00'"),
     ("p.jsonl", b'{"prompt": "a", "Prompt": "b"}', "The prompt is given twice"),
     ("p.jsonl", b'{"prompt": "a", "seed": -1}', "The seed must be"),
 ]
@@ -74,9 +79,8 @@ def test_a_bad_entry_is_named_and_keeps_its_number(tmp_path, name, line, why):
 
 UNUSABLE = [
     ("p.md", "a cat", r"ends in '.md'. Give a .txt"),
-    ("p.jsonl", "{}\n3", "no usable prompt. The first fault: line 1: It has no prompt"),
-    ("p.csv", "prompt;seed\na;3", "p.csv' is no CSV at line 1: .* with commas"),
-    ("p.csv", "prompt,Steps\na,3", "'Steps' is not read, .* are options of"),
+    ("p.jsonl", '{"text": "a"}\n3', "no usable prompt. The first fault: line 1: It has no prompt, only: text"),
+    ("p.csv", "prompt,Positive\na,b", "p.csv' is no CSV at line 1: The prompt is given twice"),
     ("p.csv", "seed\n3", "There is no column 'prompt'"),
     # A broken row ends the file: all that follows might be its cell.
     ("p.csv", 'prompt\n"never closed\na\nb', "is no CSV at line 4"),
@@ -95,3 +99,27 @@ def test_seeds():
     for value in (-1, 1.5, MAX_SEED + 1, float("nan"), "1e3", "", "٣", None, False):
         with pytest.raises(UserError, match="The seed must be"):
             parse_seed(value)
+
+
+DRAWN = {  # what each line gives, or why it is left out
+    "{x|x} <lora:a__b__c:1>": "x <lora:a__b__c:1>",
+    "a __tags__ <lora:__sub/deep__:1>": "a <lyco:#a__b:1> <lora:deep:1>",
+    "{__s*/*__} __suit__": "deep hearts",
+    "{__cp*__|__cp1252__}": ".*cp1252.txt' cannot be read: .* 0xe9 in position 3.*",
+    "{__pipe__|__gone__}": "'__(pipe|gone)__' is in no regular file of .*",
+    "{|}": "The prompt is empty.*",
+    "{a|b": ".*line 7 cannot be read: Expected.*",
+}
+
+
+def test_alternatives_are_drawn_and_those_that_cannot_be_are_left_out(tmp_path):
+    pytest.importorskip("dynamicprompts")
+    (tmp_path / "wildcards" / "sub").mkdir(parents=True)
+    files = {"tags.txt": b"\xef\xbb\xbf<lyco:#a__b:1>\r\n# no\n", "cp1252.txt": b"caf\xe9"}
+    for name, content in (files | {"sub/deep.txt": b"deep", "s.yaml": b"suit: [hearts]"}).items():
+        (tmp_path / "wildcards" / name).write_bytes(content)
+    os.mkfifo(tmp_path / "wildcards" / "pipe.txt")
+    (tmp_path / "wildcards" / "gone.txt").symlink_to("nowhere")
+    images, left_out = read(tmp_path, "p.txt", "\n".join(DRAWN))
+    found = [*(image.prompt.prompt for image in images), *left_out.values()]
+    assert len(images) == 3 and all(map(re.fullmatch, DRAWN.values(), found)), found

@@ -199,15 +199,15 @@ def test_whole_samples_of_a_cut_shard_are_used(folder, tmp_path):
         assert cut >= closing or f"{3 - left} of 3 samples are missing" in captions.bad[0].detail
 
 
-def test_processes_threads_and_copies_read_the_same_images(tmp_path):
+def test_processes_threads_and_copies_read_the_same_images(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "pread")  # as on Windows
     for index in range(150):
         tar(tmp_path / f"{index:03}.tar", pair("a", index))
     captions, images = read_shards(tmp_path)
-    before = len(os.listdir("/dev/fd"))
     expected = [images.open(record.image).tobytes() for record in captions.records]
-    assert 0 < len(os.listdir("/dev/fd")) - before <= 128 and len(set(expected)) == 10
+    assert len(set(expected)) == 10
 
-    def read(reader):  # from the files that the first process or thread has open
+    def read(reader):
         with ThreadPoolExecutor(8) as threads:
             opened = threads.map(reader.open, [record.image for record in captions.records])
             return [image.tobytes() for image in opened]

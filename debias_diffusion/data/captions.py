@@ -1,6 +1,7 @@
 """Captions in entries and files: where they are, and which ones can be used."""
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from .records import Record
 
 LARGEST_FILE = 1 << 20  # bytes of a caption's file
 LONGEST_CAPTION = 32_768  # characters: thirty times the average; sampling from it takes at most about 0.1 s
+LONGEST_PROMPT = 20_000  # characters: some 4,500 tokens, far more than one image can show
 # Control characters but white space, as UTF-8. Those from U+0080 on may stay: ftfy reads them as Windows-1252.
 _CONTROLS = bytes([*range(9), *range(14, 28), 127])
 _ANSWERS, _QUESTIONS = ("gpt", "assistant"), ("human", "user", "system")
@@ -53,7 +55,8 @@ def caption_of(entry: dict, where: str) -> str:
     """The caption of an entry, or the answer in its conversations, not folded. Raises ValueError("kind: `where`")."""
     caption = answer_of(entry) if entry.get("caption") is None else entry["caption"]
     if caption is None:
-        raise ValueError(f"no caption: {where}")
+        found = ", ".join(str(name) for name, value in entry.items() if value is not None)
+        raise ValueError(f"no caption: {where} has only {found[:200]}")
     return check_caption(caption, where)
 
 
@@ -123,3 +126,11 @@ def is_text(value) -> bool:
         return isinstance(value, str) and value.encode() != b""
     except UnicodeEncodeError:
         return False
+
+
+def text_fault(text: str) -> str | None:
+    """Why a prompt cannot be read, in words that follow its name; None if it can, also if it is empty."""
+    if len(text) > LONGEST_PROMPT:
+        return f"has {len(text):,} characters; at most {LONGEST_PROMPT:,} are read. Shorten it"
+    found = re.search("[\0\ud800-\udfff]", text)  # NUL, as in UTF-16 that is read as UTF-8, or half a surrogate pair
+    return f"holds {found[0]!r}, which is no character. Write it as UTF-8" if found else None

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from ..errors import UserError
 from ..files import open_regular, visible_files
-from .bad_records import left_out
+from .bad_records import BadRecord, left_out
 from .captions import LARGEST_FILE, Captions, check_caption, fold, is_text, usable_captions, utf8
 from .images import ImageFolder
 from .json_files import read_data_file
@@ -41,6 +41,8 @@ def read_pair_folder(root: str | os.PathLike) -> tuple[Captions, ImageFolder]:
         stem = name.rpartition(".")[0]
         if stem and ending(name) in (*IMAGES, *_CAPTIONS):
             groups[stem].append(name)
+        elif Path(name).name in (METADATA, "metadata.csv", "metadata.parquet"):
+            bad.append(BadRecord(_escape(name), "metadata not read", f"only {METADATA} of the folder itself is"))
 
     def read() -> Iterator[Record]:
         bar = tqdm(sorted(groups.items()), desc="reading captions", unit=" captions", disable=len(groups) < 10_000)

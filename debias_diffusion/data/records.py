@@ -2,7 +2,6 @@
 
 import json
 import os
-import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -69,18 +68,16 @@ def _unpack(row: bytes | bytearray) -> Record:
 class InFile:
     """The bytes of a file, which a slice reads. The system's cache holds them once for all processes.
 
-    Safe for threads, and can be pickled for workers. The file must not change.
+    Safe for threads and workers: each read opens the file, because an open one has one position. It must not change.
     """
 
     def __init__(self, path: str | os.PathLike):
-        self._path, self._file = os.path.abspath(path), open_regular(path)
-        weakref.finalize(self, self._file.close)
-
-    def __reduce__(self):
-        return InFile, (self._path,)
+        self._path = os.path.abspath(path)
 
     def __getitem__(self, part: slice) -> bytes:
-        return os.pread(self._file.fileno(), part.stop - part.start, part.start)
+        with open_regular(self._path) as file:
+            file.seek(part.start)
+            return file.read(part.stop - part.start)
 
 
 Content = bytes | bytearray | InFile

@@ -9,7 +9,6 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -31,7 +30,6 @@ _WRITERS = ("shards", "synthesize")  # commands
 _ENTRY = "json"  # ending
 _LARGEST_IMAGE = 1 << 28  # bytes
 _BLOCK = 512  # bytes, a tar's unit
-_OPENED = 128  # shards kept open at once
 _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)  # key.extension, parted as WebDataset parts it
 _PLACE = re.compile(r"([^/]+)/.*@(\d+)\+(\d+)", re.DOTALL)  # shard/member@offset+size
 
@@ -39,16 +37,11 @@ _PLACE = re.compile(r"([^/]+)/.*@(\d+)\+(\d+)", re.DOTALL)  # shard/member@offse
 class ShardImages:
     """Opens the images of shards by the strings that `read_shards` gives its records.
 
-    Safe for threads and workers, forked or not: reads are positioned, and each process opens the shards it needs.
+    Safe for threads and workers, forked or not: each read opens its shard, because an open file has one position.
     """
 
     def __init__(self, root: str | os.PathLike):
         self.root = Path(os.path.realpath(root))
-        # A file dropped from the cache is closed after the last read from it.
-        self._opened = lru_cache(maxsize=_OPENED)(lambda shard: open_regular(self.root / shard))
-
-    def __reduce__(self):
-        return ShardImages, (self.root,)
 
     def open(self, image: str) -> Image.Image:
         return decode_image(io.BytesIO(self.read(image)))
@@ -56,8 +49,9 @@ class ShardImages:
     def read(self, image: str) -> bytes:
         """The image's file as the shard holds it. Raises OSError or ValueError when it cannot be had."""
         shard, offset, size = _locate(image)
-        opened = self._opened(shard)  # held while it is read, because another thread may drop it from the cache
-        content = os.pread(opened.fileno(), size, offset)
+        with open_regular(self.root / shard) as file:
+            file.seek(offset)
+            content = file.read(size)
         if len(content) < size:
             raise OSError(f"{shard!r} ends inside the image, and did not when it was indexed")
         return content
@@ -132,9 +126,9 @@ def _read_shard(root: Path, shard: str, expected: int | None, bad: list[BadRecor
                 elif member.isfile() and name and (kind := ending(name[2])) in (*IMAGES, CAPTION, _ENTRY):
                     key = name[1].removeprefix("./")
                     size = 0 if kind in IMAGES else min(member.size, LARGEST_FILE + 1)
-                    text = os.pread(file.fileno(), size, member.offset_data)
-                    part = _Member(name[2].lower(), f"{shard}/{member.name}", member.offset_data, member.size, text)
-                    samples.setdefault(key, []).append(part)
+                    file.seek(member.offset_data)  # tarfile finds its own place again
+                    part = (name[2].lower(), f"{shard}/{member.name}", member.offset_data, member.size, file.read(size))
+                    samples.setdefault(key, []).append(_Member(*part))
     except (tarfile.ReadError, OSError, ValueError) as error:
         broken = error
     for sample, parts in samples.items():
@@ -163,7 +157,8 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     except Exception as error:  # a damaged header makes tarfile raise whatever its bytes lead to
         raise tarfile.ReadError(f"byte {end} of {length}: {error}") from error
     # A damaged header that is not the first looks to tarfile like the end.
-    if os.pread(file.fileno(), _BLOCK, end) != bytes(_BLOCK):
+    file.seek(end)
+    if file.read(_BLOCK) != bytes(_BLOCK):
         raise tarfile.ReadError(f"byte {end} of {length}: no header and no closing block")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from debias_diffusion.data.bad_records import BadRecord, leave_out
-from debias_diffusion.data.captions import fold, parse_object
+from debias_diffusion.data.captions import fold, parse_object, text_fault
 from debias_diffusion.data.sources import is_toy_scenes
 from debias_diffusion.data.toy_scenes import family, read_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError, explain_failure
@@ -28,7 +28,6 @@ from ..judge import object_question
 # of 77 EOT is at 76, so text from there on is cut.
 BANDS = (1, 20, 40, 60, 76, 112, 172)
 BAND_NAMES = (*(f"{start}-{end - 1}" for start, end in pairwise(BANDS)), f"{BANDS[-1]} and on")
-MOST_CHARACTERS = 20_000  # of a prompt, as in `generate`
 _DPG = ("item_id", "proposition_id", "dependency", "category_broad", "tuple", "question_natural_language")
 _tokenizer = cache(partial(clip_tokenizer, 77))
 # Words of questions that place nothing in a prompt.
@@ -136,7 +135,7 @@ def read_prompt_set(name: str, limit: int | None = None) -> PromptSet:
     if published in PUBLISHED and path:
         read, parse = PUBLISHED[published]
         entries = read(Path(path))
-    elif name.endswith((".txt", ".jsonl")):
+    elif name.endswith((".txt", ".jsonl")) and Path(name).exists():
         entries, parse = _lines(Path(name)), _plain if name.endswith(".txt") else _own
     else:
         raise UserError(
@@ -149,8 +148,8 @@ def read_prompt_set(name: str, limit: int | None = None) -> PromptSet:
             break
         with leave_out(where, bad), explain_failure("unusable prompt"):
             text, asked = parse(entry, bad)
-            if not 0 < len(text.strip()) <= MOST_CHARACTERS:
-                raise ValueError(f"it has {len(text):,} characters, and 1 to {MOST_CHARACTERS:,} are read")
+            if fault := text_fault(text) or ("" if clean(text) else "is empty"):  # as in `generate`
+                raise ValueError(f"it {fault}")
             places = Places(text.strip())
             questions = (
                 [*places.sentences()]
@@ -160,8 +159,8 @@ def read_prompt_set(name: str, limit: int | None = None) -> PromptSet:
                     for question, words, category, *further in asked
                 ]
             )
-            if not all(question.text for question in questions) or not questions:
-                raise ValueError("it has no questions, or an empty one")
+            if not questions or any(not one.text or text_fault(one.text + one.category) for one in questions):
+                raise ValueError("it has no questions, or one that is empty or holds what is no character")
             prompts.append(Prompt(f"{number:05}", places.text, tuple(questions), f"{number:05}"))
     if not prompts:
         raise UserError(f"{name!r} holds no usable prompt. The first fault: {bad[0] if bad else 'it is empty'}.")

@@ -1,5 +1,6 @@
-"""Data files and files of prompts, with any values and damaged."""
+"""Data files, files of prompts and wildcards, with any values and damaged."""
 
+import csv
 import json
 
 import pytest
@@ -31,7 +32,7 @@ ENTRY = JSON | st.fixed_dictionaries(
 
 
 ROW = st.fixed_dictionaries(
-    {"prompt": TEXTS},
+    {"prompt": TEXTS | st.just("a __w__ {b|__*__}")},
     optional={"seed": st.integers() | JSON, "negative_prompt": TEXTS | JSON, "prompt_2": TEXTS, "x": JSON},
 )
 
@@ -67,11 +68,19 @@ def counted_prompts(path) -> int:
     [(ENTRY, ("d.json", "d.jsonl"), counted_data), (ROW, ("p.jsonl", "p.txt", "p.csv"), counted_prompts)],
 )
 def test_a_file_is_read_or_refused_and_every_entry_counts(tmp_path, entry, names, counted):
-    @given(st.lists(entry, max_size=6), st.data())
-    def search(entries, data):
+    (tmp_path / "wildcards").mkdir()
+
+    @given(st.lists(entry, max_size=6), st.sampled_from(",;\t"), st.data())
+    def search(entries, separator, data):
         lines = [json.dumps(entry) for entry in entries]
+        (tmp_path / "wildcards" / "w.txt").write_bytes(data.draw(damaged_bytes(data.draw(TEXTS).encode())))
         for path in (tmp_path / name for name in names):
             path.write_text(f"[{','.join(lines)}]" if path.suffix == ".json" else "\n".join(lines))
+            if path.suffix == ".csv":
+                with open(path, "w", newline="") as file:
+                    rows = csv.DictWriter(file, "prompt seed negative_prompt prompt_2 x".split(), delimiter=separator)
+                    rows.writeheader()
+                    rows.writerows(entries)
             count = refused_or(counted, path)
             assert count in (None, len(entries)) or "json" not in path.suffix, "an entry was lost without a word"
             path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))

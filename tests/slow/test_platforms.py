@@ -32,7 +32,7 @@ import accelerate, filelock, jsonargparse, multiprocessing.popen_spawn_posix, op
 from diffusers import StableDiffusionXLPipeline
 
 multiprocessing.set_start_method("spawn")
-gone = ("O_NONBLOCK", "O_NOCTTY", "fork", "sched_getaffinity")
+gone = ("O_NONBLOCK", "O_NOCTTY", "fork", "pread", "sched_getaffinity")
 windows = SimpleNamespace(**{name: value for name, value in vars(os).items() if name not in gone})
 
 signals = SimpleNamespace(**{name: getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIG_IGN", "signal")})
@@ -40,14 +40,16 @@ sys.modules |= {"os": windows, "signal": signals}
 sys.modules |= dict.fromkeys(("fcntl", "resource", "pwd", "termios"))  # importing them fails
 from debias_diffusion import files
 from debias_diffusion.app import cli
-from debias_diffusion.data import workers
+from debias_diffusion.data import json_files, workers
 from debias_diffusion.pipelines import with_long_prompts
 
 files.sys = workers.sys = SimpleNamespace(platform="win32")
+json_files._IN_MEMORY = -1  # a small file stays on the disk, too
 sdxl, model, data, images, output = sys.argv[1:]
 pipe = StableDiffusionXLPipeline.from_pretrained(sdxl, add_watermarker=False)
 image = with_long_prompts(pipe)("A red cat. " * 60, num_inference_steps=1).images[0]
-train = f"train --model {model} --data {data} --images {images} --output {output} --batch 8 --components 3"
+cli.main(f"shards --data {data} --images {images} --output {output}/shards --workers 0".split())
+train = f"train --model {model} --data {output}/shards --output {output} --batch 8 --components 3"
 cli.main(f"{train} --max-steps 2 --validation 2 --workers 1".split())
 cli.main(["generate", "A red cat.", "--base", sdxl, "--output", f"{output}/cat.png"])
 print(image.size)
