@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from unittest.mock import Mock
 
+import gradio as gr
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from debias_diffusion import parse_prompt
 from debias_diffusion.app.demo.launch import PASSWORD, AppConfig, is_of_other_site, open_app
 from debias_diffusion.app.demo.models import DemoModels
-from debias_diffusion.app.demo.page import _Endpoints
+from debias_diffusion.app.demo.page import SETTINGS, _Endpoints
 from debias_diffusion.app.demo.reading import attention, count_tokens
 from debias_diffusion.app.demo.rendering import RenderedImage, render_request
 from debias_diffusion.app.demo.request import Request, check, check_texts, demo_scene, from_image
@@ -97,7 +98,8 @@ def test_names_say_how_an_encoder_reads(toy):
 @pytest.mark.parametrize(
     "encoder, changes",
     [
-        ("toy/clip", {"reading": "separate", "sharpen": 1.5, "sharpen_sentences": 4.0, "scheduler": "UniPC"}),
+        ("toy/clip", {"reading": "separate", "sharpen": 1.5, "sharpen_sentences": 4.0, "scheduler": "UniPC",
+                      "karras": True, "clip_skip": 3}),
         ("toy/clip", {"prompt": f'😀 "A" \\ &lt; B and\ttabs\n{PROMPT}', "seed": 2**63 - 9, "reading": "cut"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
         ("toy/long-clip", {"negative_prompt": "A Red", "emphasis": "no_norm", "prompt": "A (Red star:2) BREAK [ring]"}),
@@ -107,6 +109,7 @@ def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     (rendered,) = images(toy, encoders=[encoder], **changes)
     request = ask(toy, encoders=[encoder], **changes)
     names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading", "sharpen", "sharpen_sentences")
+    names += ("karras", "clip_skip")
     options = {name: getattr(request, name) for name in names} | {"negative_prompt": request.negative_prompt or None}
     options["scheduler"] = toy.schedulers[request.scheduler]
     output = str(tmp_path / "image.png")
@@ -184,6 +187,19 @@ def test_what_cannot_be_generated_is_refused(tiny):
             next(render_request(tiny, ask(tiny, **changes)))
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_null_is_a_default_or_refused_in_a_sentence(tiny, name):
+    values = dict(zip(SETTINGS, ("a cat", ["long"], "", "1", 1, 1.0, 64, 64, 1, "Euler"), strict=False))
+    values = values | {"emphasis": "", "reading": "cut", "sharpen": 1.0, "sharpen_sentences": 1.0, "karras": False}
+    progress, has_default = lambda *_: None, ("steps", "guidance_scale", "height", "width")
+    asked = _Endpoints(tiny, 100).render(None, **values | {"clip_skip": 0, name: None}, progress=progress)
+    if name in (*has_default, "emphasis", "karras", "clip_skip"):
+        assert [shown for shown in asked if isinstance(shown, list)]
+    else:
+        with pytest.raises(gr.Error, match="None"):
+            next(asked)
+
+
 def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy):
     request = ask(toy, steps=100, images=8)
     with pytest.raises(UserError, match="takes 2,400 steps"):
@@ -193,13 +209,18 @@ def test_a_request_beyond_the_budget_is_refused_before_it_begins(toy):
 
 def test_what_is_not_here_is_left_out_and_noted(tiny, tmp_path):
     settings = {"prompt": "a cat", "encoder": "long", "encoders": ["/home/me/long", "gone"], "base": "other"}
-    settings |= {"scheduler": "PLMS", "prompt_2": "a dog", "refiner": "r"}
+    settings |= {"scheduler": "Euler a", "prompt_2": "a dog", "refiner": "r", "karras": True, "clip_skip": 2}
     (info := PngInfo()).add_text("settings", json.dumps(settings))
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
     request, notes = from_image(tmp_path / "a.png", tiny)
-    assert (request.encoders, request.scheduler, request.reading) == (["long"], "Euler", "overlap")
-    for words in ("checkpoint 'other'", "encoder 'gone'", "scheduler 'PLMS'", "prompt_2 is not", "refiner is not"):
-        assert words in " ".join(notes)
+    assert (request.encoders, request.reading, request.clip_skip) == (["long"], "overlap", 2)
+    assert (request.scheduler, request.karras) == ("Euler a", None)
+    says = ("checkpoint 'other'", "encoder 'gone'", "prompt_2 is not", "refiner is not", "Euler a has no noise levels")
+    assert [note for note in notes if not any(words in note for words in says)] == [] and len(notes) == len(says)
+    (info := PngInfo()).add_text("settings", json.dumps(settings | {"scheduler": "PLMS"}))
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
+    request, notes = from_image(tmp_path / "a.png", tiny)
+    assert (request.scheduler, request.karras) == ("Euler", True) and "scheduler 'PLMS'" in " ".join(notes)
 
 
 @pytest.mark.parametrize("reading", READINGS)

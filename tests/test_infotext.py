@@ -65,23 +65,32 @@ def test_an_infotext_in_each_kind_of_file(tmp_path, place):
 
 
 SHORT = "Steps: 9, Sampler: Euler a, CFG scale: 7, Seed: 1, Size: 512x512"
-HIRES = ', Hires upscale: 2, ADetailer prompt: "x, Seed: 5"'
+
+
+def infotext(text="", to=""):
+    """With one of the fields of `SHORT` replaced, or more after them."""
+    return {"parameters": f"a\n{SHORT.replace(text, to) if to else SHORT + text}"}
+
+
+LINES = (
+    ', Emphasis: None, Wildcard: "a\n, Seed: 5", Civitai resources: [{"modelName":"x, Steps: 5"}]\n'
+    "Template: {b|c}, Seed: 5\nNegative Template: d"
+)
 INFOTEXTS = [
-    (f"a\n\nb\n{SHORT}", {"prompt": "a\n\nb", "negative_prompt": None, "emphasis": "original"}, ""),
-    (SHORT, {"prompt": "", "scheduler": "Euler a", "width": 512}, ""),
-    (f"a\n{SHORT.replace('Euler a', 'DPM++ 2M SDE Karras')}", {"scheduler": "DPM++ 2M SDE", "karras": True}, ""),
-    (f"a\n{SHORT}{HIRES}", {"seed": 1}, "Hires upscale, ADetailer prompt"),
-    (f'a <lora:x:1>\n{SHORT}, Lora hashes: "x: 12, y: 3"', {"prompt": "a"}, "<lora:x:1>: give the folder"),
-    (f"a # <lora:x:1>\n{SHORT}", {"prompt": "a # <lora:x:1>"}, ""),  # a comment
-    (f"a\n{SHORT}, Version: f2.0.1v1.10.1-previous-1", {"reading": "a1111"}, ""),
+    ({"parameters": f"a\n\nb\n{SHORT}"}, {"prompt": "a\n\nb", "negative_prompt": None, "emphasis": "original"}, ""),
+    ({"parameters": SHORT}, {"prompt": "", "scheduler": "Euler a", "width": 512}, ""),
+    (infotext("Euler a", "DPM++ 2M SDE Karras"), {"scheduler": "DPM++ 2M SDE", "karras": True}, ""),
+    (infotext(', Hires upscale: 2, ADetailer prompt: "x, Seed: 5"'), {"seed": 1}, "'Hires upscale', 'ADetailer"),
+    (infotext(LINES), {"prompt": "a", "seed": 1, "steps": 9, "emphasis": "none"}, "'Template', 'N"),
+    (infotext(", CLiP-skip: 2, App: SD.Next, Scheduler: Karras"), {"clip_skip": 2, "karras": True}, ""),
+    (infotext("512x512", "1001x8, Emphasis: Odd"), {"width": None, "height": 8, "emphasis": None}, "width is 1001"),
+    (infotext("Seed: 1", f"Seed: {'[' * 100_000}"), {"seed": None, "steps": 9}, "seed is '[[["),
+    ({"parameters": f"a <lora:x:1>\n{SHORT}"}, {"prompt": "a"}, "<lora:x:1>: give the folder"),
+    ({"parameters": f"a # <lora:x:1>\n{SHORT}"}, {"prompt": "a # <lora:x:1>"}, ""),  # a comment
+    (infotext(", Version: f2.0.1v1.10.1-previous-1, Clip skip: 0"), {"reading": "a1111", "karras": None}, ""),
+    ({"prompt": "a dog"} | infotext(), {"prompt": "a", "reading": "a1111"}, ""),
+    ({"prompt": '{"1": {"class_type": "X", "inputs": {}}}'} | infotext(), {"prompt": "a"}, ""),
 ]
-
-
-@pytest.mark.parametrize(("text", "settings", "left"), INFOTEXTS)
-def test_infotexts(tmp_path, text, settings, left):
-    image = read_image(png(tmp_path / "a.png", parameters=text))
-    assert image.settings | settings == image.settings and ("karras" in settings) == ("karras" in image.settings)
-    assert (left in " ".join(image.left)) if left else image.left == []
 
 
 # ---- ComfyUI
@@ -91,8 +100,8 @@ def node(kind, **inputs):
     return {"class_type": kind, "inputs": inputs}
 
 
-def graph(**changes):
-    """A workflow with LoRAs, a last layer and a second pass."""
+def changed(**changes):
+    """A workflow with LoRAs, a last layer and a second pass, of which nodes or some of their inputs are others."""
     nodes = {
         "1": node("CheckpointLoaderSimple", ckpt_name="xl.safetensors"),
         "2": node("LoraLoader", model=["1", 0], clip=["1", 1], lora_name="a\\b.safetensors", strength_model=0.8,
@@ -108,25 +117,65 @@ def graph(**changes):
                   noise_seed=2**64 - 1, steps=20, cfg=7.5, sampler_name="dpmpp_2m", scheduler="karras"),
         "10": node("UpscaleModelLoader", model_name="x"),
     }  # fmt: skip
-    for name, inputs in changes.items():
-        nodes[name.strip("_")]["inputs"] |= inputs
-    return nodes
+    for name, change in changes.items():
+        name = name.strip("_")
+        nodes[name] = change if "class_type" in change else {**nodes[name], "inputs": nodes[name]["inputs"] | change}
+    return {"prompt": json.dumps(nodes)}
 
 
-def test_a_graph_of_comfyui(tmp_path):
-    image = read_image(png(tmp_path / "a.png", prompt=json.dumps(graph())), loras=True)
-    assert image.settings == {
-        "prompt": "a (red:1.2) cat <lora:b:0.5:0.8> <lora:c:0:1>", "negative_prompt": "blurry", "steps": 20,
-        "guidance_scale": 7.5, "scheduler": "DPM++ 2M", "karras": True, "width": 64, "height": 48, "clip_skip": 2,
-        "base": "xl.safetensors", "reading": "comfyui", "emphasis": "comfyui",
-    }  # fmt: skip
-    assert len(image.left) == 3 and "UpscaleModelLoader is not followed" in " ".join(image.left)
-    assert "above 2^63" in " ".join(image.left) and "Other samplers" in " ".join(image.left)
-    last = read_image(png(tmp_path / "a.png", prompt=json.dumps(graph(_4={"stop_at_clip_layer": -1}))))
-    assert last.settings["clip_skip"] == 1 and "CLIP Set Last Layer -1: of SDXL the layer before" in " ".join(last.left)
-    ours = read_image(png(tmp_path / "a.png", prompt=json.dumps(GRAPH)))
-    assert ours.settings["prompt"] == GRAPH["3"]["inputs"]["text"] and ours.settings["reading"] == "overlap"
-    assert ours.settings["seed"] == 0 and ours.left == []
+WHOLE = {
+    "prompt": "a (red:1.2) cat", "negative_prompt": "blurry", "steps": 20, "guidance_scale": 7.5, "karras": True,
+    "scheduler": "DPM++ 2M", "width": 64, "height": 48, "clip_skip": 2, "base": "xl.safetensors", "seed": None,
+    "reading": "comfyui", "emphasis": "comfyui",
+}  # fmt: skip
+LINKED = changed(
+    _2={"strength_model": ["b", 0]}, _5={"text": ["f", 0]}, _6={"text": ["g", 0]},
+    _7={"width": ["a", 0], "height": ["a", 1]}, a=node("SDXLResolution", resolution="896x1152 (0.78)"),
+    _9={"noise_seed": ["c", 0], "steps": ["d", 0], "cfg": ["b", 0], "sampler_name": ["e", 0], "scheduler": ["e", 1]},
+    b=node("Float", Number=0.5), c=node("Seed (rgthree)", seed=77), d=node("PrimitiveInt", value=30, control="fixed"),
+    e=node("Selector", sampler_name="ddim", scheduler="x"), f=node("Text", STRING="a dog", flag=True),
+    g=node("PrimitiveStringMultiline", value=""),
+)  # fmt: skip
+SIZES = {"width": 896, "height": 1152}
+VALUES = SIZES | {"prompt": "a dog", "negative_prompt": "", "seed": 77, "steps": 30, "guidance_scale": 0.5,
+                  "scheduler": "DDIM", "karras": None, "clip_skip": 2}  # fmt: skip
+UNCLEAR = changed(
+    _5={"text": ["b", 0]}, _7={"width": ["a", 0]}, _9={"steps": ["c", 0], "cfg": 1001},
+    a=node("Ratio", width=8, ratio="16x32"), b=node("Replace", text="a", to="b"), c=node("Math", value="a*2", a=5),
+)  # fmt: skip
+PASSED_ON = changed(
+    _5=node("CLIPTextEncodeSDXL", text_g="b", text_l="a", clip=["4", 0]), _2={"strength_clip": ["no", 0]},
+    _9={"latent_image": ["a", 0], "model": ["b", 0], "positive": ["c", 0]},
+    a=node("Reroute", **{"": ["7", 0]}), b=node("Reroute", **{"": ["3", 0]}), c=node("Reroute", **{"": ["d", 0]}),
+    d=node("ControlNetApplyAdvanced", positive=["5", 0], negative=["6", 0]),
+)  # fmt: skip
+LOADER = node("Efficient Loader", positive="a", negative="b", empty_latent_width=896, empty_latent_height=1152)
+EFFICIENT = node("KSampler (Efficient)", model=["a", 0], positive=["a", 1], negative=["a", 2], latent_image=["a", 3],
+                 seed=5, steps=2, sampler_name="euler")  # fmt: skip
+COMBINED = changed(_9={"positive": ["a", 0]}, a=node("ConditioningCombine", conditioning_1=["5", 0]))
+GRAPHS = [
+    ({"prompt": json.dumps(GRAPH)}, {"prompt": GRAPH["3"]["inputs"]["text"], "reading": "overlap", "seed": 0}, ""),
+    (changed(), WHOLE, "<lora:b:0.5:0.8>: | <lora:c:0:1>: | 2^63 - 1 | Other samplers | taken: 'UpscaleModelLoader'"),
+    (LINKED, VALUES, "The schedule 'x'"),
+    (UNCLEAR, dict.fromkeys(("prompt", "width", "steps", "guidance_scale")) | {"height": 48},
+     "steps is 'a*2' | The width: it comes from the node 'Ratio' | taken: 'LoraLoader', 'LoraLoaderModelOnly', 'R"),
+    (PASSED_ON, {"prompt": "a", "base": "xl.safetensors", "width": 64}, "The prompt of SDXL's second text | The "
+     "weight of the LoRA 'b': it comes from the node '(mis | taken: 'CLIPTextEncodeSDXL', 'ControlNetApplyAdvanced'"),
+    (changed(_9=EFFICIENT, a=LOADER), SIZES | {"prompt": "a", "negative_prompt": "b"}, "'Efficient Loader', 'Upscale"),
+    (COMBINED, {"prompt": None, "steps": 20}, "The prompt: it comes from the node 'Conditioning"),
+    (COMBINED | infotext(), {"prompt": "a", "seed": 1}, ""),
+    (changed(_7=node("Empty Latent", dimensions=" 896 x 1152 ", batch_size=1)), SIZES, "Other samplers"),
+    (changed(_7=node("VAEEncode", pixels=["x", 0]), _8=node("X")), {"width": None, "steps": 20}, "node 'VAEEncode'"),
+    (changed(_4={"stop_at_clip_layer": -1}), {"clip_skip": 1}, "CLIP Set Last Layer -1: of SDXL the layer before"),
+    (changed(_3={"model": ["3", 0]}), {"steps": 20}, "Other samplers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("texts", "settings", "left"), INFOTEXTS + GRAPHS)
+def test_settings_that_are_read_and_those_that_are_left(tmp_path, texts, settings, left):
+    image = read_image(png(tmp_path / "a.png", **texts))
+    assert {name: image.settings.get(name) for name in settings} == settings
+    assert all(words in " ".join(image.left) for words in left.split(" | ")) and bool(left) == bool(image.left)
 
 
 # ---- files that are damaged or hostile
@@ -143,15 +192,6 @@ def raw_png(*chunks, side=8):
     return b"".join([b"\x89PNG\r\n\x1a\n", head, *chunks, pixels, chunk(b"IEND", b"")])
 
 
-def infotext(text, to=""):
-    """With one of the fields of `SHORT` replaced, or more after them."""
-    return {"parameters": f"a\n{SHORT.replace(text, to) if to else SHORT + text}"}
-
-
-def changed(**nodes):
-    return {"prompt": json.dumps(graph(**nodes))}
-
-
 BOMB = chunk(b"zTXt", b"parameters\0\0" + zlib.compress(b"a" * 2**22))
 HOSTILE = {
     "a length beyond the file": raw_png(chunk(b"tEXt", b"parameters\0a", length=2**31 - 1)),
@@ -159,13 +199,14 @@ HOSTILE = {
     "pixels that grow": raw_png(chunk(b"tEXt", b"parameters\0" + SHORT.encode()), side=60_000),
     "no text": {},
     "too long": {"parameters": "a" * 4_000_001 + f"\n{SHORT}"},
+    "too long a prompt": {"parameters": "a" * 20_001 + f"\n{SHORT}"},
     "deep": {"settings": "[" * 100_000},
-    "deep field": infotext(f", Seed: {'[' * 100_000}"),
+    "deep graph": {"prompt": "[" * 100_000},
     "no encoding": b"ASCII\0\0\0\xff\xfe",
-    "circle": changed(_3={"model": ["3", 0]}),
+    "Fooocus": {"parameters": '{"prompt": "a", "steps": 30}'},
     "unhashable": changed(_9={"positive": [["5"], 0]}),
     "no nodes": {"prompt": '{"1": 3}'},
-    "seed": infotext("Seed: 1", "Seed: 1e999"),
+    "Easy Diffusion": {"prompt": "a cat", "num_inference_steps": "25"},
     "prompt": {"settings": '{"prompt": 7}'},
 }
 
@@ -179,9 +220,7 @@ def test_damaged_and_hostile_files_get_one_clear_error(tmp_path, name):
         photograph(path, "JPEG", content)
     else:
         path.write_bytes(content)
-    with pytest.raises(
-        UserError, match=r"in the image 'a.png' cannot be read: .*Give a PNG|must be|no prompt that is read"
-    ):
+    with pytest.raises(UserError, match=r"image '[^']*a.png' (cannot be read: .*Easy.*--like|has no prompt)"):
         take_settings(GenerateConfig(None, base="toy/sdxl", like=str(path)))
 
 
@@ -214,7 +253,7 @@ def test_an_image_of_another_program_is_drawn_as_it_reads(tmp_path, sdxl_folder,
     where = {"base": str(sdxl_folder), "device": "cpu"}
     drawn = generate(GenerateConfig(None, like=like, output=str(tmp_path / "a.png"), **where))
     out = capsys.readouterr().out
-    assert "Not from it: Hires upscale" in out and "Not from it: The base 'sd, xl: 1'" in out
+    assert "Not from it: 'Hires upscale'" in out and "Not from it: The base 'sd, xl: 1'" in out
     options = {name: value for name, value in READ.items() if name != "base"} | {"width": 64, "height": 48, "steps": 2}
     options |= {"scheduler": "DPMSolverMultistepScheduler"}
     plain = generate(GenerateConfig(**options, output=str(tmp_path / "b.png"), **where))

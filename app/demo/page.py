@@ -61,7 +61,7 @@ BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something
 # of a request, in the order of the components
 SETTINGS = (
     *("prompt", "encoders", "negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "images"),
-    *("scheduler", "emphasis", "reading", "sharpen", "sharpen_sentences"),
+    *("scheduler", "emphasis", "reading", "sharpen", "sharpen_sentences", "karras", "clip_skip"),
 )
 PRIVATE = {"api_visibility": "private"} | BESIDE
 
@@ -115,6 +115,9 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                         width = gr.Number(defaults.width, label="Width in pixels", precision=0)
                     count = gr.Slider(1, MOST_IMAGES, 1, step=1, label="Images per encoder")
                     scheduler = gr.Dropdown([*models.schedulers], value=defaults.scheduler, label="Scheduler")
+                    karras = gr.Checkbox(False, label="Noise levels of Karras")
+                    hint = "The layer of the text encoders that is read, counted from the last; 0 is the usual one."
+                    clip_skip = gr.Slider(0, 24, 0, step=1, label="Clip skip", info=hint)
                     names = [name for name in get_args(Emphasis) if name != "a1111"]
                     choices = [("as the reading does", ""), *names]
                     emphasis = gr.Dropdown(choices, value="", label="Weights: (word:1.3), [word], BREAK")
@@ -137,8 +140,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 analysis.append(gr.Dataframe(visible=False, interactive=False, wrap=True, elem_id="movement"))
 
         text = [prompt, encoders, emphasis, reading]
-        sharpening = [sharpen, between]
-        settings = [negative, seed, steps, guidance, height, width, count, scheduler, emphasis, reading, *sharpening]
+        last = [sharpen, between, karras, clip_skip]
+        settings = [negative, seed, steps, guidance, height, width, count, scheduler, emphasis, reading, *last]
         request, on_status = [prompt, encoders, *settings], {"show_progress_on": status, **AS_SENT, **TURN}
         changes = [component.change for component in text]
         counted = {"api_name": "tokens", "trigger_mode": "always_last", **AS_SENT, **BESIDE}
@@ -202,7 +205,7 @@ class _Endpoints:
 
     def render(
         self, scene, prompt, encoders, negative_prompt, seed, steps, guidance_scale, height, width, images, scheduler,
-        emphasis, reading, sharpen, sharpen_sentences, progress=gr.Progress(),  # noqa: B008
+        emphasis, reading, sharpen, sharpen_sentences, karras, clip_skip, progress=gr.Progress(),  # noqa: B008
     ) -> Iterator[list[tuple]]:  # fmt: skip
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
@@ -210,6 +213,7 @@ class _Endpoints:
                 prompt, encoders, negative_prompt, parse_seed(seed), images, emphasis or None, reading, scene,
                 scheduler=scheduler, steps=steps, guidance_scale=guidance_scale, height=height, width=width,
                 sharpen=sharpen, sharpen_sentences=sharpen_sentences,
+                karras=karras or None, clip_skip=clip_skip or None,
             )  # fmt: skip
             toy_scene = scene_of(scene, prompt)
             shown, started = _reference(toy_scene), time.monotonic()
@@ -219,7 +223,8 @@ class _Endpoints:
                         caption = f"{self.models.title(item.label, reading)}, seed {item.seed}: {item.read}"
                         shown.append((str(item.save(folder)), caption + _marks(item.image, toy_scene)))
                         seconds, started = time.monotonic() - started, time.monotonic()
-                        self.pace = f"The last image took {seconds:.1f} s, {seconds / request.steps:.2f} s a step."
+                        steps = request.steps or self.models.renderer.sampling.steps
+                        self.pace = f"The last image took {seconds:.1f} s, {seconds / steps:.2f} s a step."
                         yield shown
                     else:
                         progress(*item)
@@ -274,8 +279,11 @@ class _Endpoints:
             with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
                 if image.size == (request.width, request.height):
                     images.append((path, f"The PNG{_marks(image, toy_scene)}"))
-        status = escape(" ".join(["All settings are restored.", *notes]))
+        status = escape(
+            " ".join(["Settings are restored, but not all." if notes else "All settings are restored.", *notes])
+        )
         values = vars(request) | {"seed": str(request.seed), "emphasis": request.emphasis or ""}
+        values |= {"karras": bool(request.karras), "clip_skip": request.clip_skip or 0}
         return [status, request.scene, images or gr.skip(), *(values[name] for name in SETTINGS)]
 
 

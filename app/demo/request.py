@@ -8,7 +8,7 @@ from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import between
 from debias_diffusion.pipelines.rendering.infotext import read_image
-from debias_diffusion.pipelines.rendering.options import ImageOptions, Sampling
+from debias_diffusion.pipelines.rendering.options import KARRAS, ClipSkip, ImageOptions, Sampling
 from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.text.chunks import Emphasis, Reading
 from debias_diffusion.text.options import LongPromptOptions
@@ -20,7 +20,7 @@ from ..prompts import check_prompt, check_text, parse_seed
 from .models import DemoModels
 
 MOST_IMAGES, MOST_SCENES = 8, 2**31
-UNUSED = ("prompt_2", "encoder_2", "refiner", "loras", "karras", "clip_skip")  # of an image's settings
+UNUSED = ("prompt_2", "encoder_2", "refiner", "loras")  # of an image's settings
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Request(ImageOptions):
         images: images by each encoder.
         scheduler: one of `DemoModels.schedulers`.
         emphasis, reading: see `LongPromptOptions`. Encoders whose name says how they read always read so.
+        karras, clip_skip: see `Sampling`.
         scene: number of the toy world's scene that has the prompt as its caption. It changes no image; it is for
             saying what an image shows.
     """
@@ -47,6 +48,8 @@ class Request(ImageOptions):
     emphasis: Emphasis | None = None
     reading: Reading = "overlap"
     scene: int | None = None
+    karras: bool | None = None
+    clip_skip: ClipSkip | None = None
 
     @classmethod
     def default(cls, models: DemoModels) -> "Request":
@@ -154,6 +157,10 @@ def from_image(path: str | Path, models: DemoModels) -> tuple[Request, list[str]
         if values.setdefault("scheduler", native) not in models.schedulers:
             notes.append(f"There is no scheduler {values['scheduler'][:80]!r} here; {native} is used.")
             values["scheduler"] = native
+        of_checkpoint = type(models.encoders[models.labels[0]].scheduler).__name__
+        if values.get("karras") and (models.schedulers[values["scheduler"]] or of_checkpoint) not in KARRAS:
+            notes.append(f"{values['scheduler']} has no noise levels of Karras.")
+            values["karras"] = None
         size = values.get("height"), values.get("width")
         if models.renderer.checkpoint.defaults.fixed_size and size not in (models.size, (None, None)):
             notes.append("Images have another size here.")

@@ -6,22 +6,28 @@ Only text is read, no pixel, and no file that the text names is opened.
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from PIL import Image
+from PIL import ExifTags, Image
 
-from debias_diffusion.errors import explain_failure
+from debias_diffusion.data.captions import parse_object, text_fault
+from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.files import open_regular
+from debias_diffusion.limits import Seed
 
 from .loras import lora_tags
+from .options import Sampling
 from .png import PARAMETERS_KEY, SETTINGS_KEY
 
-OURS, COMFYUI = "debias-diffusion", "ComfyUI"
-_MOST = 4_000_000  # characters of a field, far more than the largest graphs have
-_KINDS = ("PNG", "JPEG", "WEBP")
-_EXIF, _USER_COMMENT = 0x8769, 0x9286
+OURS = "debias-diffusion"
+_MOST = 4_000_000  # characters of a text, far more than the largest graphs have
+_ENCODINGS = ("utf-16-be", "utf-16-le", "utf-8")  # of comments; their first 8 bytes do not tell all
 _ADVICE = (
-    "Give a PNG or JPEG as this package, A1111, Forge or ComfyUI saved it; sites that share images remove settings."
+    "Give a PNG or JPEG as A1111, Forge, ComfyUI or this package saved it; sites that share images remove settings. "
+    "Easy Diffusion, Fooocus, InvokeAI, NovelAI and SwarmUI are not read. Or give the prompt itself, without --like."
 )
 
 
@@ -39,163 +45,202 @@ class ImageSettings(NamedTuple):
     left: list[str]
 
 
+@dataclass(kw_only=True)
+class _Options(Sampling):
+    base: str | None = None
+    prompt: str | None = None
+    seed: Seed | None = None
+
+
 def read_image(path: str | os.PathLike, loras: bool = False) -> ImageSettings:
-    """The settings in a PNG, JPEG or WebP.
+    """The settings in a PNG, JPEG or WebP: in the first of its texts that can be read and has a prompt.
 
     Args:
         loras: whether tags of LoRAs stay in the prompt; else they are left out.
 
     Raises:
-        OSError: the file cannot be read.
-        UserError: it holds no settings, or damaged ones.
+        UserError: the file cannot be read, or holds no settings.
     """
     with explain_failure(f"The settings in the image {os.path.basename(path)!r} cannot be read", _ADVICE):
-        fields = _read_fields(path)
-        if SETTINGS_KEY in fields:
-            image = ImageSettings(OURS, {**json.loads(fields[SETTINGS_KEY])}, [])
-        elif "prompt" in fields:
-            image = _read_graph({**json.loads(fields["prompt"])})
-        elif (image := _read_infotext(fields.get(PARAMETERS_KEY, ""))) is None:
-            raise ValueError("it holds none of a known program")
-        prompt = image.settings.get("prompt")
-        for tag in lora_tags(prompt, image.settings.get("reading")) if isinstance(prompt, str) and not loras else ():
-            image.left.append(f"{tag[:80]}: give the folder of its file, as loras.")
+        fields, images, failures = _read_fields(path), [], []
+        for key, (read, failure) in _READERS.items():
+            try:
+                images += [_check(read(fields[key]))] if key in fields else []
+            except ValueError:
+                failures.append(f"its text `{key}` {failure}")
+        if not images:
+            raise ValueError(", and ".join(failures) or "it holds none of a known program")
+        image = next((image for image in images if "prompt" in image.settings), images[0])
+        prompt = image.settings.get("prompt") or ""
+        for tag in [] if loras else lora_tags(prompt, image.settings.get("reading", "overlap")):
+            image.left.append(f"{repr(tag)[1:-1][:80]}: give the folder of its file, as loras.")
             image.settings["prompt"] = image.settings["prompt"].replace(tag, "").strip()
         return image
 
 
 def _read_fields(path: str | os.PathLike) -> dict[str, str]:
-    with open_regular(path) as file, Image.open(file, formats=_KINDS) as image:
-        fields = {key: image.info.get(key) for key in (SETTINGS_KEY, "prompt", PARAMETERS_KEY)}
+    with open_regular(path) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
+        fields = {key: image.info.get(key) for key in _READERS}
         if image.format != "PNG":  # of which Pillow would decode the pixels first
-            fields[PARAMETERS_KEY] = _decode(image.getexif().get_ifd(_EXIF).get(_USER_COMMENT))
-    fields = {key: text for key, text in fields.items() if isinstance(text, str)}
-    if any(len(text) > _MOST for text in fields.values()):
-        raise ValueError(f"a text in it has more than {_MOST:,} characters")
-    return fields
+            text = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
+            texts = [text[8:].decode(each, "replace") for each in _ENCODINGS] if isinstance(text, bytes) else [text]
+            fields[PARAMETERS_KEY] = next((text for text in texts if "Steps: " in str(text)), None)
+    return {key: text for key, text in fields.items() if isinstance(text, str) and len(text) <= _MOST}
 
 
-def _decode(comment: Any) -> str | None:
-    """An EXIF comment: 8 bytes name the encoding. Programs differ in the order of UTF-16's bytes."""
-    if not isinstance(comment, bytes) or not comment.startswith(b"UNICODE"):
-        return comment[8:].decode() if isinstance(comment, bytes) else comment
-    texts = [comment[8:].decode(encoding, errors="replace") for encoding in ("utf-16-be", "utf-16-le")]
-    return next((text for text in texts if "Steps: " in text), None)
-
-
-def _name_sampler(settings: dict, left: list[str], name: str, schedule: str, usual: tuple[str, ...]) -> None:
-    settings["scheduler"] = name
+def _check(image: ImageSettings) -> ImageSettings:
+    """With `karras` for `schedule`, and without values that their options do not allow: each is left, by itself."""
+    _, settings, left = image
+    schedule = str(settings.pop("schedule", "")).strip()
     if schedule.lower() == "karras":
         settings["karras"] = True
-    elif schedule not in usual:
+    elif schedule.lower() not in ("", "automatic", "normal", "uniform"):
         left.append(f"The schedule {schedule[:60]!r}: noise levels are the checkpoint's own.")
+    for name in sorted(settings.keys() - {"scheduler", "long_prompt"}):
+        try:
+            _Options.of({name: settings[name]})
+            if "prompt" in name and (fault := text_fault(str(settings[name]))):
+                raise UserError(f"{name} {fault}.")
+        except UserError as error:
+            left.append(str(error))
+            del settings[name]
+    return image
 
 
 # ---- A1111 and Forge
 
-_FIELD = re.compile(r'(\w[^:,"]{0,60}): ?("(?:[^"\\]|\\.)*"|[^,]*)(?:,\s*|$)')
-_NEGATIVE = "Negative prompt:"
+_STEPS = re.compile(r"^(?:.*, ?)?Steps: ?[\d.]+\s*(?:,|$)", re.MULTILINE)
+_FIELD = re.compile(r'(\w[^:,"\n]{0,60}): ?("[^"\\]*(?:\\.[^"\\]*)*"|[^,\n]*)(?:[,\n]\s*|$)')
+_SIZE = re.compile(r"(?P<width>\d{1,6}) ?x ?(?P<height>\d{1,6})")
 _FIELDS = {"Steps": "steps", "CFG scale": "guidance_scale", "Seed": "seed", "Clip skip": "clip_skip", "Model": "base"}
+_FIELDS |= {"CLiP-skip": "clip_skip"}  # SD.Next's
 # Fields that are settings in another way, or none.
-_OTHERS = re.compile(
-    r"Sampler|Schedule type|Size|Emphasis|Version|Hashes|VAE|RNG|(Model|VAE|Lora|TI) hash(es)?|Module \d+"
-)
+_OTHERS = re.compile(r"Sampler|Schedule(r| type)|Size|Emphasis|App|Version|Hashes|VAE|RNG|.* hash(es)?|Module \d+")
 
 
-def _read_infotext(text: str) -> ImageSettings | None:
-    """The settings in lines of a prompt, a negative prompt and "Steps: 20, Sampler: Euler, ..."; None without Steps."""
-    *lines, last = [line.strip() for line in text.strip().split("\n")]
-    fields = {name.strip(): _value(value.strip()) for name, value in _FIELD.findall(last)}
-    if "Steps" not in fields:
-        return None
-    at = next((at for at, line in enumerate(lines) if line.startswith(_NEGATIVE)), len(lines))
-    negative = "\n".join(lines[at:]).removeprefix(_NEGATIVE).strip()
+def _read_infotext(text: str) -> ImageSettings:
+    """The settings in lines of a prompt, a negative prompt and, last of its kind, "Steps: 20, Sampler: Euler, ..."."""
+    *_, start = (match.start() for match in _STEPS.finditer(text))  # ValueError if there is none
+    fields, left = {}, []
+    for name, value in _FIELD.findall(text[start:]):  # extensions write line ends into fields, and lines below them
+        fields.setdefault(name.strip(), _value(value.strip()))
+    head = "\n".join(line.strip() for line in text[:start].strip().split("\n"))
+    prompt, _, negative = map(str.strip, f"\n{head}".partition("\nNegative prompt:"))
     settings = {setting: fields[name] for name, setting in _FIELDS.items() if name in fields}
-    settings |= {"prompt": "\n".join(lines[:at]), "negative_prompt": negative or None, "reading": "a1111"}
+    settings |= {"prompt": prompt, "negative_prompt": negative or None, "reading": "a1111"}
     settings["emphasis"] = str(fields.get("Emphasis", "Original")).lower().replace(" ", "_")
-    if "Size" in fields:
-        settings["width"], settings["height"] = map(_value, str(fields["Size"]).split("x"))
-    names, left = [name for name in fields if name not in _FIELDS and not _OTHERS.fullmatch(name)], []
-    if names:  # such as hires fix, ADetailer, ControlNet, a refiner
-        left.append(f"{', '.join(names)[:300]}: this program has no such setting, and draws once, from noise.")
-    if settings.get("clip_skip", 1) not in (1, 2):
+    if size := _SIZE.fullmatch(str(fields.get("Size"))):
+        settings |= {side: int(pixels) for side, pixels in size.groupdict().items()}
+    if names := [name for name in fields if name not in _FIELDS and not _OTHERS.fullmatch(name)]:
+        left.append(f"{str(names)[1:-1][:300]}: this program has no such setting, and draws once, from noise.")
+    settings["clip_skip"] = settings.get("clip_skip") or None  # Civitai writes 0 where none was set
+    if settings["clip_skip"] not in (None, 1, 2):
         left.append("For SDXL, Forge follows Clip skip, and A1111 does not: clip_skip 2 is what that does.")
-    sampler, schedule = str(fields.get("Sampler", "")), str(fields.get("Schedule type", "Automatic"))
-    if sampler.endswith(" Karras"):  # before version 1.9
-        sampler, schedule = sampler.removesuffix(" Karras"), "Karras"
-    _name_sampler(settings, left, sampler, schedule, usual=("Automatic", "Normal", "Uniform"))
-    return ImageSettings(f"A1111 or Forge {fields.get('Version', '')}".strip(), settings, left)
+    sampler, karras, _ = str(fields.get("Sampler", "")).partition(" Karras")  # before version 1.9
+    settings |= {"scheduler": sampler, "schedule": karras or fields.get("Schedule type", fields.get("Scheduler", ""))}
+    return ImageSettings(f"{fields.get('App', 'A1111 or Forge')} {fields.get('Version', '')}".strip(), settings, left)
 
 
 def _value(text: str) -> Any:
     """A number, or text without its quotation marks. What is no setting is refused where it is used."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    with suppress(ValueError):
+        return json.loads(text, strict=False) if text[:1] in '"-0123456789' else text
+    return text
 
 
 # ---- ComfyUI
 
 _INPUTS = {"steps": "steps", "cfg": "guidance_scale", "seed": "seed", "noise_seed": "seed"}
+_INPUTS |= {"sampler_name": "scheduler", "scheduler": "schedule"}
 _SAMPLERS = {"euler": "Euler", "euler_ancestral": "Euler a", "dpmpp_2m": "DPM++ 2M", "ddim": "DDIM"}
 _SAMPLERS |= dict.fromkeys(("uni_pc", "uni_pc_bh2"), "UniPC")
 _OUR_NODE = "DebiasLongPromptEncode"
 _LORAS = ("LoraLoader", "LoraLoaderModelOnly")
-_KNOWN = {*_LORAS, "KSampler", "KSamplerAdvanced", "CLIPTextEncode", _OUR_NODE, "CLIPSetLastLayer", "EmptyLatentImage"}
-_KNOWN |= {"CheckpointLoaderSimple", "VAEDecode", "VAELoader", "SaveImage", "PreviewImage"}
+_KNOWN = {"KSampler", "KSamplerAdvanced", "KSampler (Efficient)", "EmptyLatentImage", _OUR_NODE, "CLIPSetLastLayer"}
+_KNOWN |= {"CheckpointLoaderSimple", "CLIPTextEncode", "VAEDecode", "VAELoader", "SaveImage", "PreviewImage", "Reroute"}
 
 
-def _read_graph(nodes: dict[str, dict]) -> ImageSettings:
-    """The settings of the first sampler that starts from an empty latent image, in nodes `{"class_type", "inputs"}`."""
-    settings: dict[str, Any] = {"reading": "comfyui", "emphasis": "comfyui"}
-    left = [
-        f"The node {str(kind)[:60]} is not followed."
-        for kind in {node["class_type"] for node in nodes.values()} - _KNOWN
-    ]
-    samplers = [node for node in nodes.values() if node["class_type"] in ("KSampler", "KSamplerAdvanced")]
-    starts = [_before(nodes, node, "latent_image")[0] for node in samplers]
-    at = next((at for at, node in enumerate(starts) if node["class_type"] == "EmptyLatentImage"), None)
-    if at is None:
-        raise ValueError("in ComfyUI's nodes no KSampler starts from an EmptyLatentImage")
-    sampler, inputs, size = samplers[at], samplers[at]["inputs"], starts[at]["inputs"]
-    if len(samplers) > 1 or inputs.get("denoise", 1) != 1 or inputs.get("start_at_step", 0):
-        left.append("Other samplers, and steps left out: all steps of the first sampler are drawn, from noise.")
-    settings |= {setting: inputs[name] for name, setting in _INPUTS.items() if name in inputs}
-    settings |= {"width": size["width"], "height": size["height"]}
-    if isinstance(settings["seed"], int) and settings["seed"] >= 2**63:
-        left.append(f"The seed {settings.pop('seed')}: above 2^63 - 1.")
-    name = inputs["sampler_name"]
-    _name_sampler(settings, left, _SAMPLERS.get(name, name), inputs["scheduler"], usual=("normal",))
+class _Graph:
+    """Nodes by their numbers, kinds of nodes of which nothing is lost, and what is left."""
+
+    def __init__(self, text: str):
+        self.nodes, self.known, self.left = {}, {*_KNOWN}, []
+        for number, node in parse_object(text).items():
+            if isinstance(node, dict) and isinstance(node.get("inputs"), dict):
+                self.nodes[number] = {**node, "class_type": str(node.get("class_type"))}
+
+    def follow(self, node: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+        """The node that an input comes from, the one that its input of this name comes from, ..., without Reroutes."""
+        for _ in range(1000):  # they may form a circle
+            link = node["inputs"].get(name, node["inputs"].get(""))  # the input of a Reroute has no name
+            if not (isinstance(link, list) and link and isinstance(link[0], str) and link[0] in self.nodes):
+                return
+            node = self.nodes[link[0]]
+            if "" not in node["inputs"]:
+                yield node
+
+    def take(self, node: dict[str, Any], name: str, setting: str) -> Any:
+        """The value of an input; of a link, the only such value of its node, if that has no links; else None."""
+        value = node["inputs"].get(name)
+        if not isinstance(value, list):
+            return value if isinstance(value, str | int | float) else None
+        source: dict[str, Any] = next(self.follow(node, name), {"class_type": "(missing)", "inputs": {}})
+        values = {} if any(isinstance(each, list | dict) for each in source["inputs"].values()) else source["inputs"]
+        texts = {value for value in values.values() if isinstance(value, str)}
+        named = [values[key] for key in (name, setting, "value") if key in values][:1]
+        sizes = [int(size[setting]) for size in map(_SIZE.search, texts) if size and setting in ("width", "height")]
+        found = (texts - {""} or texts) if "prompt" in setting else {*sizes, *named} or {*values.values()}
+        if len(found) == 1:
+            self.known.add(source["class_type"])
+            return found.pop()
+        self.left.append(f"The {setting}: it comes from the node {source['class_type'][:60]!r}, which is not followed.")
+        return None
+
+
+def _read_graph(text: str) -> ImageSettings:
+    """The settings of the first sampler that starts from an empty latent image; else of the first."""
+    graph = _Graph(text)
+    samplers = [node for node in graph.nodes.values() if {"steps", "sampler_name", "latent_image"} <= {*node["inputs"]}]
+    latents = [next(graph.follow(node, "latent_image"), node) for node in samplers]
+    starts = [any("empty" in name.lower() for name in (node["class_type"], *node["inputs"])) for node in latents]
+    sampler, latent = max(zip(starts, samplers, latents, strict=True), key=lambda each: each[0])[1:]
+    inputs, left = sampler["inputs"], graph.left
+    if starts != [True] or inputs.get("denoise", 1) != 1 or inputs.get("start_at_step", 0):
+        left.append("Other samplers, a start image, skipped steps: here one sampler draws all its steps, from noise.")
+    settings = {setting: graph.take(sampler, name, setting) for name, setting in _INPUTS.items() if name in inputs}
+    settings["scheduler"] = _SAMPLERS.get(settings["scheduler"], settings["scheduler"])
+    for side in ("width", "height"):
+        name = next((name for name in (side, f"empty_latent_{side}") if name in latent["inputs"]), None)
+        settings[side] = graph.take(latent, name, side) if name else graph.take(sampler, "latent_image", side)
     for setting, role in (("negative_prompt", "negative"), ("prompt", "positive")):
-        text = _before(nodes, sampler, role)[0]
-        if text["class_type"] in ("CLIPTextEncode", _OUR_NODE) and isinstance(text["inputs"]["text"], str):
-            settings[setting] = text["inputs"]["text"]
-        else:
-            left.append(f"The {role} prompt: it comes from a node {str(text['class_type'])[:60]}.")
-    if text["class_type"] == _OUR_NODE:
-        settings["reading"] = text["inputs"].get("reading", "overlap")
-    clip, model = _before(nodes, text, "clip"), _before(nodes, sampler, "model")
-    for node in reversed([node for node in clip if node["class_type"] == "CLIPSetLastLayer"]):
-        settings["clip_skip"] = -node["inputs"]["stop_at_clip_layer"]
-        if settings["clip_skip"] == 1:
-            left.append(
-                "CLIP Set Last Layer -1: of SDXL the layer before the last is read here, ComfyUI reads the last."
-            )
-    for node in reversed([node for node in model if node["class_type"] in _LORAS and "prompt" in settings]):
-        name = re.split(r"[\\/]", node["inputs"]["lora_name"])[-1].removesuffix(".safetensors")
-        text_weight = node["inputs"]["strength_clip"] if any(node is other for other in clip) else 0
-        settings["prompt"] += f" <lora:{name}:{text_weight}:{node['inputs']['strength_model']}>"
-    settings["base"] = model[-1]["inputs"].get("ckpt_name")
-    return ImageSettings(COMFYUI, settings, sorted(left))
+        names = ("text_l", "text", "text_g", role)  # SDXL's first encoder reads the first of them, the second the last
+        encoder = next((node for node in [*graph.follow(sampler, role)][::-1] if {*names} & {*node["inputs"]}), sampler)
+        texts = [text for name in names if isinstance(text := graph.take(encoder, name, setting), str)]
+        settings[setting], *others = [text for text in texts if text] or texts[:1] or [None]
+        if {*others} - {settings[setting]}:
+            left.append(f"The {setting} of SDXL's second text encoder: here both encoders read that of the first.")
+    reading = encoder["inputs"].get("reading", "overlap") if encoder["class_type"] == _OUR_NODE else "comfyui"
+    settings |= {"reading": reading, "emphasis": "comfyui"}
+    clip, model = [*graph.follow(encoder, "clip")], [*graph.follow(sampler, "model")]
+    layers = [graph.take(node, "stop_at_clip_layer", "clip_skip") for node in clip]
+    settings["clip_skip"] = next((-layer for layer in layers if isinstance(layer, int | float)), None)
+    if settings["clip_skip"] == 1:
+        left.append("CLIP Set Last Layer -1: of SDXL the layer before the last is read here, ComfyUI reads the last.")
+    loras = _LORAS if settings["prompt"] is not None else ()  # their tags go into the prompt
+    for node in reversed([node for node in model if node["class_type"] in loras]):
+        name = re.split(r"[\\/]", str(graph.take(node, "lora_name", "LoRA")))[-1].removesuffix(".safetensors")
+        parts = ("clip", "model") if any(node is other for other in clip) else ("model",)
+        weights = [graph.take(node, f"strength_{part}", f"weight of the LoRA {name[:60]!r}") for part in parts]
+        if name != "None" and None not in weights:  # "None" is also what loaders call no LoRA
+            settings["prompt"] += f" <lora:{name}:{':'.join(map(str, [0, *weights][-2:]))}>"
+    settings["base"] = graph.take([sampler, *model][-1], "ckpt_name", "base")
+    if kinds := {node["class_type"] for node in graph.nodes.values()} - graph.known - {*loras}:
+        left.append(f"Of these nodes nothing more is taken: {str(sorted(kinds))[1:-1][:300]}.")
+    return ImageSettings("ComfyUI", {name: value for name, value in settings.items() if value is not None}, left)
 
 
-def _before(nodes: dict[str, dict], node: dict, name: str) -> list[dict]:
-    """The node that an input comes from, the one that its input of this name comes from, and so on."""
-    chain, ids = [], set()
-    while isinstance(link := node["inputs"].get(name), list):
-        if link[0] in ids:
-            raise ValueError("ComfyUI's nodes form a circle")
-        ids.add(link[0])
-        chain.append(node := nodes[link[0]])
-    return chain or [{"class_type": "that is not there", "inputs": {}}]
+_READERS = {
+    SETTINGS_KEY: (lambda text: ImageSettings(OURS, parse_object(text), []), "is not this package's"),
+    "prompt": (_read_graph, "has no graph with a sampler, as ComfyUI writes"),
+    PARAMETERS_KEY: (_read_infotext, "has no line with Steps, as A1111 writes"),
+}

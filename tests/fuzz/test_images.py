@@ -1,22 +1,28 @@
-"""Damaged and disguised images of every format that Pillow can write, in a shard that is damaged too."""
+"""Damaged and disguised images of every format that Pillow can write, in a shard that is damaged too; odd settings."""
 
 import io
+import json
 import os
+import re
 import subprocess
 import tarfile
 from functools import cache
 
 import pytest
 from helpers.fuzzing import fuzz, no_hang
-from helpers.mutations import damaged_bytes
+from helpers.modules import ROOT
+from helpers.mutations import ODD_VALUES, damaged_bytes
 from helpers.vocabulary import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from debias_diffusion.data.images import is_there
 from debias_diffusion.data.sources import open_data
+from debias_diffusion.errors import UserError
 from debias_diffusion.methods import find_method
+from debias_diffusion.pipelines.rendering.infotext import read_image
 from debias_diffusion.text.tokens import CaptionTokenizer
 from debias_diffusion.training.batches import CaptionDataset
 
@@ -98,3 +104,34 @@ def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
     fuzz(search, seconds=20, count=100)
     print(counts)
     assert all(counts.values())
+
+
+SETTINGS = {
+    "prompt": json.dumps(json.loads((ROOT / "examples" / "comfyui" / "long_prompt.json").read_text())),
+    "parameters": "a\nNegative prompt: b\nSteps: 2, Sampler: Euler, Seed: 3, Size: 8x8, Clip skip: 2, Emphasis: None",
+    "settings": '{"prompt": "a <lora:b:1>", "seed": 3, "reading": "a1111", "scheduler": "Euler"}',
+}
+VALUE = re.compile(r'(?<=: )("[^"]*"|\[[^]]*\]|\{[^{}]*\}|[^,\n{}]+)|$')
+ODD = (*ODD_VALUES, ["3", 0], ["5", 1], ["6", 0], {"": ["6", 0]}, {"class_type": "X", "inputs": {"value": 3}})
+NOT_PLAIN = re.compile(r"object has|unhashable|Expecting|subscript|NoneType|unpack|codec|argument")
+
+
+def test_settings_in_images_are_read_or_refused_in_plain_words(tmp_path):
+    """With odd values, and links from nodes to any others, in the place of values."""
+
+    @given(st.sampled_from([*SETTINGS]), st.lists(st.sampled_from(ODD), max_size=8), st.data())
+    def search(name, odd_values, data):
+        info, text = PngInfo(), SETTINGS[name]
+        for odd in odd_values:
+            value = data.draw(st.sampled_from([*VALUE.finditer(text)]))
+            text = text[: value.start()] + json.dumps(odd) + text[value.end() :]
+        info.add_text(name, text)
+        Image.new("L", (1, 1)).save(tmp_path / "a.png", pnginfo=info)
+        try:
+            with no_hang():
+                sentences = read_image(tmp_path / "a.png").left
+        except UserError as error:
+            sentences = [str(error)]
+        assert not NOT_PLAIN.search(str(sentences))
+
+    fuzz(search, seconds=10)
