@@ -23,10 +23,12 @@ def register(only_for_help: bool = False) -> None:
     from .evaluations import benchmarks
     from .referring import grammar as referring
     from .smart_clip.method import SMART_CLIP
+    from .studies.states_alone import STATES_ALONE
 
     for name, kind in referring.KINDS.items():
         toy_scenes.KINDS.register(name, kind)
     for name, benchmark in benchmarks.BENCHMARKS.items():
         BENCHMARKS.register(name, benchmark)
     METHODS.register("smart-clip", SMART_CLIP)
+    METHODS.register("states-alone", STATES_ALONE)
     chinese_clip.register()

@@ -1,5 +1,6 @@
 """`--base FILE.safetensors`: a tiny checkpoint in the original single-file layout renders what its folder renders."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from debias_diffusion.eval.images.rendered import image_task, render_all
 from debias_diffusion.eval.options import GenerationConfig
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
-from debias_diffusion.pipelines.rendering.options import split_base
+from debias_diffusion.pipelines.rendering.options import Sampling, split_base
+from debias_diffusion.pipelines.rendering.renderer import Renderer
 from debias_diffusion.processes import Processes
 from debias_diffusion.text.prompt import read
 from debias_diffusion.text.tokens import clip_tokenizer
@@ -95,6 +97,44 @@ def test_the_configuration_comes_from_the_hub_or_the_error_says_what_to_give(bas
     assert checkpoint.check_kind() == "StableDiffusionXLPipeline" and checkpoint.size == (64, 64)
     pipe, expected = (load_pipeline(base, None, CPU) for base in (file, bases / "sdxl"))
     assert all(map(torch.equal, pipe.text_encoder_2.parameters(), expected.text_encoder_2.parameters()))
+
+
+V, ZERO_SNR = {"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+
+
+@pytest.mark.parametrize(
+    ("marks", "metadata", "expected"),
+    [
+        ((), {"modelspec.prediction_type": "epsilon"}, {"prediction_type": "epsilon"}),
+        (("v_pred",), {"modelspec.prediction_type": "epsilon"}, V),  # of the checkpoint that was merged first
+        (("v_pred", "ztsnr"), {}, V | ZERO_SNR),
+        ((), {"modelspec.prediction_type": "v"}, V),
+        ((), {"modelspec.predict_key": "v"}, V),
+        (("edm_vpred.sigma_max",), {}, "EDM's v"),
+        ((), {"modelspec.prediction_type": "flow"}, "'flow', which is not read"),
+    ],
+)
+def test_what_a_file_says_of_its_scheduler_is_followed_or_refused(bases, tmp_path, marks, metadata, expected):
+    weights = load_file(bases / "sdxl.safetensors") | {mark: torch.tensor([]) for mark in marks}
+    save_file(weights, tmp_path / "marked.safetensors", metadata)
+    base = f"{bases}/sdxl-configs:{tmp_path}/marked.safetensors"
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            load_pipeline(base, None, CPU)
+        return
+    renderer = Renderer(base, Sampling(scheduler="DPMSolverMultistepScheduler"), CPU)
+    pipe = renderer.pipeline(EncoderSpec.parse(ORIGINAL))
+    for config in (load_pipeline(base, None, CPU).scheduler.config, pipe.scheduler.config):
+        assert {name: config[name] for name in expected} == expected
+
+
+def test_flow_matching_in_a_folder_is_refused(bases, tmp_path, copy_of):
+    folder = copy_of(bases / "sdxl", tmp_path / "flow")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="predicts 'the velocity of flow matching', which is not read"):
+        load_pipeline(folder, None, CPU)
 
 
 def test_a_file_may_name_its_drive(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -22,6 +23,7 @@ from ..text.tokens import tokenizer_rules
 CONFIG_FILE, WEIGHTS_FILE = "open_clip_config.json", "open_clip_model.safetensors"  # in open_clip's folders
 LARGEST_WEIGHT = 1e6  # larger ones overflow after a few layers; published ones stay below some thousands
 POSITIONS = "positional_embedding"
+FG_CLIPS = "embeddings.position_embedding_res.weight"  # as Long-CLIP's, under transformers' names (Xie et al. 2025)
 _LONG_CLIPS = "positional_embedding_res"  # Long-CLIP's second table, which its code uses from row 20 on
 # In OpenAI's files and in modules with saved masks, beside the weights.
 _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask", "mask1", "mask2")
@@ -82,6 +84,12 @@ def read_state(file: Path) -> State:
     if not isinstance(state, dict) or not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UserError(f"{str(file)!r} holds no state dict of weights.")
     return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def tensor_shapes(file: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a safetensors file by name. Reads its header alone."""
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - no iterator
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
@@ -175,6 +183,20 @@ def fold_long_clip(state: State) -> State:
     left_out = {second, *_NO_WEIGHTS, *(TEXT + name for name in _NO_WEIGHTS)}
     weights = {name: part for name, part in state.items() if not name.startswith(_SMART_CLIPS)}
     return {name: part for name, part in weights.items() if name not in left_out} | {first: table}
+
+
+def fold_fg_clip(state: State) -> State:
+    """FG-CLIP's weights with one table of positions, which it makes of two as Long-CLIP does, and not that of 77.
+
+    Other weights are returned as they are.
+    """
+    second = next((name for name in state if name.endswith(FG_CLIPS)), None)
+    if second is None:
+        return state
+    stem = second.removesuffix("_res.weight")
+    table = torch.cat([state[f"{stem}_ori.weight"][:KEEP], state[second][KEEP:]])
+    left_out = (second, f"{stem}_ori.weight")
+    return {name: part for name, part in state.items() if name not in left_out} | {f"{stem}.weight": table}
 
 
 def to_transformers_names(state: Mapping[str, torch.Tensor], tower: Literal["text", "vision"] = "text") -> State:

@@ -35,6 +35,7 @@ from .text_encoders import (
     check_plain_text,
     read_model_config,
     read_tokenizer,
+    take_context_length,
     text_config,
     text_state,
     write_tokenizer,
@@ -154,6 +155,7 @@ def read_two_tower(location: str) -> Backbone:
 
 def _read_clip(location: str, content: dict) -> Backbone:
     config = CLIPConfig.from_dict(content)
+    take_context_length(config.text_config, content.get("text_config", {}), location)
     model = load_pretrained(CLIPModel, location, repr(location), config=config)
     folder = Path(location)
     place = str(find_tokenizer(folder, folder, folder / "tokenizer")) if folder.is_dir() else location

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from huggingface_hub import HfApi, ModelInfo, hf_hub_download, snapshot_download
 from transformers.utils import cached_file
 
-from ..clip.weight_files import CONFIG_FILE, check_finite, check_fit
+from ..clip.weight_files import (
+    CONFIG_FILE,
+    FG_CLIPS,
+    check_finite,
+    check_fit,
+    fold_fg_clip,
+    read_state,
+    tensor_shapes,
+)
 from ..errors import UserError, quiet_logging
 from ..files import path_digest
 from .resolve import may_be_hub_id
@@ -25,6 +33,14 @@ _Model = TypeVar("_Model", bound="PreTrainedModel")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # What other loaders read, with the configuration beside it: transformers' weights, and open_clip's folder.
 _FOLDERS = re.compile(rf"(text_encoder/)?(model\.safetensors|pytorch_model\.bin)(\.index\.json)?|{CONFIG_FILE}")
+
+# Tensors that a model may leave out: buffers that transformers before 4.31 saved; and, where one tower is read, what
+# belongs to the other or to both: of CLIPModel and SigLIP, of FG-CLIP's losses on regions (its modeling_clip.py), and
+# the head of an image classifier.
+_BUFFERS = re.compile(r"embeddings\.position_ids$")
+_OF_OTHERS = re.compile(
+    r"vision_model\.|(visual|text|text_filip)_projection\.|logit_(scale|bias)|classifier\.|pooler\."
+)
 
 
 def from_pretrained(cls: Any, location: str, **options) -> Any:
@@ -148,18 +164,24 @@ def load_pretrained(cls: type[_Model], location: str, label: str, **options) -> 
         UserError: weights are missing, of other sizes, or not finite; `label` is the model in words. Errors of
             transformers for broken files pass through.
     """
+    how: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True, **options}
+    file = find_file(location, "model.safetensors", options.get("subfolder", ""))
     with quiet_logging():
-        model, info = from_pretrained(cls, location, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        if file and any(name.endswith(FG_CLIPS) for name in tensor_shapes(file)):
+            state = fold_fg_clip(read_state(file))
+            model, info = cls.from_pretrained(None, **how, state_dict=state)
+        else:
+            model, info = from_pretrained(cls, location, **how)
     wrong = [f"{part[0]} is {tuple(part[1])}, not {tuple(part[2])}" for part in info["mismatched_keys"]]
-    blocks = {_any_block(name) for name in model.state_dict()}  # more of them than the configuration says
-    wrong += [f"{name} has no place in it" for name in sorted(info["unexpected_keys"]) if _any_block(name) in blocks]
+    parts = {name.partition(".")[0] for name in model.state_dict()}  # in which each tensor must have its place
+    wrong += [
+        f"{name} has no place in it"
+        for name in sorted(info["unexpected_keys"])
+        if not (_BUFFERS.search(name) or (_OF_OTHERS.match(name) and name.partition(".")[0] not in parts))
+    ]
     missing = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))
     check_fit(missing, wrong, label)
     check_finite(model.state_dict().items(), label)
     for weight in model.parameters():  # where they lie in a file's memory map decides the last bits of sums
         weight.data = weight.data.clone()
     return model.eval()
-
-
-def _any_block(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".N.", name.removeprefix("text_model."))

@@ -30,6 +30,7 @@ from ..clip.weight_files import (
     OPENAIS_TEXT,
     State,
     check_finite,
+    fold_fg_clip,
     fold_long_clip,
     is_long_clip,
     read_state,
@@ -85,7 +86,7 @@ def _text_part(tensors: State, file: Path) -> tuple[State, bool]:
     if any(name.endswith("scaled_fp8") or ".scale_weight" in name for name in tensors if name.startswith(prefix)):
         raise UserError(f"The text encoder in {os.fspath(file)!r} is quantised (scaled fp8). Give it in fp16 or fp32.")
     if is_transformers:
-        return _below_prefix(tensors, prefix), True
+        return _below_prefix(fold_fg_clip(tensors), prefix), True
     part = {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()

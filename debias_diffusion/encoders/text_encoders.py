@@ -5,6 +5,7 @@ A folder holds `text_encoder/` and `tokenizer/`, as in diffusers' pipelines: pla
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 
 from ..clip.weight_files import (
     CONFIG_FILE,
+    FG_CLIPS,
     OPENAIS_TEXT,
     State,
     check_finite,
     check_fit,
     save_tensors,
+    tensor_shapes,
     to_openai_names,
     to_transformers_names,
 )
@@ -35,6 +38,7 @@ TextEncoder = CLIPTextModel | CLIPTextModelWithProjection
 
 # The model_type in the config.json of a CLIP text encoder.
 _CLIPS = ("clip", "ablated_clip", "clip_text_model")
+_TABLE = re.compile(r"(text_model\.)?embeddings\.position_embedding(_res)?\.weight")
 
 
 def is_bigg(config: CLIPTextConfig) -> bool:
@@ -244,12 +248,28 @@ def read_encoder(location: str, subfolder: str = "") -> TextEncoder:
             f"{label} holds a model of type {kind!r}; a CLIP text encoder is of type {' or '.join(_CLIPS)}."
         )
     projection = "CLIPTextModelWithProjection" in (content.get("architectures") or [])
-    config = CLIPTextConfig.from_dict(content if kind == "clip_text_model" else content.get("text_config", {}))
+    content_of_text = content if kind == "clip_text_model" else content.get("text_config", {})
+    config = CLIPTextConfig.from_dict(content_of_text)
+    take_context_length(config, content_of_text, location, subfolder)
     options = {"config": config, "dtype": content.get("dtype") or content.get("torch_dtype") or "auto"}
     if transformers.__version__.startswith("4."):  # which does not read the names that transformers 5 writes
         options["key_mapping"] = {r"^(embeddings|encoder|final_layer_norm)\.": r"text_model.\1."}
     cls = CLIPTextModelWithProjection if projection else CLIPTextModel
     return load_pretrained(cls, location, label, subfolder=subfolder, **options)
+
+
+def take_context_length(config: CLIPTextConfig, content: dict, location: str, subfolder: str = "") -> None:
+    """Sets the context length by the weights, where config.json does not say it, and where FG-CLIP has a second table.
+
+    Args:
+        content: of config.json, that `config` was made of. Older snapshots of zer0int's Long-CLIPs lack the length.
+    """
+    file = find_file(location, "model.safetensors", subfolder)
+    shapes = tensor_shapes(file) if file else {}
+    tables = {name: shape for name, shape in shapes.items() if _TABLE.match(name)}
+    second = [shape for name, shape in tables.items() if name.endswith(FG_CLIPS)]
+    if second or (tables and "max_position_embeddings" not in content):
+        config.max_position_embeddings = (second or [*tables.values()])[0][0]
 
 
 def read_model_config(location: str, subfolder: str = "") -> dict:

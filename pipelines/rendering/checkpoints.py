@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from safetensors import safe_open
 from transformers import CLIPTokenizer
 
+from debias_diffusion.clip.weight_files import tensor_shapes
 from debias_diffusion.encoders.hub import find_file, find_tokenizer, locate, location_digest
+from debias_diffusion.encoders.single_file import written_metadata
 from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps
@@ -33,6 +34,8 @@ STRETCH = "stretch"  # as second encoder: the checkpoint's, with Long-CLIP's str
 Slot = Literal["text_encoder", "text_encoder_2"]
 TOKENIZERS: dict[Slot, str] = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 DENOISER = ("unet", "vae")
+# What marks v prediction in metadata: sd-scripts writes modelspec.prediction_type, ComfyUI modelspec.predict_key.
+_V, _EPSILON = ("v", "v_prediction", "v-prediction", "velocity"), ("", "eps", "epsilon")
 _FIRST_POSITIONS = r"(conditioner\.embedders\.0|cond_stage_model)\.transformer\..*position_embedding\.weight"
 
 
@@ -89,8 +92,7 @@ class Checkpoint:
         total = 0
         with explain_failure(f"The weights of the SDXL checkpoint {self.name!r} cannot be read"):
             for file in [self.file] if self.file else files:
-                with safe_open(file, framework="pt") as opened:
-                    total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+                total += sum(map(math.prod, tensor_shapes(file).values()))
         return total
 
     @cached_property
@@ -115,6 +117,34 @@ class Checkpoint:
         with explain_failure(failure, advice):
             index = self._read("model_index.json")
             return {**index, "_class_name": str(index["_class_name"])}  # an error without a class
+
+    @cached_property
+    def _shapes(self) -> dict[str, list[int]]:
+        """Of the tensors in a single file; of a folder nothing."""
+        return tensor_shapes(self.file) if self.file else {}
+
+    @cached_property
+    def scheduling(self) -> dict[str, Any]:
+        """What a single file says of its scheduler, by the names that diffusers' configurations have.
+
+        NoobAI's checkpoints and ComfyUI mark v prediction by an empty tensor `v_pred`, and zero terminal SNR by
+        `ztsnr`; other programs by metadata. A schedule that ends without signal is drawn from its last step on (Lin et
+        al. 2024, 3.3).
+
+        Raises:
+            UserError: the UNet predicts something else, such as the velocity of flow matching, which is not read.
+        """
+        names, metadata = self._shapes, written_metadata(self.file) if self.file else {}
+        said = str(metadata.get("modelspec.prediction_type", metadata.get("modelspec.predict_key", ""))).lower()
+        scheduler = "" if self.file else str(self._index.get("scheduler"))
+        unread = said if said not in (*_V, *_EPSILON) else "EDM's v" if "edm_vpred.sigma_max" in names else ""
+        if unread or "FlowMatch" in scheduler:
+            raise UserError(
+                f"The UNet of {self.name!r} predicts {unread or 'the velocity of flow matching'!r}, which is not read. "
+                "Give a checkpoint that predicts epsilon or v."
+            )
+        found: dict[str, Any] = {"prediction_type": "v_prediction"} if "v_pred" in names or said in _V else {}
+        return found | ({"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if "ztsnr" in names else {})
 
     @cached_property
     def defaults(self) -> "Defaults":
@@ -155,9 +185,9 @@ class Checkpoint:
     @cached_property
     def first_positions(self) -> int | None:
         """Of the first text encoder in a single file, if its configuration says otherwise."""
-        with safe_open(self.file, framework="pt") as opened:
-            name = next((name for name in opened.keys() if re.fullmatch(_FIRST_POSITIONS, name)), None)  # noqa: SIM118
-            positions = opened.get_slice(name).get_shape()[0] if name else None
+        positions = next(
+            (shape[0] for name, shape in self._shapes.items() if re.fullmatch(_FIRST_POSITIONS, name)), None
+        )
         configured = self._read("config.json", "text_encoder")["max_position_embeddings"]
         return None if positions == configured else positions
 
@@ -210,10 +240,8 @@ def _inferred_hub_id(file: Path) -> str:
     import torch  # seconds, with diffusers, that a folder or a hub id need not wait for
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
-    with safe_open(file, framework="pt") as opened:
-        names = list(opened.keys())
-        weights = {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in names}
-    if not any(name.startswith("model.diffusion_model.") for name in names):
+    weights = {name: torch.empty(shape, device="meta") for name, shape in tensor_shapes(file).items()}
+    if not any(name.startswith("model.diffusion_model.") for name in weights):
         raise UserError(
             f"{str(file)!r} is no single-file checkpoint of SDXL or Stable Diffusion 1.5: it has no weights named "
             "model.diffusion_model... A text encoder is given as encoder."

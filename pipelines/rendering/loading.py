@@ -3,11 +3,12 @@
 import os
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
+from inspect import signature
 from pathlib import Path
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, EulerDiscreteScheduler
 from torch import nn
 
 from debias_diffusion.clip.weight_files import check_finite, check_fit
@@ -69,7 +70,13 @@ def load_pipeline(
         # diffusers builds the configured encoder
         if checkpoint.file and "text_encoder" not in without and checkpoint.first_positions:
             given.setdefault("text_encoder", os.fspath(checkpoint.file))
+        scheduling = checkpoint.scheduling
         pipe = _load(checkpoint, given, dtype, without, kinds[kind])
+        if scheduling:
+            cls = type(pipe.scheduler)
+            if not scheduling.keys() <= signature(cls).parameters.keys():  # SD 1.5's PNDM has no zero terminal SNR
+                cls = EulerDiscreteScheduler
+            pipe.register_modules(scheduler=cls.from_config(pipe.scheduler.config, **scheduling))
         if encoder_2 == STRETCH and "text_encoder_2" not in without:
             text_encoder_2, tokenizer_2 = stretch_text_encoder(pipe.text_encoder_2, pipe.tokenizer_2)
             pipe.register_modules(text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2)

@@ -41,9 +41,7 @@ def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
     configs = shipped(folder)
     has_configs = os.path.isdir(configs) or may_be_hub_id(configs) or (file and not folder)
     if not has_configs or (file and not os.path.isfile(file)):
-        raise UserError(
-            f"The SDXL checkpoint {base!r} is not there. Give a folder, a hub id or a .safetensors file."
-        )
+        raise UserError(f"The SDXL checkpoint {base!r} is not there. Give a folder, a hub id or a .safetensors file.")
     return configs, Path(file) if file else None
 
 
