@@ -35,6 +35,7 @@ def check(config: CheckConfig) -> None:
     """
     device, checkpoint = pick_device(config.device), Checkpoint.parse(config.base)
     checkpoint.check_kind()
+    print("The checkpoint says:", ", ".join(f"{name} {value}" for name, value in checkpoint.says().items()), flush=True)
     if device.type == "cpu":
         height, width = (min(256, side) for side in checkpoint.size)
         config = replace(config, height=config.height or height, width=config.width or width, steps=config.steps or 2)

@@ -12,7 +12,6 @@ from debias_diffusion.encoders.single_file import VOCABULARY, WRITTEN_BY, write_
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.encoders.text_encoders import (
     TextEncoder,
-    is_bigg,
     keeps_projection,
     to_transformers,
     write_text_encoder,
@@ -28,6 +27,12 @@ if TYPE_CHECKING:
     from debias_diffusion.clip.backbone import Backbone
 
 _BOTH_TOWERS = ("open_clip", "clip")  # formats
+# Which checkpoint reads a text encoder of this width and so many blocks, and the option of `generate` that takes it.
+SLOTS = {
+    (768, 12): ("SDXL_FOLDER", "encoder"),
+    (1280, 32): ("SDXL_FOLDER", "encoder-2"),
+    (128, 3): ("toy/sdxl", "encoder"),
+}
 # Text encoders that ComfyUI knows: (width, blocks) -> (ComfyUI's name, the activation it runs).
 _COMFYUI_ENCODERS = {
     (768, 12): ("clip_l", "quick_gelu"),
@@ -75,7 +80,9 @@ def _export_model(config: ExportConfig, output: Path) -> list[str]:
         write = {"transformers": _write_transformers, "open_clip": _write_open_clip, "clip": _write_clip}[config.to]
         with written_folder(output, "export") as folder:
             title, encoder, lines = write(config, source, folder)
-            card = model_card(config, title, encoder, backbone, digest)
+            sizes = source[0].config if encoder else None
+            fits_sdxl = sizes is not None and (sizes.hidden_size, sizes.num_hidden_layers) in SLOTS
+            card = model_card(config, title, encoder, backbone, digest, fits_sdxl)
             (folder / "README.md").write_text(card, encoding="utf-8")
             write_seen(folder, seen)
     if backbone and backbone.image_attention and config.to not in _BOTH_TOWERS:
@@ -143,11 +150,15 @@ def _write_transformers(config: ExportConfig, source: tuple[TextEncoder, CLIPTok
         write_custom_pipeline(folder / "pipeline.py")
         write_block(folder)
     sizes, name = encoder.config, type(encoder).__name__
-    option = "encoder-2" if is_bigg(sizes) else "encoder"
-    lines = [
-        f"a {name} of width {sizes.hidden_size} that reads {sizes.max_position_embeddings} tokens.",
-        f"Next: debias-diffusion generate 'a long prompt' --base SDXL_FOLDER --{option} {config.output}",
-    ]
+    lines = [f"a {name} of width {sizes.hidden_size} that reads {sizes.max_position_embeddings} tokens."]
+    if slot := SLOTS.get((sizes.hidden_size, sizes.num_hidden_layers)):
+        base, option = slot
+        lines.append(f"Next: debias-diffusion generate 'a long prompt' --base {base} --{option} {config.output}")
+    else:
+        lines.append(
+            f"No SDXL checkpoint reads an encoder of this width and {sizes.num_hidden_layers} blocks. Next: "
+            f"debias-diffusion evaluate all --encoders {config.model}, or export both towers with --to clip."
+        )
     return f"A CLIP text encoder that reads {sizes.max_position_embeddings} tokens", name, lines
 
 
@@ -180,7 +191,13 @@ def _write_comfyui(config: ExportConfig, encoder: TextEncoder, output: Path, see
             "Export it with --to transformers."
         )
     known = _COMFYUI_ENCODERS.get((width, blocks))
-    if known and known[1] != sizes.hidden_act:
+    if known is None:
+        there = ", ".join(f"{name} ({size[0]}, {size[1]})" for size, (name, _) in _COMFYUI_ENCODERS.items())
+        raise UserError(
+            f"{config.model!r} has width {width} and {blocks} blocks, and ComfyUI has no such text encoder, only "
+            f"{there}. Export it with --to transformers."
+        )
+    if known[1] != sizes.hidden_act:
         raise UserError(
             f"ComfyUI runs every {known[0]} with the activation {known[1]}, whatever the file says, and this one was "
             f"trained with {sizes.hidden_act}: ComfyUI would silently produce wrong images. Use it with diffusers, or "
@@ -189,11 +206,9 @@ def _write_comfyui(config: ExportConfig, encoder: TextEncoder, output: Path, see
     program = f"debias-diffusion {version('debias-diffusion')}"
     record = {SEEN: json.dumps(seen)} if seen else {}
     write_file(encoder, output, {"note": _COMFYUI_NOTE, "exported_with": program} | record)
-    lines = [f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."]
-    if not known:
-        lines.append(f"ComfyUI has no text encoder of width {width} and {blocks} blocks to load it into.")
+    line = f"a text encoder of width {width} that reads {sizes.max_position_embeddings} tokens, for ComfyUI."
     put = "put it into ComfyUI/models/text_encoders, and choose it in DualCLIPLoader together with SDXL's clip_g."
-    return [*lines, f"Next: {put}", _COMFYUI_NOTE]
+    return [line, f"Next: {put}", _COMFYUI_NOTE]
 
 
 def _push_folder(folder: Path, name: str) -> str:

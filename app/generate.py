@@ -90,6 +90,8 @@ def generate(config: GenerateConfig) -> Path:
         refiner=config.refiner,
     )
     kind = renderer.checkpoint.check_kind(KINDS)
+    if scheduling := renderer.checkpoint.scheduling:
+        print("The checkpoint says:", ", ".join(f"{name} {value}" for name, value in scheduling.items()))
     if kind == SDXL and config.clip_skip == 1:
         print("Clip skip 1: of SDXL the layer before the last is read, as in A1111 and Forge. ComfyUI reads the last.")
     if kind != SDXL and any(image.prompt.prompt_2 for image in images):

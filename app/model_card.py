@@ -67,6 +67,7 @@ def model_card(
     encoder: str | None = None,
     backbone: "Backbone | None" = None,
     digest: str | None = None,
+    fits_sdxl: bool = False,
 ) -> str:
     """The card of an export, with YAML front matter.
 
@@ -74,6 +75,7 @@ def model_card(
         encoder: transformers' class of the text encoder; None where both towers are exported.
         backbone: the two-tower that is exported; None for a text encoder alone.
         digest: of the two-tower as evaluations read it; None for a text encoder alone, or if no scores are wanted.
+        fits_sdxl: whether an SDXL checkpoint reads a text encoder of these sizes.
 
     Raises:
         UserError: the folder of scores holds no results, broken results, or results of other weights.
@@ -105,6 +107,7 @@ def model_card(
         config=config,
         title=title,
         encoder=encoder,
+        fits_sdxl=fits_sdxl,
         backbone=backbone,
         folder=config.push_to_hub or "this folder",
         unablated=OPEN_CLIP_UNABLATED,

@@ -223,10 +223,11 @@ class SDXLLongPromptMixin(LongPromptMixin):
     """Lets any SDXL pipeline of diffusers read prompts of any length. Put it first: `class X(Mixin, Pipeline)`.
 
     A prompt that fits the shorter context length (77 tokens with BOS and EOS, for SDXL's encoders) is encoded as in
-    diffusers, bit for bit. A longer one is encoded at the shortest of 152, 227 and 248 positions that holds it (without
-    a 248-token encoder: 152, 227, 302, ...), beyond that at whole chunks more, see `positions_for`. Prompt, negative
-    prompt and the other prompts of a batch share the longest length that any of them needs. An encoder of a shorter
-    context length reads the text in several chunks (`split_text`, `positions_of`). Nothing is ever truncated.
+    diffusers, bit for bit, if the encoders have 77 positions. A longer one is encoded at the shortest of 152, 227 and
+    248 positions that holds it (without a 248-token encoder: 152, 227, 302, ...), beyond that at whole chunks more, see
+    `positions_for`. Prompt, negative prompt and the other prompts of a batch share the longest length that any of them
+    needs. An encoder of a shorter context length reads the text in several chunks (`split_text`, `positions_of`).
+    Nothing is ever truncated.
     """
 
     def encode_prompt(

@@ -55,8 +55,12 @@ def test_a_run_leaves_in_every_format(tmp_path, run):
     torch.testing.assert_close(theirs, trained.encode_image(pixels), rtol=0, atol=1e-5)
 
 
-def test_a_text_encoder_alone_goes_from_format_to_format(tmp_path, longclip, capsys):
+def test_a_text_encoder_alone_goes_from_format_to_format(tmp_path, longclip, capsys, monkeypatch):
     file, expected = longclip
+    with pytest.raises(UserError, match="width 64 and 12 blocks, and ComfyUI has no such .* clip_l .768, 12."):
+        export(ExportConfig(str(tmp_path / "a.safetensors"), str(file), "comfyui"))
+    assert not (tmp_path / "a.safetensors").exists()
+    monkeypatch.setitem(export_module._COMFYUI_ENCODERS, (64, 12), ("clip_l", "quick_gelu"))  # a tiny clip_l
     for source, name in pairwise((file, *(tmp_path / name for name in ("a.safetensors", "folder", "b.safetensors")))):
         export(ExportConfig(str(name), str(source), "comfyui" if name.suffix else "transformers"))
         expected.check(*load_text_encoder(name))

@@ -116,7 +116,7 @@ V, ZERO_SNR = {"prediction_type": "v_prediction"}, {"rescale_betas_zero_snr": Tr
 )
 def test_what_a_file_says_of_its_scheduler_is_followed_or_refused(bases, tmp_path, marks, metadata, expected):
     weights = load_file(bases / "sdxl.safetensors") | {mark: torch.tensor([]) for mark in marks}
-    save_file(weights, tmp_path / "marked.safetensors", metadata)
+    save_file(weights, tmp_path / "marked.safetensors", metadata | {"ss_max_token_length": "225"})
     base = f"{bases}/sdxl-configs:{tmp_path}/marked.safetensors"
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
@@ -124,6 +124,9 @@ def test_what_a_file_says_of_its_scheduler_is_followed_or_refused(bases, tmp_pat
         return
     renderer = Renderer(base, Sampling(scheduler="DPMSolverMultistepScheduler"), CPU)
     pipe = renderer.pipeline(EncoderSpec.parse(ORIGINAL))
+    says = Checkpoint.parse(base).says()
+    assert says.items() >= expected.items() and says["positions of text_encoder_2"] == 77
+    assert says["ss_max_token_length"] == "225"
     for config in (load_pipeline(base, None, CPU).scheduler.config, pipe.scheduler.config):
         assert {name: config[name] for name in expected} == expected
 

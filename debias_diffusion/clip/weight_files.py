@@ -5,7 +5,7 @@ OpenAI packs query, key and value into one matrix and stores projections transpo
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -65,15 +65,24 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 _BLOCK = re.compile(r"transformer\.resblocks\.(\d{1,4})\.(.+?)[._](weight|bias)")
 
 
-def read_state(file: Path) -> State:
+def read_state(file: Path, below: Callable[[Mapping[str, Sequence[int]]], str] | None = None) -> State:
     """The state dict in a file, without the prefix `module.`.
+
+    Args:
+        below: from the shapes by name, the prefix of the weights to read of a safetensors file; None reads all.
 
     Nothing in the file is executed. Errors of the libraries for broken and hostile files pass through.
     """
     with open_regular(file) as opened:
         start = opened.read(9)
     if file.suffix == ".safetensors" or start[8:] == b"{":  # after a length of 8 bytes a JSON object
-        state = load_file(file)
+        if below is None:
+            state = load_file(file)
+        else:
+            prefix = below(tensor_shapes(file))
+            with safe_open(file, framework="pt") as opened_file:
+                names = [name for name in opened_file.keys() if name.startswith(prefix)]  # noqa: SIM118 - no iterator
+                state = {name: opened_file.get_tensor(name) for name in names}
     else:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)

@@ -19,7 +19,7 @@ Weights do not hold these settings:
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -47,14 +47,22 @@ VOCABULARY = 49408
 WRITTEN_BY = "debias-diffusion"
 
 
-def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
+def read_encoder_file(location: str, width: int | None = None) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder in a file of weights (see `read_state`), in float32 and eval mode, and its tokenizer; see above.
 
-    A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection.
+    A CLIPTextModel; for bigG a CLIPTextModelWithProjection if the file holds the projection. Of a safetensors file its
+    weights alone are read.
+
+    Args:
+        width: of the encoder, where a file holds several; None is the narrowest.
     """
     file = Path(location)
-    tensors = {name: value for name, value in read_state(file).items() if isinstance(value, torch.Tensor)}
-    state, follows_rule = _text_part(tensors, file)
+
+    def below(shapes: Mapping[str, Sequence[int]]) -> str:
+        return _choose(shapes, file, width)[0].removesuffix("text_model.")
+
+    tensors = {name: value for name, value in read_state(file, below).items() if isinstance(value, torch.Tensor)}
+    state, follows_rule = _text_part(tensors, file, width)
     config, has_activation = _config(state, file)
     label = f"the text encoder in {os.fspath(file)!r}"
     state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
@@ -71,18 +79,24 @@ def read_encoder_file(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
     return encoder, clip_tokenizer(config.max_position_embeddings, **pad)
 
 
-def _text_part(tensors: State, file: Path) -> tuple[State, bool]:
-    """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations)."""
-    candidates = []
-    for name, tensor in tensors.items():
-        if (match := _TABLE.fullmatch(name)) and tensor.ndim == 2:
-            candidates.append((tensor.shape[1], match[1], bool(match[2])))
-    if not candidates:
+def _choose(shapes: Mapping[str, Sequence[int]], file: Path, width: int | None) -> tuple[str, bool]:
+    """(the prefix of the encoder's weights, whether they have transformers' names)."""
+    matches = {name: match for name in shapes if (match := _TABLE.fullmatch(name)) and len(shapes[name]) == 2}
+    widths = {name: shapes[name][1] for name in matches if width in (None, shapes[name][1])}
+    if not widths:
+        of_width = f" of width {width}" if width and matches else ""
         raise UserError(
-            f"{os.fspath(file)!r} holds no CLIP text encoder, only weights such as {', '.join(list(tensors)[:3])}. "
-            "Give a file with text_model.embeddings.token_embedding.weight or token_embedding.weight."
+            f"{os.fspath(file)!r} holds no CLIP text encoder{of_width}, only weights such as "
+            f"{', '.join(list(matches or shapes)[:3])}. Give a file with text_model.embeddings.token_embedding.weight "
+            "or token_embedding.weight."
         )
-    _, prefix, is_transformers = min(candidates)
+    narrowest = matches[min(widths, key=lambda name: (widths[name], name))]
+    return narrowest[1], bool(narrowest[2])
+
+
+def _text_part(tensors: State, file: Path, width: int | None) -> tuple[State, bool]:
+    """(the text encoder's weights under transformers' names, whether its kind follows the rule for activations)."""
+    prefix, is_transformers = _choose({name: tensor.shape for name, tensor in tensors.items()}, file, width)
     if any(name.endswith("scaled_fp8") or ".scale_weight" in name for name in tensors if name.startswith(prefix)):
         raise UserError(f"The text encoder in {os.fspath(file)!r} is quantised (scaled fp8). Give it in fp16 or fp32.")
     if is_transformers:

@@ -160,12 +160,12 @@ class EncoderSpec:
             files = filter(None, (find_file(location.removeprefix("hf-hub:"), file) for file in _CONFIGS))
             return next(filter(None, map(read_json_object, files)), {})
 
-    def load_text_encoder(self) -> tuple["TextEncoder", "CLIPTokenizer"]:
-        """See the function of this name."""
+    def load_text_encoder(self, width: int | None = None) -> tuple["TextEncoder", "CLIPTokenizer"]:
+        """See the function of this name; of an SDXL checkpoint the encoder of this width, else the first."""
         with explain_failure(f"The text encoder {self.name!r} could not be loaded"):
             model = self._fetch()
             if model.kind in _TEXT_ENCODERS:
-                return _load(_TEXT_ENCODERS[model.kind], model)
+                return named_function("debias_diffusion", _TEXT_ENCODERS[model.kind])(model.location, width)
             from .text_encoders import keeps_projection, to_transformers  # open_clip is optional
 
             backbone = self.load_two_tower()

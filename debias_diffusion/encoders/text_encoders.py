@@ -167,10 +167,11 @@ def to_transformers(backbone: "Backbone", projection: bool = False) -> tuple[Tex
     return make_encoder(config, text_state(backbone.text.tower), projection), tokenizer
 
 
-def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None:
+def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder, projection: bool = True) -> None:
     """Copies a transformers text encoder's weights into a backbone of the same sizes, in place.
 
-    The backbone keeps its projection if the encoder has none.
+    Args:
+        projection: whether to copy the encoder's projection, too, if it has one.
 
     Raises:
         UserError: the sizes or the activation differ.
@@ -184,6 +185,8 @@ def import_text_encoder(backbone: "Backbone", text_encoder: TextEncoder) -> None
     parameters = dict(backbone.text.tower.named_parameters())
     with torch.no_grad():
         for name, tensor in to_openai_names(prefixed_state(text_encoder)).items():
+            if name == "text_projection" and not projection:
+                continue
             if name in parameters:
                 parameters[name].copy_(tensor)
             elif f"{name}.weight" in parameters:  # a projection that is a Linear, whose weight is transposed
@@ -221,15 +224,23 @@ def write_tokenizer(tokenizer: CLIPTokenizer, folder: Path) -> None:
         tokenizer.backend_tokenizer.model.save(os.fspath(folder))  # vocab.json, merges.txt: for older loaders
 
 
-def read_text_encoder(location: str) -> tuple[TextEncoder, CLIPTokenizer]:
+def read_text_encoder(location: str, width: int | None = None) -> tuple[TextEncoder, CLIPTokenizer]:
     """The text encoder and tokenizer of a folder or of a repository of the hub.
 
     Of its `text_encoder/` and `tokenizer/`, as in a pipeline; else it is a CLIPTextModel or CLIPModel itself.
+
+    Args:
+        width: of the encoder, where a pipeline has two; None is the first.
     """
-    subfolder = "text_encoder" if find_file(location, "config.json", "text_encoder") else ""
+    names = ("text_encoder", "text_encoder_2") if width else ("text_encoder",)
+    names = [name for name in names if find_file(location, "config.json", name)]
+    fitting = [name for name in names if width == read_model_config(location, name).get("hidden_size")]
+    subfolder = next(iter(fitting or names), "")
     encoder = read_encoder(location, subfolder)
     if not os.path.isdir(location):
-        return encoder, read_tokenizer(location, encoder.config, subfolder="tokenizer" if subfolder else "")
+        return encoder, read_tokenizer(
+            location, encoder.config, subfolder=subfolder.replace("text_encoder", "tokenizer")
+        )
     folder = Path(location)
     inside = folder / subfolder
     # In SDXL's folder text_encoder_2 belongs to tokenizer_2.

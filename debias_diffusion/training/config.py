@@ -150,6 +150,9 @@ class TrainConfig(_as_options(FixClipSettings, _as_options(DualCaptionSettings, 
             hf-hub:owner/name.
         pretrained: Weights for a model given by name: an open_clip tag (openai needs a -quickgelu model), a file, which
             may be Long-CLIP's, or none for random weights. Leave it out for a folder or repository.
+        text_from: Checkpoint whose text encoder is trained in the place of the base model's, and keeps its own states
+            with `--keep-states`: an SDXL checkpoint in one file, a folder, a hub id, or anything else that holds a text
+            encoder as wide as the base model's. Image tower and projection are the base model's.
         recipe: debias-clip, debias-clip-sdxl (with keep_states, for encoders that go into SDXL), long-clip,
             smart-clip-sampling or fix-clip. The options that follow, and those of Fix-CLIP, override a part of it.
         import_file: Python file that adds your method to the recipes (docs/extending.md). Its contents are a setting of
@@ -181,7 +184,8 @@ class TrainConfig(_as_options(FixClipSettings, _as_options(DualCaptionSettings, 
 
     GROUPS = {
         "Data and model": (
-            *("data", "images", "output", "model", "pretrained", "keep_positions", "stretch", "initial_scale"),
+            *("data", "images", "output", "model", "pretrained", "text_from", "keep_positions", "stretch"),
+            "initial_scale",
             "freeze_image_tower",
         ),
         "Recipe": ("recipe", "import_file", *_OF_ALL, "method"),
@@ -190,6 +194,7 @@ class TrainConfig(_as_options(FixClipSettings, _as_options(DualCaptionSettings, 
 
     model: str
     pretrained: str | None = None
+    text_from: str | None = None
     recipe: str = "debias-clip"
     import_file: str | None = None
     method: dict[str, Any] | None = None

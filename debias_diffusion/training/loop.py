@@ -56,7 +56,7 @@ from .progress import (
 _SAME_REQUEST = 2.0  # seconds within which a launcher forwards a ctrl-C that its processes have already received
 PATIENCE = 3  # steps in a row whose loss is not finite before a run stops
 # Settings that say where something lies: what lies there is compared by its contents.
-_PLACES = ("data", "images", "model", "pretrained", "base", "encoder", "encoder_2")
+_PLACES = ("data", "images", "model", "pretrained", "text_from", "base", "encoder", "encoder_2")
 
 
 class StopRequest:

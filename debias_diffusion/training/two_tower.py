@@ -17,11 +17,12 @@ from ..data.batch import Batch
 from ..data.check import check_data
 from ..data.records import Record
 from ..data.retrieval import embed_texts, encode_images, none_readable, recall_at_k
-from ..data.seen import read_seen
+from ..data.seen import Seen, read_seen
 from ..devices import autocast
+from ..encoders.spec import EncoderSpec
 from ..errors import UserError, reason
 from ..files import sha256
-from ..methods import Method
+from ..methods import KeepStates, Method
 from .batches import CaptionDataset, collate
 from .checkpoints import BEST, LAST, TrainState, save_model
 from .config import CHOOSING, TrainConfig, ablated
@@ -29,7 +30,9 @@ from .feature_cache import cached_images, frozen_tower
 from .loop import Run
 from .optimizer import MAX_LOGIT_SCALE, Optimizer
 from .step import backward, pack
+from .text_from import take_text_tower
 
+_COMPARED = 256  # held-out pairs on which a checkpoint's text encoder is compared with the base model's
 COMPILED_STEPS = 1000  # as few repay a minute of compilation
 
 
@@ -62,7 +65,9 @@ class _Training(Run):
         self.reads_short = config.chosen_method.reads_short
         super().__init__(config)
         base_model = load_base_model(config)
-        self.seen_before = [read_seen(config.base_model)]
+        self.seen_before: list[Seen] = [read_seen(config.base_model)]
+        if config.text_from:
+            self._take_text_tower(base_model)
         # A resumed run needs more of it than its checkpoint holds: the kept positions, the features of a frozen image
         # tower, the preprocessing. Random weights are the seed's.
         random = f"random weights of {config.model}"
@@ -86,6 +91,29 @@ class _Training(Run):
             is_ragged = self.accelerator.device.type == "cuda" and self.precision != "fp32"
             given["arrange"] = partial(arranged, is_ragged=is_ragged)
         self.collate = partial(collate, tokenizer=self.backbone.tokenizer, **given)
+
+    def _take_text_tower(self, backbone: Backbone) -> None:
+        """Gives the base model the text encoder of `text_from`, and says what that does to its recall."""
+        spec = EncoderSpec.parse(self.config.text_from)
+        keeps_states = any(isinstance(term, KeepStates) for term in self.config.chosen_method.terms)
+        self.seen_before.append(read_seen(spec))
+        records, device, recalls = self.held_out[:_COMPARED], self.accelerator.device, []
+        images, good, _ = encode_images(backbone.to(device), records, self.images, 64, device, progress=False)
+        captions = [records[index].caption for index in good]
+        for take in (lambda: None, lambda: take_text_tower(backbone, spec, keeps_states)):
+            take()
+            texts = embed_texts(backbone.to(device), captions, 64, device, progress=False)
+            recalls.append(recall_at_k(images, texts, ks=(1,))["text_to_image"]["R@1"] if good else 0.0)
+        before, after = recalls
+        self.say(
+            f"R@1 on {len(good)} held-out pairs: {before:.1f} with the base model's text encoder, {after:.1f} with the "
+            f"one of {self.config.text_from}"
+        )
+        if after < before / 2:
+            self.say(
+                "The checkpoint's encoder no longer fits the base model's images. With --freeze-image-tower it learns "
+                "to fit them; without, the image tower follows it."
+            )
 
     def prepare(self) -> None:
         """With a frozen image tower, whose features are then the images, and which rests from then on."""
@@ -156,10 +184,11 @@ class _Training(Run):
         config, backbone = self.config, self.backbone
         stretched = backbone.config["debias_diffusion"]
         origin = "RANDOM" if backbone.random_weights else config.pretrained or "its own"
+        text = f", the text encoder of {config.text_from}" if config.text_from else ""
         is_fitted = self.settings["components"] != config.components
         fitted = "; as many components as the batch allows (--components)" if is_fitted else ""
         return {
-            "model": f"{config.model}, {origin} weights; context length {backbone.context_length}: the first "
+            "model": f"{config.model}, {origin} weights{text}; context length {backbone.context_length}: the first "
             f"{stretched['keep']} positions kept, the others times {stretched['factor']}; {backbone.loss} loss",
             "recipe": f"{config.recipe}: {self.method.describe()}{fitted}",
             "trained": "text tower, with cached image features" if config.freeze_image_tower else "both towers",
@@ -219,7 +248,7 @@ class _Training(Run):
                 f"{folder / LAST}."
             )
         if self.backbone.family.causal:  # diffusers' pipelines read CLIP's text encoders, not SigLIP's
-            self.say(f"Next: debias-diffusion export --model {folder} --output {folder / 'export'}")
+            self.say(f"Next: debias-diffusion export --model {folder} --output {folder.parent / 'encoder'}")
         return folder / LAST
 
 

@@ -146,6 +146,19 @@ class Checkpoint:
         found: dict[str, Any] = {"prediction_type": "v_prediction"} if "v_pred" in names or said in _V else {}
         return found | ({"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"} if "ztsnr" in names else {})
 
+    def says(self) -> dict[str, Any]:
+        """What its files tell of how it draws and reads: `scheduling`, positions, and sd-scripts' settings."""
+        with self.explain("scheduler/scheduler_config.json"):
+            found = {
+                "prediction_type": self._read("scheduler_config.json", "scheduler").get("prediction_type", "epsilon")
+            }
+        slots = ("text_encoder", "text_encoder_2")[: 1 + (self.check_kind(KINDS) == SDXL)]
+        found |= self.scheduling | {
+            f"positions of {slot}": self.config(slot)["max_position_embeddings"] for slot in slots
+        }
+        metadata = written_metadata(self.file) if self.file else {}
+        return found | {name: metadata[name] for name in ("ss_max_token_length", "ss_clip_skip") if name in metadata}
+
     @cached_property
     def defaults(self) -> "Defaults":
         """Those in its model_index.json, where there are some."""
