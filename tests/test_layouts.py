@@ -8,9 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from helpers import tiny_sdxl
 from helpers.text_encoders import SMALL, Expected, text_backbone
+from helpers.vocabulary import tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModel
 
@@ -21,6 +22,7 @@ from debias_diffusion.encoders.single_file import write_file
 from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
 from debias_diffusion.errors import UserError
+from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.pipelines.rendering.loading import load_pipeline
 from debias_diffusion.text.tokens import clip_tokenizer
 
@@ -113,6 +115,19 @@ def test_other_architectures_are_named_as_what_they_are(tmp_path, kind):
     for load in (load_text_encoder, load_two_tower):
         with pytest.raises(UserError, match=f"of type '{kind}'"):
             load(tmp_path)
+
+
+def test_a_pipeline_that_came_with_248_positions_is_stocks_at_that_length():
+    """As xllsd16, whose UNet learned from 248: at 77 positions, the usual length, its embeddings are others."""
+    parts = tiny_sdxl.sd15_parts()
+    long = {"text_encoder": tiny_sdxl.text_encoder(positions=248), "tokenizer": tiny_tokenizer(248)}
+    stock = tiny_sdxl.assemble(StableDiffusionPipeline, parts | long)
+    ours = with_long_prompts(tiny_sdxl.assemble(StableDiffusionPipeline, parts | long))
+    call = {"device": CPU, "num_images_per_prompt": 1, "do_classifier_free_guidance": True}
+    lengths = {77: ours.encode_prompt("a red cat", **call), 248: stock.encode_prompt("a red cat", **call)}
+    assert all(part.shape[1] == length for length, parts in lengths.items() for part in parts)
+    again = ours.set_long_prompt(positions=248).encode_prompt("a red cat", **call)
+    assert all(map(torch.equal, again, lengths[248]))
 
 
 def test_the_encoder_of_a_width_is_taken_of_a_checkpoint(base, tmp_path):
