@@ -23,7 +23,7 @@ class ReproduceConfig(Checked):
         target: table-S4 and the like as --list names them, claims, or all; one or several.
         world: real, the papers' data and weights; or toy, the same comparisons in the toy world.
         root: Folder of the real data, see research/reproduce.md.
-        output: Folder for trainings, results and tables (table-S4.md, table-S4.json, claims.md, claims.json).
+        output: Folder for trainings, results and tables (table-S4.md, table-S4.json, evidence.md, claims.json).
         seeds: The seeds, each with trainings and scenes of its own.
         papers: Folder of the tables' settings and published numbers.
         device: Device to run on: cpu, or null for cuda where there is one.

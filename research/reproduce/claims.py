@@ -143,7 +143,7 @@ def decide(claims: Claims, scores: Lookup, repository: Path) -> dict[str, list[d
         parts += [_recorded(part, repository) for part in claim.recorded if part.file not in absent]
         reason = " ".join(f"{file} is not here." for file in absent)
         verdict = UNTESTED if reason else joint_verdict([part["verdict"] for part in parts])
-        entry = {name: getattr(claim, name) for name in ("claim", "source", "published", "note", "main")}
+        entry = {name: getattr(claim, name) for name in ("claim", "source", "published", "note")}
         return entry | {"parts": parts, "verdict": verdict, "reason": reason}
 
     return {title: list(map(decided, group)) for title, group in claims.claims.items()}

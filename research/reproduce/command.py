@@ -153,12 +153,10 @@ class Reproduction:
         files = [self.output / "claims.json", *([Path(self.config.results)] if self.config.results else [])]
         for file in files:
             write_json(file, content)
-        pages = {self.output / "evidence.md": False, self.output / "claims.md": True}
-        for page, every in pages.items():
-            write_text(page, evidence_page(content, every))
+        write_text(page := self.output / "evidence.md", evidence_page(content))
         verdicts = [[entry["claim"], entry["verdict"]] for group in groups.values() for entry in group]
         print(f"\n{Table(['claim', 'verdict'], verdicts)}")
-        return [*files, *pages]
+        return [*files, page]
 
     def _means(self) -> dict[str, dict]:
         """{evaluation: {model: {score: {"mean", "deviation" over seeds}}}}"""

@@ -15,17 +15,12 @@ TEMPLATE = "evidence.md.j2"
 _SUMMARY = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "are not decided", UNTESTED: "are not tested"}
 
 
-def evidence_page(content: dict, every: bool = False) -> str:
-    """The page of a written `claims.json`: each claim with its verdict and differences.
-
-    Args:
-        content: as `reproduce` writes it.
-        every: all claims, and not only the main ones.
-    """
+def evidence_page(content: dict) -> str:
+    """The page of a written `claims.json`, as `reproduce` writes it: every claim with its verdict and differences."""
     groups, notes, count = {}, {}, 0
     for title, entries in content["claims"].items():
         groups[title], notes[title] = [], {}
-        for entry in (entry for entry in entries if every or entry["main"]):
+        for entry in entries:
             count += 1
             groups[title].append(_claim(entry, count))
             if text := " ".join(filter(None, (entry["note"], entry["reason"]))):
@@ -38,7 +33,7 @@ def evidence_page(content: dict, every: bool = False) -> str:
     environment.filters |= {"escaped": escaped, "anchor": anchor}
     page = environment.get_template(TEMPLATE)
     return page.render(
-        content | {"count": count, "summary": summary, "groups": groups, "every": every},
+        content | {"count": count, "summary": summary, "groups": groups},
         notes=notes,
         mixed=mixed_note(content.get("made_with", ())),
     )

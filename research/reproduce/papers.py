@@ -183,7 +183,6 @@ class Claim(Checked):
         compare: differences that this command measures.
         recorded: differences from the results of benchmarks.
         note: on the claim.
-        main: whether it stands on the page of evidence: a paper's main claim, or one that a user decides by.
     """
 
     claim: str
@@ -192,7 +191,6 @@ class Claim(Checked):
     compare: list[Comparison] = field(default_factory=list)
     recorded: list[Recorded] = field(default_factory=list)
     note: str = ""
-    main: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ def test_every_file_is_executed_from_end_to_end_and_the_page_has_every_claim(tmp
     papers, output = write_small_papers(tmp_path / "research" / "papers"), tmp_path / "output" / "toy"
     written = reproduce(ReproduceConfig(["all"], "toy", papers=str(papers), output=str(output.parent), device="cpu"))
     tables = read_tables(papers)
-    names = {f"{name}.md" for name in tables} | {"claims.md", "claims.json", "evidence.md"}
+    names = {f"{name}.md" for name in tables} | {"claims.json", "evidence.md"}
     assert len(tables) > 25 and {file.name for file in written} == names
     for name, table in tables.items():
         count_compared(table, read_json_object(output / f"{name}.json"))
     assert "| Shuffle |" in (output / "table-S4.md").read_text()
     trainings = list((output / "seed-0" / "training").iterdir())
     assert trainings and all((folder / "last").is_dir() for folder in trainings)
-    assert (output / "claims.md").read_text() == evidence_page(read_json_object(output / "claims.json"), every=True)
+    assert (output / "evidence.md").read_text() == evidence_page(read_json_object(output / "claims.json"))
 
 
 @pytest.mark.parametrize("world", ["toy", "real"])
