@@ -165,7 +165,7 @@ def _encode(
         mark = f"debias_diffusion {digests[name]} {'0' * 64}"
         if config.to == "diffusers":
             tensors = dict(zip(("prompt_embeds", "pooled_prompt_embeds"), tensors, strict=True))
-            content = save(tensors, {"format": "pt", "debias_diffusion": mark})
+            content = save(tensors, {"debias_diffusion": mark})  # safetensors has no order of several
         else:
             width, buffer = pipe.text_encoder.config.hidden_size, BytesIO()
             states = {"hidden_state1": tensors[0][:, :width].numpy(), "hidden_state2": tensors[0][:, width:].numpy()}
