@@ -28,12 +28,13 @@ def test_a_failure_says_what_differs_and_the_other_checks_go_on(tmp_path, monkey
         return (states + 0.5 if kwargs.get("clip_skip") else states, *others)
 
     monkeypatch.setattr(SDXLLongPromptMixin, "encode_prompt", wrong)
-    with pytest.raises(FailedError, match="1 of 6 checks failed: short"):
+    with pytest.raises(FailedError, match="1 of 7 checks failed: short"):
         check(CheckConfig(base="toy/sdxl", output=str(tmp_path), limit=1, steps=1, device="cpu"))
     result = json.loads((tmp_path / "check.json").read_text())
     assert (tmp_path / "contact-sheet.png").is_file() and result["versions"] and result["machine"] and result["base"]
     checks = result["checks"]
+    assert list(checks["where attention goes, by positions"]["result"]["rows"]) == ["77", "152", "227"]
     costs = checks["time and memory, by positions"]["result"]
     assert list(costs) == ["stock, 77", "ours, 77", "ours, 227", "ours, 527"]
     failed = checks["short prompts equal stock diffusers"]["failed"]
-    assert "'clip_skip': 1} differ by 0.5" in failed and sum("result" in value for value in checks.values()) == 5
+    assert "'clip_skip': 1} differ by 0.5" in failed and sum("result" in value for value in checks.values()) == 6
