@@ -23,9 +23,10 @@ def register(only_for_help: bool = False) -> None:
     from .evaluations import benchmarks
     from .referring import grammar as referring
     from .smart_clip.method import SMART_CLIP
+    from .studies import tags
     from .studies.states_alone import STATES_ALONE
 
-    for name, kind in referring.KINDS.items():
+    for name, kind in (referring.KINDS | tags.KINDS).items():
         toy_scenes.KINDS.register(name, kind)
     for name, benchmark in benchmarks.BENCHMARKS.items():
         BENCHMARKS.register(name, benchmark)

@@ -138,3 +138,8 @@ def test_the_curve_by_sentence_is_that_of_the_toy_worlds_own_scores(tmp_path, mo
         assert [number[name] for name in names] == pytest.approx([line[name] for name in names], nan_ok=True)
         assert number["questions"] == line["objects"]
     assert (tmp_path / "following.html").read_text().count("<img ") == 6
+    asked = [question["sentence"] for prompt in report["records"] for question in prompt["questions"]]
+    answers = [p for of_image in found["answers"] for p in of_image]
+    for name, number in found["by_sentence"].items():  # which anyone can compute again
+        yes = [p > 0.5 for p, sentence in zip(answers, asked, strict=True) if str(sentence) == name]
+        assert number["value"] == pytest.approx(100 * np.mean(yes))

@@ -48,8 +48,9 @@ def evaluate_following(config: FollowingConfig) -> dict:
 
     Returns:
         The content of `following.json`: settings, versions, digests, numbers of prompts and questions, "judge", see
-        `judge.control`; by encoder `score`, "unanswered" questions, how prompts were read, the digest of the images;
-        the encoders compared in points; notes, the bad records, seconds. In processes other than the main one, {}.
+        `judge.control`; by encoder `score`, "unanswered" questions, how prompts were read, the digest of the images,
+        and "answers", p(yes) of each question by image; "records", the prompts and questions that these answer; the
+        encoders compared in points; notes, the bad records, seconds. In processes other than the main one, {}.
 
     Raises:
         UserError: the prompts or a model cannot be used, or the judge does not look at images, which is checked before
@@ -86,7 +87,10 @@ def evaluate_following(config: FollowingConfig) -> dict:
         answers = judge.ask(asked, f"ask, {label}")
         results[label] = Answers.of(data.prompts, answers, count)
         encoders[label] = score(results[label], errors) | {"unanswered": [*chain(*answers)].count(None)}
-        encoders[label] |= images.reading | {"images_digest": bytes_digest(["\n".join(shas).encode()])}
+        encoders[label] |= images.reading | {
+            "images_digest": bytes_digest(["\n".join(shas).encode()]),
+            "answers": answers,
+        }
     session.digests |= judge.depends | digests
     _write_page(config, data.prompts, {label: images.files for label, images in rendered.items()}, results)
     return session.report(
@@ -100,6 +104,9 @@ def evaluate_following(config: FollowingConfig) -> dict:
         prompts=len(data.prompts),
         questions=sum(len(prompt.questions) for prompt in data.prompts),
         judge=judge.of_toys,
+        records=[
+            {**prompt._asdict(), "questions": [*map(Question._asdict, prompt.questions)]} for prompt in data.prompts
+        ],
     )
 
 

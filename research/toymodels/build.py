@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionModel
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, ViTModel
 
@@ -21,7 +20,7 @@ from debias_diffusion.clip.backbone import Backbone
 from debias_diffusion.clip.weight_files import save_tensors
 from debias_diffusion.encoders.loading import DIFFERENCE, STEPS, load_backbone
 from debias_diffusion.encoders.text_encoders import to_transformers
-from debias_diffusion.files import atomic_file, atomic_folder, write_json
+from debias_diffusion.files import atomic_folder, write_json
 from debias_diffusion.toyworld.pairs import write_pairs
 from debias_diffusion.training.two_tower import train
 
@@ -33,7 +32,7 @@ from .feature_network import train_features
 from .prepared_unet import disturbed, encode_pairs_in_chunks
 from .scores import score_checker, score_clip, score_sdxl
 from .second_text_encoder import train_second_text_encoder
-from .unet import Pairs, encode_pairs, train_unet
+from .unet import Pairs, encode_pairs, saved_pairs, train_unet
 from .vae import train_vae
 from .vocabulary import learn_tokenizer
 
@@ -103,7 +102,8 @@ class Build:
         pipe = self.sdxl()
 
         def make() -> UNet2DConditionModel:
-            chunks = self._saved("pairs-in-chunks", lambda: encode_pairs_in_chunks(pipe, _PAIRS // 2, start=_PAIRS))
+            file = self.output / "pairs-in-chunks.safetensors"
+            chunks = saved_pairs(file, lambda: encode_pairs_in_chunks(pipe, _PAIRS // 2, start=_PAIRS))
             change = partial(disturbed, width=pipe.text_encoder.config.hidden_size)
             settings = {"steps": 8000, "seed": 1, "peak": 5e-4, "warmup": 200, "change": change}
             by_turns = self._pairs(pipe), chunks
@@ -117,15 +117,7 @@ class Build:
         return pipe
 
     def _pairs(self, pipe: StableDiffusionXLPipeline) -> Pairs:
-        return self._saved("pairs", lambda: encode_pairs(pipe, _PAIRS))
-
-    def _saved(self, name: str, encode: Callable[[], Pairs]) -> Pairs:
-        """The pairs in a file, which are encoded if it is not there."""
-        file = self.output / f"{name}.safetensors"
-        if not file.exists():
-            with atomic_file(file) as unfinished:
-                save_file(encode(), unfinished)
-        return load_file(file)
+        return saved_pairs(self.output / "pairs.safetensors", lambda: encode_pairs(pipe, _PAIRS))
 
     def fine_tuned(self, recipe: str) -> Backbone:
         """`train` continues by itself where it was stopped, and does nothing where it has ended."""

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDPMScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from debias_diffusion.files import atomic_file
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption, full_caption, long_caption
 from debias_diffusion.toyworld.render import render
@@ -44,6 +46,14 @@ def draw_pair(index: int, split: str = "train") -> tuple[Scene, Caption]:
 def encode_texts(pipe: StableDiffusionXLPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
     """(hidden_states [texts, 77, D], pooled [texts, P]) by the pipeline's `encode_prompt`"""
     return pipe.encode_prompt(texts, do_classifier_free_guidance=False)[::2]
+
+
+def saved_pairs(file: Path, encode: Callable[[], Pairs]) -> Pairs:
+    """The pairs in a file, which are encoded if it is not there."""
+    if not file.exists():
+        with atomic_file(file) as unfinished:
+            save_file(encode(), unfinished)
+    return load_file(file)
 
 
 @torch.inference_mode()
