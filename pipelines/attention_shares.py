@@ -4,24 +4,24 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import AttnProcessor2_0
 
 PARTS = ("BOS", "words", "EOS", "pads")
 
 
-class _Watching(AttnProcessor):
-    """diffusers' plain processor, which notes the shares of the last row of a batch, the prompt's."""
+class _Watching(AttnProcessor2_0):
+    """diffusers' processor of a cross-attention, which notes the shares of the last row of a batch, the prompt's."""
 
     def __init__(self, words: int, noted: dict[int, list[torch.Tensor]]):
+        super().__init__()
         self.words, self.noted = words, noted
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
-        if encoder_hidden_states is not None:
-            rows = hidden_states[-1:], encoder_hidden_states[-1:]
-            q, k = (attn.head_to_batch_dim(layer(row)) for layer, row in zip((attn.to_q, attn.to_k), rows, strict=True))
-            shares = attn.get_attention_scores(q, k).float().mean((0, 1))  # [positions]
-            sizes = [1, self.words, 1, len(shares) - self.words - 2]
-            self.noted[hidden_states.shape[1]].append(torch.stack([part.sum() for part in shares.split(sizes)]))
+        rows = hidden_states[-1:], encoder_hidden_states[-1:]
+        q, k = (attn.head_to_batch_dim(layer(row)) for layer, row in zip((attn.to_q, attn.to_k), rows, strict=True))
+        shares = attn.get_attention_scores(q, k).float().mean((0, 1))  # [positions]
+        sizes = [1, self.words, 1, len(shares) - self.words - 2]
+        self.noted[hidden_states.shape[1]].append(torch.stack([part.sum() for part in shares.split(sizes)]))
         return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
@@ -51,7 +51,8 @@ def attention_shares(pipe: Any, prompt: str, steps: int = 3, **call) -> list[dic
         noted.clear()
         return {}
 
-    pipe.unet.set_attn_processor(_Watching(words, noted))
+    watching = _Watching(words, noted)
+    pipe.unet.set_attn_processor({name: watching if "attn2" in name else own for name, own in processors.items()})
     try:
         pipe(prompt, num_inference_steps=steps, callback_on_step_end=note_step, output_type="latent", **call)
     finally:
