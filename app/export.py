@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+from debias_diffusion.clip.weight_files import written_metadata
 from debias_diffusion.data.seen import SEEN, Seen, read_seen, write_seen
-from debias_diffusion.encoders.single_file import VOCABULARY, WRITTEN_BY, write_file, written_metadata
+from debias_diffusion.encoders.single_file import VOCABULARY, WRITTEN_BY, write_file
 from debias_diffusion.encoders.spec import EncoderSpec, Kind
 from debias_diffusion.encoders.text_encoders import (
     TextEncoder,

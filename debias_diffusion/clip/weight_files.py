@@ -101,6 +101,15 @@ def tensor_shapes(file: Path) -> dict[str, list[int]]:
         return {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - no iterator
 
 
+def written_metadata(file: Path) -> dict[str, str]:
+    """A safetensors file's metadata; empty for any other file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}
+    except Exception:  # any error of the library for a file of another kind
+        return {}
+
+
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:
     """Raises UserError, which names the first of them, if weights hold NaN, infinity, or values beyond LARGEST_WEIGHT.
 

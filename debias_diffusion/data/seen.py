@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..encoders.single_file import written_metadata
+from ..clip.weight_files import written_metadata
 from ..encoders.spec import EncoderSpec
 from ..errors import explain_failure
 from ..files import read_json, write_json

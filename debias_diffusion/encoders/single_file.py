@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import CLIPTextConfig, CLIPTokenizer
 
 from ..clip.weight_files import (
@@ -35,6 +34,7 @@ from ..clip.weight_files import (
     is_long_clip,
     read_state,
     to_transformers_names,
+    written_metadata,
 )
 from ..errors import UserError
 from ..files import atomic_file, read_json_object
@@ -178,12 +178,3 @@ def write_file(encoder: TextEncoder, file: Path, notes: Mapping[str, str] | None
     with atomic_file(file) as temporary:
         save_weights(prefixed_state(encoder), temporary, metadata)
     return file
-
-
-def written_metadata(file: Path) -> dict[str, str]:
-    """A safetensors file's metadata; empty for any other file."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return opened.metadata() or {}
-    except Exception:  # any error of the library for a file of another kind
-        return {}

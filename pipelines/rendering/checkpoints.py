@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import CLIPTokenizer
 
-from debias_diffusion.clip.weight_files import tensor_shapes
+from debias_diffusion.clip.weight_files import tensor_shapes, written_metadata
 from debias_diffusion.encoders.hub import find_file, find_tokenizer, locate, location_digest
-from debias_diffusion.encoders.single_file import written_metadata
 from debias_diffusion.errors import UserError, explain_failure, reason
 from debias_diffusion.files import read_file
 from debias_diffusion.limits import MOST_PIXELS, Checked, Guidance, Steps

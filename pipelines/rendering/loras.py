@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors.torch import load_file
 
-from debias_diffusion.encoders.single_file import written_metadata
+from debias_diffusion.clip.weight_files import written_metadata
 from debias_diffusion.errors import UserError, explain_failure, near_matches, reason
 from debias_diffusion.files import sha256
 from debias_diffusion.text.chunks import Reading
