@@ -35,6 +35,7 @@ from debias_diffusion.toyworld.shipped import shipped
 STAND_INS = {"stabilityai/stable-diffusion-xl-base-1.0": "sdxl-folder", "torch.float16": "torch.float32"}
 STAND_INS |= {'.to("cuda")': "", "pipe.enable_model_cpu_offload()": "pipe.to('cpu')"}
 STAND_INS |= {"black-forest-labs/FLUX.1-dev": "flux", "stabilityai/stable-diffusion-3-medium-diffusers": "sd3"}
+STAND_INS |= {"--to comfyui": "--to transformers"}  # which ComfyUI would not know: the toy encoders are smaller
 LONG_PROMPT = "A street at night. " * 30
 WIDTH, LENGTH = DEEP["text_cfg"]["width"], 248
 
