@@ -4,9 +4,15 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 PARTS = ("BOS", "words", "EOS", "pads")
+
+
+def attention_weights(attn: Attention, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """Of a cross-attention without a mask, [rows * heads, places, positions]; sums 1."""
+    q, k = map(attn.head_to_batch_dim, (attn.to_q(hidden_states), attn.to_k(text)))
+    return attn.get_attention_scores(q, k)
 
 
 class _Watching(AttnProcessor2_0):
@@ -17,9 +23,8 @@ class _Watching(AttnProcessor2_0):
         self.words, self.noted = words, noted
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
-        rows = hidden_states[-1:], encoder_hidden_states[-1:]
-        q, k = (attn.head_to_batch_dim(layer(row)) for layer, row in zip((attn.to_q, attn.to_k), rows, strict=True))
-        shares = attn.get_attention_scores(q, k).float().mean((0, 1))  # [positions]
+        weights = attention_weights(attn, hidden_states[-1:], encoder_hidden_states[-1:])
+        shares = weights.float().mean((0, 1))  # [positions]
         sizes = [1, self.words, 1, len(shares) - self.words - 2]
         self.noted[hidden_states.shape[1]].append(torch.stack([part.sum() for part in shares.split(sizes)]))
         return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)

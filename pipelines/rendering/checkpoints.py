@@ -123,6 +123,11 @@ class Checkpoint:
         return tensor_shapes(self.file) if self.file else {}
 
     @cached_property
+    def _metadata(self) -> dict[str, str]:
+        """Of a single file; of a folder nothing."""
+        return written_metadata(self.file) if self.file else {}
+
+    @cached_property
     def scheduling(self) -> dict[str, Any]:
         """What a single file says of its scheduler, by the names that diffusers' configurations have.
 
@@ -133,7 +138,7 @@ class Checkpoint:
         Raises:
             UserError: the UNet predicts something else, such as the velocity of flow matching, which is not read.
         """
-        names, metadata = self._shapes, written_metadata(self.file) if self.file else {}
+        names, metadata = self._shapes, self._metadata
         said = str(metadata.get("modelspec.prediction_type", metadata.get("modelspec.predict_key", ""))).lower()
         scheduler = "" if self.file else str(self._index.get("scheduler"))
         unread = said if said not in (*_V, *_EPSILON) else "EDM's v" if "edm_vpred.sigma_max" in names else ""
@@ -155,8 +160,8 @@ class Checkpoint:
         found |= self.scheduling | {
             f"positions of {slot}": self.config(slot)["max_position_embeddings"] for slot in slots
         }
-        metadata = written_metadata(self.file) if self.file else {}
-        return found | {name: metadata[name] for name in ("ss_max_token_length", "ss_clip_skip") if name in metadata}
+        named = ("ss_max_token_length", "ss_clip_skip")
+        return found | {name: self._metadata[name] for name in named if name in self._metadata}
 
     @cached_property
     def defaults(self) -> "Defaults":
