@@ -14,7 +14,7 @@ from .prompt_options import GenerateConfig
 # The options of `generate` that may come from an image.
 TAKEN = (
     *("prompt", "negative_prompt", "reading", "emphasis", "breaks", "clip_skip", "seed", "steps", "scheduler"),
-    *("karras", "guidance_scale", "sharpen", "sharpen_sentences", "width", "height"),
+    *("karras", "guidance_scale", "sharpen", "width", "height"),
 )
 
 

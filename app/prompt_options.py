@@ -13,7 +13,6 @@ from debias_diffusion.pipelines.rendering.options import (
     ClipSkip,
     ImageOptions,
     OfCheckpoint,
-    SentenceSharpening,
     Sharpening,
     split_base,
 )
@@ -88,7 +87,7 @@ class GenerateConfig(WithEncoder, Rendering):
         "Models": ("base", "encoder", "encoder_2", "refiner", "loras"),
         "Images": (
             *("output", "overwrite", "images_per_prompt", "seed"),
-            *("steps", "scheduler", "karras", "guidance_scale", "sharpen", "sharpen_sentences", "height", "width"),
+            *("steps", "scheduler", "karras", "guidance_scale", "sharpen", "height", "width"),
         ),
         "Speed and memory": ("batch", "low_memory", "device", "precision"),
     }
@@ -107,13 +106,12 @@ class GenerateConfig(WithEncoder, Rendering):
     emphasis: Emphasis | None = None
     breaks: Breaks | None = None
     sharpen: Sharpening | None = None
-    sharpen_sentences: SentenceSharpening | None = None
     karras: bool | None = None
     clip_skip: ClipSkip | None = None
 
     def __post_init__(self):
         if self.like is None:  # or the image may say them, see `take_settings`
-            usually = {"seed": 0, "breaks": "concatenate", "sharpen": 1.0, "sharpen_sentences": 1.0}
+            usually = {"seed": 0, "breaks": "concatenate", "sharpen": 1.0}
             for name, usual in usually.items():
                 setattr(self, name, usual if getattr(self, name) is None else getattr(self, name))
         super().__post_init__()
@@ -145,7 +143,7 @@ class CheckConfig(OfCheckpoint, Rendering):
         output: Folder to write. What a stopped run has drawn is kept.
         limit: How many of the eight prompts are drawn.
         seed: Prompt i, from 0, starts from noise of this seed + i, in all ways.
-        sharpen: The factor of the fourth way, whole and sharpened; above 0, at most 4.
+        sharpen: The power of the fourth way, whole and sharpened; above 0, at most 4.
     """
 
     output: str = "runs/real"

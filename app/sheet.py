@@ -32,7 +32,7 @@ def draw_ways(config: CheckConfig, prompts: Sequence[str]) -> Images:
     for way, reading in WAYS.items():
         print(f"\n{way}:")
         folder = output / way.replace(" ", "-").lower()
-        plain = {} if way == SHARPENED else {"sharpen": 1.0, "sharpen_sentences": 1.0}
+        plain = {} if way == SHARPENED else {"sharpen": 1.0}
         generate(GenerateConfig(None, output=str(folder), reading=reading, **shared | plain))
         index = map(json.loads, read_file(folder / "index.jsonl").splitlines())
         images[way] = [(file, sha256(file)) for file in (folder / entry["file"] for entry in index)]

@@ -6,9 +6,9 @@ Counted: the FLOPs of SDXL at 1024 x 1024, its true configuration without weight
 batch; with guidance it runs on two, and every number of a step but the ratios doubles.
 Timed: the steps of an image with guidance, from the embeddings to the latents, and the encoding of its prompt. On an
 accelerator the model is SDXL with random weights in half precision, on the CPU the toy SDXL. The lengths take turns, so
-that other load affects all; ratios are to the steps of stock diffusers (77 positions) in the same round. Prompts have
-sentences of 15 words, between which `sharpen_sentences` chooses. --timed leaves out the counting, --stock-encoders
-gives CLIP-L 77 positions, so that it reads in chunks, and --positions names the lengths, 77 among them.
+that other load affects all; ratios are to the steps of stock diffusers (77 positions) in the same round. --timed leaves
+out the counting, --stock-encoders gives CLIP-L 77 positions, so that it reads in chunks, and --positions names the
+lengths, 77 among them.
 Prints Markdown, and writes to benchmarks/results/.
 """
 
@@ -179,19 +179,18 @@ def measure(
     pipe.set_progress_bar_config(disable=True)
     names = ("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
     prompts = {positions: prompt_of(pipe, positions) for positions in lengths}
-    layouts, embeds = {positions: pipe.prompt_layout(prompt) for positions, prompt in prompts.items()}, {}
-    marks = {positions: torch.tensor(layout.sentences, device=pipe.device) for positions, layout in layouts.items()}
+    embeds = {}
 
     def encode(positions: int) -> None:
         results = pipe.encode_prompt(prompts[positions], device=pipe.device, negative_prompt="")
-        embeds[positions] = dict(zip(names, results, strict=True))
+        words = pipe.prompt_layout(prompts[positions], negative_prompt="").words
+        embeds[positions] = dict(zip(names, results, strict=True)) | {"words": words}
 
     def draw(positions: int, **options: float) -> None:
-        call = embeds[positions] | {"sentences": marks[positions], "generator": torch.Generator().manual_seed(0)}
+        call = embeds[positions] | {"generator": torch.Generator().manual_seed(0)}
         pipe.set_long_prompt(**options)(**call, num_inference_steps=steps, output_type="latent")
 
-    kinds = {"encode": encode, "plain": draw}
-    kinds |= {"sharpen": partial(draw, sharpen=1.5), "sentences": partial(draw, sharpen_sentences=4.0)}
+    kinds = {"encode": encode, "plain": draw, "sharpen": partial(draw, sharpen=1.5)}
     variants = {f"{n} {kind}": partial(run, n) for n in lengths for kind, run in kinds.items()}
     return by_turns(variants, repeats, lambda run: seconds(run, pipe.device))
 
@@ -215,7 +214,6 @@ def time_images(device: torch.device, lengths: list[int], steps: int, repeats: i
             "step_ms": round(1000 * statistics.median(plain) / steps, 3),
             "plain_to_stock": spread(plain, times[f"{STOCK} plain"]),
             "sharpen_to_plain": spread(times[f"{positions} sharpen"], plain),
-            "sentences_to_plain": spread(times[f"{positions} sentences"], plain),
             "encode_ms": round(1000 * encode, 3),
             "encode_share": round(encode / (statistics.median(plain) + encode), 4),
         }
@@ -239,12 +237,11 @@ def timed_tables(result: dict) -> list[Table | str]:
     )
     lines = []
     for positions, row in result["rows"].items():
-        ratios = row["plain_to_stock"], row["sharpen_to_plain"], row["sentences_to_plain"]
+        ratios = row["plain_to_stock"], row["sharpen_to_plain"]
         ratios = ["{:.2f} ({:.2f}-{:.2f})".format(*values) for values in ratios]
         encoding = [f"{row['encode_ms']:.1f}", f"{row['encode_share']:.1%}"]
         lines.append([str(positions), row["step_ms"], *ratios, *encoding])
-    sharpened = "sharpen, to plain", "sharpen_sentences, to plain"
-    titles = ["positions", "ms a step", "to stock", *sharpened, "ms encoding", "share of both"]
+    titles = ["positions", "ms a step", "to stock", "sharpen, to plain", "ms encoding", "share of both"]
     return [title, Table(titles, lines)]
 
 

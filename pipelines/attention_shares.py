@@ -4,15 +4,11 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention_processor import AttnProcessor2_0
+
+from .sharpening import attention_logits
 
 PARTS = ("BOS", "words", "EOS", "pads")
-
-
-def attention_weights(attn: Attention, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """Of a cross-attention without a mask, [rows * heads, places, positions]; sums 1."""
-    q, k = map(attn.head_to_batch_dim, (attn.to_q(hidden_states), attn.to_k(text)))
-    return attn.get_attention_scores(q, k)
 
 
 class _Watching(AttnProcessor2_0):
@@ -23,8 +19,8 @@ class _Watching(AttnProcessor2_0):
         self.words, self.noted = words, noted
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
-        weights = attention_weights(attn, hidden_states[-1:], encoder_hidden_states[-1:])
-        shares = weights.float().mean((0, 1))  # [positions]
+        weights = attention_logits(attn, hidden_states[-1:], encoder_hidden_states[-1:]).softmax(-1)
+        shares = weights.mean((0, 1))  # [positions]
         sizes = [1, self.words, 1, len(shares) - self.words - 2]
         self.noted[hidden_states.shape[1]].append(torch.stack([part.sum() for part in shares.split(sizes)]))
         return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
@@ -44,7 +40,7 @@ def attention_shares(pipe: Any, prompt: str, steps: int = 3, **call) -> list[dic
     Returns:
         for each step and resolution "step", from 1, "places" of the image, and the PARTS, whose sum is 1.
     """
-    words = sum(number >= 0 for number in pipe.prompt_layout(prompt).sentences[0])
+    words = sum(pipe.prompt_layout(prompt).words[0])
     processors, rows = pipe.unet.attn_processors, []
     noted: dict[int, list[torch.Tensor]] = defaultdict(list)
 

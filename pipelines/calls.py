@@ -4,7 +4,7 @@ with embeddings that change from one to the next through diffusers' `callback_on
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from inspect import BoundArguments
@@ -36,9 +36,13 @@ class Call:
     parts: StepEmbeddings = field(default_factory=list)  # gets what was encoded for these
     sources: list[str] = field(default_factory=list)  # gets the schedules, as they are written
     view: Callable | None = None  # what the call has for its UNet; None: the UNet
-    sentences: torch.Tensor | None = None  # gets those of what was encoded, if they are sharpened; see `note_sentences`
-    member: torch.Tensor | None = None  # of sentences, see `sharpening.Choice`
+    words: Sequence | None = None  # of the embeddings that are passed to the call
+    known: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # texts' embeddings, see `note`
     stack: ExitStack = field(default_factory=ExitStack)  # contexts that end with the call
+
+    def note(self, embeds: Iterable[torch.Tensor], words: Iterable[torch.Tensor]) -> None:
+        """Says which positions, bool [positions], are words in each text's embeddings [positions, width]."""
+        self.known += zip(embeds, words, strict=False)
 
 
 _CALLS = ThreadValue({})  # by the id of the pipeline
@@ -51,8 +55,13 @@ def call_of(pipe: Any) -> Call | None:
 
 @contextmanager
 def calling(pipe: Any, options: LongPromptOptions | None = None, steps: int | None = None) -> Iterator[Call]:
-    """Within the context, in this thread, a call of `pipe` is under way; without `options` with the pipeline's."""
-    before, call = _CALLS.value, Call(options or getattr(pipe, "_options", None) or LongPromptOptions(), steps)
+    """Within the context, in this thread, a call of `pipe` is under way; without `options` with the pipeline's.
+
+    What a call around it knows of embeddings, it knows too.
+    """
+    before, outer = _CALLS.value, call_of(pipe)
+    call = Call(options or getattr(pipe, "_options", None) or LongPromptOptions(), steps)
+    call.known += outer.known if outer else []
     _CALLS.value = before | {id(pipe): call}
     try:
         with call.stack:

@@ -20,7 +20,7 @@ from debias_diffusion.text.prompt import Batch, Plan, Texts, read
 from debias_diffusion.text.schedules import MANY_STEPS
 
 from .calls import EMBEDDINGS, CallMixin, Embeddings, call_of, calling, exchange_embeddings
-from .sharpening import member_of, note_sentences, view_of
+from .sharpening import view_of
 
 try:
     from diffusers.utils.torch_utils import get_module_execution_device
@@ -31,7 +31,7 @@ _Pipe = TypeVar("_Pipe")
 _Options = ParamSpec("_Options")
 # One thread encodes at a time: pipelines may share encoders, and the scale of a LoRA is set in the encoder's layers.
 _ENCODING = threading.RLock()
-OWN = ("long_prompt", "sentences")  # arguments of a call, beside those of diffusers
+OWN = ("long_prompt", "words")  # arguments of a call, beside those of diffusers
 
 
 def takes_options(
@@ -180,8 +180,13 @@ class LongPromptMixin(CallMixin):
         model = self.unet if model is None else model  # a compiled model has no truth value
         own = encoded[0][0] if given[0] is None else given[0]
         dtype = own.dtype if model is None or model.dtype.itemsize == 1 else model.dtype
-        if call and call.options.sharpen_sentences != 1:
-            note_sentences(call, torch.tensor(plan.sentences) if batches[0] else None, repeats, own.to(device, dtype))
+        if call and call.options.sharpen != 1:
+            for batch, (embeds, _) in zip(batches, encoded, strict=True):
+                if batch:
+                    call.note(embeds.to(device, dtype), batch.words)
+            call.note(
+                (row for each in given[:2] if each is not None for row in each), torch.as_tensor(call.words or [])
+            )
 
         @functools.cache  # some steps have the same texts
         def arrange(*numbers: tuple[int, ...] | None) -> Embeddings:
@@ -362,14 +367,14 @@ def _long_prompt_call(cls: type, is_first: bool) -> Callable:
     own, signature = vars(cls).get("__call__"), inspect.signature(cls.__call__)
 
     @functools.wraps(cls.__call__)
-    def long_prompt_call(self, *args, long_prompt: Mapping | LongPromptOptions | None = None, sentences=None, **kwargs):
+    def long_prompt_call(self, *args, long_prompt: Mapping | LongPromptOptions | None = None, words=None, **kwargs):
         run = super(cls, self).__call__ if own is None else partial(own, self)
         for name in ("image_encoder", "feature_extractor"):  # of an IP-Adapter that the wrapped pipeline has loaded
             if getattr(self, name, None) is None and (part := getattr(self._wrapped, name, None)) is not None:
                 self.register_modules(**{name: part})
         with calling(self, None if long_prompt is None else LongPromptOptions.of(long_prompt)) as call:
-            if not call.options.sharpen == call.options.sharpen_sentences == 1:
-                call.view, call.member = functools.cache(partial(view_of, self, call)), member_of(sentences)
+            if call.options.sharpen != 1:
+                call.view, call.words = functools.cache(partial(view_of, call)), words
             if is_first and call.options.reading == "a1111":
                 args, kwargs = exchange_embeddings(self, call, signature.bind(self, *args, **kwargs))
             return run(*args, **kwargs)

@@ -14,8 +14,8 @@ from diffusers.modular_pipelines.stable_diffusion_xl.encoders import StableDiffu
 
 from .long_prompt import LongPromptOptions, SDXLLongPromptMixin
 
-# `sharpened` does that here, of all attention.
-_OPTIONS = [option for option in fields(LongPromptOptions) if not option.name.startswith("sharpen")]
+# `sharpened` does that here.
+_OPTIONS = [option for option in fields(LongPromptOptions) if option.name != "sharpen"]
 
 
 class _PromptEncoder(SDXLLongPromptMixin):
@@ -36,7 +36,7 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
 
     Components and outputs are those of diffusers' step. Its inputs are, too, and in addition the fields of
     `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., reading="a1111")`. All but
-    those that sharpen, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
+    `sharpen`, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
     """
 
     defaults = LongPromptOptions()
@@ -105,12 +105,12 @@ def with_long_text_step(pipe, options: LongPromptOptions):
     """A modular pipeline of the same components whose text step reads prompts of any length, by default so.
 
     Raises:
-        ValueError: options that sharpen; the pipeline's blocks have no text step of SDXL under the name `text_encoder`.
+        ValueError: `sharpen`; the pipeline's blocks have no text step of SDXL under the name `text_encoder`.
     """
     blocks = copy.deepcopy(pipe.blocks)
     if not isinstance(blocks.sub_blocks.get("text_encoder"), StableDiffusionXLTextEncoderStep):
         raise ValueError(f"{type(blocks).__name__} has no text step of SDXL, `text_encoder`: give a pipeline of SDXL.")
-    if not options.sharpen == options.sharpen_sentences == 1:
+    if options.sharpen != 1:
         raise ValueError("A modular pipeline is sharpened by its caller: `with sharpened(pipe.unet, 1.5): pipe(...)`.")
     step = blocks.sub_blocks["text_encoder"] = LongPromptTextEncoderStep()
     step.defaults = options

@@ -1,65 +1,73 @@
-"""A UNet's cross-attention made sharper for prompts longer than it was trained with: all of it, or by sentences."""
+"""A UNet's cross-attention made sharper for prompts longer than it was trained with, among the words alone."""
 
 import functools
+import math
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
 
-from debias_diffusion.text.chunks import MOST_SHARPENING, TRAINED_POSITIONS
+from debias_diffusion.text.chunks import TRAINED_POSITIONS
 from debias_diffusion.text.options import check_sharpening
 
 from .calls import Call, ThreadValue
 
-# Attention without parts of its own, such as an IP-Adapter's, for which another way to choose can stand in.
-_PLAIN = ("AttnProcessor", "AttnProcessor2_0", "FusedAttnProcessor2_0", "XFormersAttnProcessor")
-
 
 @contextmanager
-def sharpened(unet: torch.nn.Module, factor: float) -> Iterator[None]:
-    """Within the context, the UNet's cross-attention to a text of more than 77 positions has `factor` times the scale:
-    softmax(factor * q k^T / sqrt(d)) v.
+def sharpened(unet: torch.nn.Module, power: float, words: torch.Tensor | None = None) -> Iterator[None]:
+    """Within the context, the UNet's cross-attention to a text of more than 77 positions chooses more sharply between
+    words: the probability of each word is raised to a power, and all are divided so that the words keep their part.
 
-    A UNet that was trained with 77 keys spreads its attention over more of them; a factor above 1 makes it choose. At
-    77 positions and below nothing changes, to the bit, nor do self-attention and the image keys of IP-Adapters.
+    A UNet that was trained with 77 positions spreads its attention over more of them; a power above 1 makes it choose.
+    What BOS, EOS and pads get stays as it is. At 77 positions and below nothing changes, to the bit, nor do
+    self-attention and the images of IP-Adapters. It works with every attention processor that takes a mask.
 
     Only forwards in this thread are sharpened, not those that gradient checkpointing repeats on a GPU. A pipeline with
     a `sharpen` of its own uses that instead.
 
     Args:
         unet: diffusers' UNet of SDXL or Stable Diffusion 1.5, compiled or not, with or without LoRAs and offloading.
-        factor: above 0, at most 4. 1: nothing changes.
+        power: above 0, at most 4. 1: nothing changes.
+        words: bool [rows of the UNet's batch, positions], which are words. None: all positions but the first.
 
     Raises:
-        ValueError: another factor, or a context within a context of this UNet.
+        ValueError: another power, a context within a context of this UNet, or words for another number of positions.
     """
-    check_sharpening("sharpen", factor, MOST_SHARPENING)
-    if factor == 1:
+    check_sharpening(power)
+    if power == 1:
         yield
         return
-    with _key_factors(unet) as factors:
-        if any(key_factor.value != 1 for key_factor in factors):
+    with _replaced_forwards(unet) as values:
+        if any(value.value is not None for value in values):
             raise ValueError("the UNet is sharpened in this thread already: leave that context before the next.")
-        with _set_values(factors, factor):
+        with _set_values(values, torch.tensor(power) if words is None else powers_of(words, power)):
             yield
 
 
-def view_of(pipe: Any, call: Call, unet: Any) -> Any:
-    """An object with the UNet's attributes, methods and `__dict__`, whose forwards alone are sharpened."""
-    factor, power = call.options.sharpen, call.options.sharpen_sentences
-    factors = call.stack.enter_context(_key_factors(unet)) if factor != 1 else []
-    choices = call.stack.enter_context(_choices(unet)) if power != 1 else []
+def powers_of(words: torch.Tensor, power: float) -> torch.Tensor:
+    """For each position the power of its attention, 1 but for words."""
+    return torch.where(words, power, 1.0)
 
-    def forward(_, *args, **kwargs):
-        choice = _choice(pipe, call.member, power) if choices else None
-        with _set_values(factors, factor), _set_values(choices, choice):
-            return unet(*args, **kwargs)
+
+def view_of(call: Call, unet: Any) -> Any:
+    """An object with the UNet's attributes, methods and `__dict__`, whose forwards alone are sharpened."""
+    values = call.stack.enter_context(_replaced_forwards(unet))
+    unknown: list[torch.Tensor] = []  # of each forward, whether it had a row whose words are not known
+    call.stack.callback(_warn_of_unknown, unknown)
+
+    def forward(_, sample, timestep, encoder_hidden_states, *args, **kwargs):
+        powers = None
+        if encoder_hidden_states.shape[1] > TRAINED_POSITIONS:
+            words, is_unknown = words_of(encoder_hidden_states, call.known)
+            powers = powers_of(words, call.options.sharpen)
+            unknown.append(is_unknown)
+        with _set_values(values, powers):
+            return unet(sample, timestep, encoder_hidden_states, *args, **kwargs)
 
     cls = type(unet)
     view = object.__new__(type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__call__": forward}))
@@ -67,25 +75,35 @@ def view_of(pipe: Any, call: Call, unet: Any) -> Any:
     return view
 
 
-def note_sentences(call: Call, sentences: torch.Tensor | None, repeats: int, embeds: torch.Tensor) -> None:
-    """Says which sentences the embeddings have that a call goes on with.
+def words_of(rows: torch.Tensor, known: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which positions are words in what a UNet reads: those of the equal known embeddings. Without a wait for a GPU.
 
     Args:
-        sentences: the number of each position's sentence, from 0, [prompts, positions]; -1 for BOS, EOS and pads. None:
-            those that were passed to the call.
-        repeats: images of each prompt.
-        embeds: what the UNet reads, on its device.
+        rows: [rows, positions, width]
+        known: embeddings [positions, width] and their words, bool [positions], of any lengths.
+
+    Returns:
+        bool [rows, positions], in rows that equal none all but the BOS of each chunk; whether there are such rows, not
+        counting zeros, between which there is nothing to choose.
     """
-    call.sentences = sentences
-    member = call.member if sentences is None else member_of(sentences)
-    call.member = None if member is None else member.repeat_interleave(repeats, 0).to(embeds)
+    length = rows.shape[1]
+    numbers = torch.arange(length, device=rows.device)
+    words = numbers % (TRAINED_POSITIONS if length % TRAINED_POSITIONS == 0 else length) > 0
+    words, is_unknown = words.expand(len(rows), -1), rows.flatten(1).any(1)
+    for embeds, own in known:
+        if len(embeds) == length:
+            is_equal = (rows == embeds.to(rows)).flatten(1).all(1)
+            words, is_unknown = torch.where(is_equal[:, None], own.to(rows.device), words), is_unknown & ~is_equal
+    return words, is_unknown.any()
 
 
-def member_of(sentences: torch.Tensor | None) -> torch.Tensor | None:
-    """See `Choice`."""
-    if sentences is None:
-        return None
-    return (sentences[..., None] == torch.arange(max(1, int(sentences.max()) + 1), device=sentences.device)).float()
+def _warn_of_unknown(unknown: list[torch.Tensor]) -> None:
+    if unknown and bool(torch.stack(unknown).any()):
+        warnings.warn(
+            "The UNet read embeddings that this call did not encode, such as `prompt_embeds` without `words`, or what a"
+            " callback changed. There `sharpen` took all positions but BOS for words.",
+            stacklevel=2,
+        )
 
 
 @contextmanager
@@ -100,41 +118,19 @@ def _set_values(values: list[ThreadValue], new: Any) -> Iterator[None]:
             value.value = old
 
 
-def _cross_attentions(unet: torch.nn.Module) -> list[Attention]:
-    return [module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention]
-
-
 @contextmanager
-def _key_factors(unet: torch.nn.Module) -> Iterator[list[ThreadValue]]:
-    """Within the context, each cross-attention's keys are multiplied by one of these, which are 1 at first."""
+def _replaced_forwards(unet: torch.nn.Module) -> Iterator[list[ThreadValue]]:
+    """Within the context, each cross-attention is sharpened by one of these, None at first: powers [rows, positions],
+    or of all positions but the first []."""
     with ExitStack() as stack:
-        factors = []
-        for attention in _cross_attentions(unet):
-            # q is shared with an IP-Adapter's image keys, so the text's keys are scaled.
-            fused = getattr(attention, "fused_projections", False)
-            layer = attention.to_kv if fused else attention.to_k
-            # Unlike a hook, a `forward` is noticed by a UNet that is compiled already.
-            scaling = functools.partial(_scaling, layer, 2 if fused else 1)
-            factors.append(stack.enter_context(_replaced(layer, "forward", scaling)).value)
-        yield factors
-
-
-@contextmanager
-def _choices(unet: torch.nn.Module) -> Iterator[list[ThreadValue]]:
-    """Within the context, each cross-attention makes the choice that one of these holds, None at first."""
-    with ExitStack() as stack:
-        choices, others = [], set()
-        for attention in _cross_attentions(unet):
-            name = type(attention.processor).__name__
-            if isinstance(attention.processor, ChoosingProcessor) or name in _PLAIN:
-                choices.append(stack.enter_context(_replaced(attention, "processor", ChoosingProcessor)).value)
-            else:
-                others.add(name)
-        if others:
-            warnings.warn(
-                f"sharpen_sentences is not used where attention is by {', '.join(sorted(others))}.", stacklevel=2
-            )
-        yield choices
+        attentions = [
+            module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention
+        ]
+        # Unlike a hook, a `forward` is noticed by a UNet that is compiled already.
+        yield [
+            stack.enter_context(_replaced(attn, "forward", functools.partial(_sharpening, attn))).value
+            for attn in attentions
+        ]
 
 
 _USERS: Counter = Counter()  # calls and contexts under way, by what was set for them
@@ -165,83 +161,63 @@ def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator
                     vars(module).update({name: new.own}) if new.own else vars(module).pop(name)
 
 
-def _scaling(layer: Any, parts: int, own: Callable | None) -> Any:
-    """A key projection whose output, the first of so many `parts` of it, is multiplied if the text is long."""
+def _sharpening(attn: Attention, own: Callable | None) -> Any:
+    """A cross-attention's forward with a mask that sharpens it if the text is long."""
     # A bound method would be a new object each time, for which torch 2.8 compiles anew.
-    factor, class_forward = ThreadValue(1.0), type(layer).forward
+    powers, class_forward = ThreadValue(None), type(attn).forward
 
-    def scaled_keys(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        output = own(hidden_states, *args, **kwargs) if own else class_forward(layer, hidden_states, *args, **kwargs)
-        if factor.value == 1 or hidden_states.shape[1] <= TRAINED_POSITIONS:
-            return output
-        keys, *values = output.chunk(parts, dim=-1)
-        return torch.cat([keys * factor.value, *values], dim=-1)
+    def masked(hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs) -> torch.Tensor:
+        # An IP-Adapter's images come behind the text.
+        text = encoder_hidden_states[0] if isinstance(encoder_hidden_states, tuple) else encoder_hidden_states
+        if powers.value is not None and text.shape[1] > TRAINED_POSITIONS:
+            attention_mask = sharpening_mask(attn, hidden_states, text, powers.value, attention_mask)
+        arguments = hidden_states, encoder_hidden_states, attention_mask
+        return own(*arguments, **kwargs) if own else class_forward(attn, *arguments, **kwargs)
 
-    scaled_keys.value, scaled_keys.own = factor, own
-    return scaled_keys
-
-
-class Choice(NamedTuple):
-    """How attention to the words of prompts chooses between their sentences.
-
-    Attributes:
-        member: 1 where a position is of a sentence, else 0, [prompts, positions, sentences].
-        power: of each sentence's share.
-        plain: how many rows of a batch come first that do not choose, in prompts: 1 with guidance, else 0.
-    """
-
-    member: torch.Tensor
-    power: float
-    plain: int
+    masked.value, masked.own = powers, own
+    return masked
 
 
-def _choice(pipe: Any, member: torch.Tensor | None, power: float) -> Choice | None:
-    if member is None:
-        warnings.warn(
-            "sharpen_sentences is not used: pass sentences=torch.tensor(pipe.prompt_layout(...).sentences) beside"
-            " `prompt_embeds`, which do not say where sentences end.",
-            stacklevel=2,
-        )
-        return None
-    return Choice(member, power, int(getattr(pipe, "do_classifier_free_guidance", True)))
+def attention_logits(attn: Attention, hidden_states: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """q k^T / sqrt(d) of an attention without a mask, [rows * heads, places, positions], at least in float32."""
+    keys = attn.to_kv(text).chunk(2, -1)[0] if getattr(attn, "fused_projections", False) else attn.to_k(text)
+    q, k = map(attn.head_to_batch_dim, (attn.to_q(hidden_states) * attn.scale, keys))
+    logits = q @ k.mT
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-class ChoosingProcessor:
-    """Plain attention, or `own` where there is nothing to choose."""
-
-    def __init__(self, own: Any):
-        self.own, self.value = own, ThreadValue(None)
-
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, temb=None, *args, **kwargs
-    ) -> torch.Tensor:
-        choice, text = self.value.value, encoder_hidden_states
-        if choice is None or text is None or text.shape[1] <= TRAINED_POSITIONS or attention_mask is not None:
-            return self.own(attn, hidden_states, text, attention_mask, temb, *args, **kwargs)
-        fused = getattr(attn, "fused_projections", False)
-        keys_values = attn.to_kv(text).chunk(2, -1) if fused else (attn.to_k(text), attn.to_v(text))
-        parts = attn.to_q(hidden_states), *keys_values
-        q, k, v = (states.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for states in parts)
-        copies, plain = len(text) // len(choice.member), choice.plain * len(choice.member)
-        read = [F.scaled_dot_product_attention(q[:plain], k[:plain], v[:plain], scale=attn.scale)] if plain else []
-        weights = attn.get_attention_scores(q[plain:].flatten(0, 1), k[plain:].flatten(0, 1))
-        member = choice.member.repeat(copies - choice.plain, 1, 1)
-        read.append(choose(weights.unflatten(0, (-1, attn.heads)), member, choice.power) @ v[plain:])
-        return attn.to_out[1](attn.to_out[0](torch.cat(read).transpose(1, 2).flatten(2)))
-
-
-def choose(weights: torch.Tensor, member: torch.Tensor, power: float) -> torch.Tensor:
-    """Attention weights in which each sentence's share of the words' attention is raised to a power.
-
-    The words' share of all, that of other positions, and each word's share of its sentence stay as they are.
+def sharpening_mask(
+    attn: Attention,
+    hidden_states: torch.Tensor,
+    text: torch.Tensor,
+    powers: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What is added to the logits l, so that softmax gives words P(words) softmax_words(t l), and the others what they
+    had: (t - 1) l + log sum_words exp(l) - log sum_words exp(t l) for words, 0 for the others.
 
     Args:
-        weights: [prompts, heads, places, positions], sums 1.
-        member: see `Choice`.
+        hidden_states: [rows, places, width]
+        text: [rows, positions, width of the text]
+        powers: t of words, and 1 of others, [rows or a divisor, positions]; or t of all positions but the first, [].
+        attention_mask: another mask in diffusers' form, which holds too.
+
+    Returns:
+        [rows * heads, places, positions], in the dtype of `hidden_states`.
     """
-    member = member[:, None].to(weights)
-    shares = (weights @ member).float()
-    shares = shares.clamp(min=torch.finfo(weights.dtype).tiny)  # [prompts, heads, places, sentences]
-    powers = (shares / shares.amax(-1, keepdim=True)) ** power
-    factors = powers / powers.sum(-1, keepdim=True) * shares.sum(-1, keepdim=True) / shares
-    return weights * ((factors - 1).to(weights) @ member.mT + 1)
+    rows, length, _ = text.shape
+    powers = powers.to(text.device)
+    if not powers.ndim:
+        powers = torch.where(torch.arange(length, device=text.device) > 0, powers, 1.0)[None]
+    if powers.shape[1] != length or rows % len(powers):
+        raise ValueError(f"`words` is {[*powers.shape]}, but the UNet reads {rows} rows of {length} positions.")
+    logits, mask = attention_logits(attn, hidden_states, text), 0.0
+    if attention_mask is not None:
+        mask = attn.prepare_attention_mask(attention_mask, length, rows)
+        logits = logits + mask
+    # AnimateDiff repeats the text for each frame.
+    powers = powers.to(logits).repeat_interleave(attn.heads * rows // len(powers), 0)[:, None]
+    words = powers != 1
+    own = logits.masked_fill(~words, -math.inf)
+    shift = own.logsumexp(-1, keepdim=True) - (powers * own).logsumexp(-1, keepdim=True)  # NaN without words
+    return (mask + torch.where(words & shift.isfinite(), (powers - 1) * logits + shift, 0)).to(hidden_states.dtype)

@@ -98,7 +98,7 @@ def test_names_say_how_an_encoder_reads(toy):
 @pytest.mark.parametrize(
     "encoder, changes",
     [
-        ("toy/clip", {"reading": "separate", "sharpen": 1.5, "sharpen_sentences": 4.0, "scheduler": "UniPC",
+        ("toy/clip", {"reading": "separate", "sharpen": 1.5, "scheduler": "UniPC",
                       "karras": True, "clip_skip": 3}),
         ("toy/clip", {"prompt": f'😀 "A" \\ &lt; B and\ttabs\n{PROMPT}', "seed": 2**63 - 9, "reading": "cut"}),
         ("toy/debias-clip", {"guidance_scale": 1.0, "prompt": "a red ring", "negative_prompt": f"Not: {PROMPT}"}),
@@ -108,7 +108,7 @@ def test_names_say_how_an_encoder_reads(toy):
 def test_images_are_those_of_generate(toy, tmp_path, encoder, changes):
     (rendered,) = images(toy, encoders=[encoder], **changes)
     request = ask(toy, encoders=[encoder], **changes)
-    names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading", "sharpen", "sharpen_sentences")
+    names = ("prompt", "seed", "steps", "guidance_scale", "emphasis", "reading", "sharpen")
     names += ("karras", "clip_skip")
     options = {name: getattr(request, name) for name in names} | {"negative_prompt": request.negative_prompt or None}
     options["scheduler"] = toy.schedulers[request.scheduler]
@@ -190,7 +190,7 @@ def test_what_cannot_be_generated_is_refused(tiny):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_null_is_a_default_or_refused_in_a_sentence(tiny, name):
     values = dict(zip(SETTINGS, ("a cat", ["long"], "", "1", 1, 1.0, 64, 64, 1, "Euler"), strict=False))
-    values = values | {"emphasis": "", "reading": "cut", "sharpen": 1.0, "sharpen_sentences": 1.0, "karras": False}
+    values = values | {"emphasis": "", "reading": "cut", "sharpen": 1.0, "karras": False}
     progress, has_default = lambda *_: None, ("steps", "guidance_scale", "height", "width")
     asked = _Endpoints(tiny, 100).render(None, **values | {"clip_skip": 0, name: None}, progress=progress)
     if name in (*has_default, "emphasis", "karras", "clip_skip"):

@@ -200,7 +200,7 @@ def test_options_stand_in_signatures_and_the_wrapper_takes_them(stock, pipe):
     names = [field.name for field in fields(LongPromptOptions)]
     assert list(inspect.signature(with_long_prompts).parameters) == ["pipe", *names]
     assert list(inspect.signature(pipe.set_long_prompt).parameters) == names
-    assert {"long_prompt", "sentences"} <= inspect.signature(pipe.__call__).parameters.keys()
+    assert {"long_prompt", "words"} <= inspect.signature(pipe.__call__).parameters.keys()
     ours = with_long_prompts(stock, reading="a1111", emphasis="a1111")
     assert ours._long_prompt == LongPromptOptions(reading="a1111", emphasis="original")
     assert with_long_prompts(ours)._long_prompt is ours._long_prompt
@@ -243,7 +243,6 @@ CHANGES = {
     "height": 80,
     "width": 80,
     "sharpen": 1.7,
-    "sharpen_sentences": 3.0,
     "layer": "last",
     "scheduler": "DDIMScheduler",
     "karras": True,
@@ -286,7 +285,7 @@ def test_options_change_what_a_pipeline_draws(pipe):
     """Each option of `LongPromptOptions`, at every door of a pipeline: set, wrapped, and of one call."""
     prompt = f"a (red:1.4) cat! BREAK {LONG}"
     changes = {"reading": "separate", "emphasis": "comfyui", "positions": 302, "split_special_tokens": True}
-    changes |= {"zero_empty_negative": False, "sharpen": 2.0, "sharpen_sentences": 4.0}
+    changes |= {"zero_empty_negative": False, "sharpen": 2.0}
     pipe.register_to_config(force_zeros_for_empty_prompt=True)
     plain = draw(pipe, prompt)
     for name, value in changes.items():

@@ -78,7 +78,7 @@ def test_signatures_and_components_are_those_of_diffusers(cls):
     stock, ours, _, settings = pair(cls)
     for name in ("encode_prompt", "__init__"):
         assert arguments(getattr(cls, name)) == arguments(getattr(type(stock), name))
-    own = [("long_prompt", Parameter.KEYWORD_ONLY, None), ("sentences", Parameter.KEYWORD_ONLY, None)]
+    own = [("long_prompt", Parameter.KEYWORD_ONLY, None), ("words", Parameter.KEYWORD_ONLY, None)]
     called = arguments(cls.__call__)
     assert [each for each in called if each not in own] == arguments(type(stock).__call__) and all(
         each in called for each in own

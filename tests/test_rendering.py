@@ -153,7 +153,7 @@ def test_settings_are_all_that_affects_an_image(renderer, long):
     samplings = {"scheduler": "DDIMScheduler", "layer": "last", "height": 80}
     changes = [{"encoder_2": "stretch"}, {"dtype": torch.float16}]
     changes += [{"sampling": replace(SAMPLING, **{name: value})} for name, value in samplings.items()]
-    reading = {"emphasis": "ignore", "breaks": "average", "sharpen": 1.5, "sharpen_sentences": 4.0}
+    reading = {"emphasis": "ignore", "breaks": "average", "sharpen": 1.5}
     options = [LongPromptOptions(**{name: value}) for name, value in reading.items()]
     changes += [{"sampling": replace(SAMPLING, long_prompt=each)} for each in options]
 

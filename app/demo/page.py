@@ -16,7 +16,7 @@ from PIL import Image
 from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import UserError
 from debias_diffusion.files import open_regular
-from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING, Emphasis, Reading
+from debias_diffusion.text.chunks import MOST_SHARPENING, Emphasis, Reading
 from debias_diffusion.toyworld.checker import describe, read_image
 from debias_diffusion.toyworld.grammar import Caption
 from debias_diffusion.toyworld.render import render
@@ -61,7 +61,7 @@ BESIDE = {"queue": False, "show_progress": "hidden"}  # answered while something
 # of a request, in the order of the components
 SETTINGS = (
     *("prompt", "encoders", "negative_prompt", "seed", "steps", "guidance_scale", "height", "width", "images"),
-    *("scheduler", "emphasis", "reading", "sharpen", "sharpen_sentences", "karras", "clip_skip"),
+    *("scheduler", "emphasis", "reading", "sharpen", "karras", "clip_skip"),
 )
 PRIVATE = {"api_visibility": "private"} | BESIDE
 
@@ -126,8 +126,6 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
                     hint = "More than 1 brings out details of prompts beyond 77 tokens; try 1.5."
                     sharpen = gr.Slider(0.1, MOST_SHARPENING, 1, step=0.1, label="Sharpen", info=hint)
-                    hint, most = "More than 1 chooses between their sentences; try 4.", MOST_BETWEEN_SENTENCES
-                    between = gr.Slider(0.5, most, 1, step=0.5, label="Sharpen between sentences", info=hint)
                 file = gr.UploadButton("Restore settings from an image", file_types=TYPES, size="sm")
             with gr.Column(scale=6, min_width=320):
                 # No Markdown, in which a hostile PNG could say an image's address.
@@ -140,7 +138,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 analysis.append(gr.Dataframe(visible=False, interactive=False, wrap=True, elem_id="movement"))
 
         text = [prompt, encoders, emphasis, reading]
-        last = [sharpen, between, karras, clip_skip]
+        last = [sharpen, karras, clip_skip]
         settings = [negative, seed, steps, guidance, height, width, count, scheduler, emphasis, reading, *last]
         request, on_status = [prompt, encoders, *settings], {"show_progress_on": status, **AS_SENT, **TURN}
         changes = [component.change for component in text]
@@ -205,14 +203,14 @@ class _Endpoints:
 
     def render(
         self, scene, prompt, encoders, negative_prompt, seed, steps, guidance_scale, height, width, images, scheduler,
-        emphasis, reading, sharpen, sharpen_sentences, karras, clip_skip, progress=gr.Progress(),  # noqa: B008
+        emphasis, reading, sharpen, karras, clip_skip, progress=gr.Progress(),  # noqa: B008
     ) -> Iterator[list[tuple]]:  # fmt: skip
         """Generates images of a prompt with each encoder: PNG files with their settings inside, and captions."""
         with _shown_errors(), tempfile.TemporaryDirectory() as folder:
             request = Request(
                 prompt, encoders, negative_prompt, parse_seed(seed), images, emphasis or None, reading, scene,
                 scheduler=scheduler, steps=steps, guidance_scale=guidance_scale, height=height, width=width,
-                sharpen=sharpen, sharpen_sentences=sharpen_sentences,
+                sharpen=sharpen,
                 karras=karras or None, clip_skip=clip_skip or None,
             )  # fmt: skip
             toy_scene = scene_of(scene, prompt)

@@ -15,7 +15,7 @@ from .sentences import sentence_ends
 if TYPE_CHECKING:
     import torch  # imported where it is used: names of readings are read before any model is loaded
 
-MOST_SHARPENING, MOST_BETWEEN_SENTENCES = 4.0, 16.0  # of `sharpen` and `sharpen_sentences`
+MOST_SHARPENING = 4.0  # of `sharpen`
 TRAINED_POSITIONS = 77  # what UNets for CLIP encoders are trained with, BOS and EOS included
 
 # Of texts longer than the context length: our own ways, then the programs whose ways are imitated.

@@ -6,7 +6,6 @@ from numbers import Real
 from typing import NamedTuple, get_args
 
 from .chunks import (
-    MOST_BETWEEN_SENTENCES,
     MOST_SHARPENING,
     PROGRAMS,
     TRAINED_POSITIONS,
@@ -17,10 +16,12 @@ from .chunks import (
 )
 
 
-def check_sharpening(name: str, value: float, most: float) -> None:
-    """Raises ValueError for a value that is no number above 0 and at most `most`."""
-    if not (isinstance(value, Real) and 0 < value <= most):  # nor NaN
-        raise ValueError(f"{name} is {value!r}, but must be a number above 0 and at most {most:g}; 1 changes nothing.")
+def check_sharpening(power: float) -> None:
+    """Raises ValueError for a power that is no number above 0 and at most 4."""
+    if not (isinstance(power, Real) and 0 < power <= MOST_SHARPENING):  # nor NaN
+        raise ValueError(
+            f"sharpen is {power!r}, but must be a number above 0 and at most {MOST_SHARPENING:g}; 1 changes nothing."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +48,9 @@ class LongPromptOptions:
             is imitated (in SDXL, A1111's are zeros), else as in diffusers.
         negative_clip_skip: Apply `clip_skip` to the negative prompt too. diffusers never does.
         strict: Raise a ValueError for a prompt that an encoder would read in more than one chunk.
-        sharpen: The scale of the UNet's cross-attention is multiplied by this for prompts of more than 77 positions,
-            see `sharpened`. Above 0, at most 4; 1 changes nothing, 1.5 brings out details in the toy world.
-        sharpen_sentences: There each sentence's share of the attention to the words is raised to this power, see
-            `choose`; within a sentence attention stays as it is. Above 0, at most 16; 1 changes nothing. Not with the
-            readings of programs, nor with averaged parts. A call with `prompt_embeds` needs `sentences`, a tensor of
-            `prompt_layout(...).sentences`.
+        sharpen: In prompts of more than 77 positions, the UNet's attention to each word is raised to this power; the
+            words keep their part of all attention, see `sharpened`. Above 0, at most 4; 1 changes nothing, 1.5 brings
+            out details in the toy world. A call with `prompt_embeds` may be given `words=prompt_layout(...).words`.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -67,7 +65,6 @@ class LongPromptOptions:
     negative_clip_skip: bool = False
     strict: bool = False
     sharpen: float = 1.0
-    sharpen_sentences: float = 1.0
 
     def __post_init__(self):
         if self.emphasis == "a1111":
@@ -77,13 +74,7 @@ class LongPromptOptions:
         for name, allowed in {**choices, **flags, "zero_empty_negative": (None, False, True)}.items():
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} is {given!r}, but must be {' or '.join(map(str, allowed))}.")
-        check_sharpening("sharpen", self.sharpen, MOST_SHARPENING)
-        check_sharpening("sharpen_sentences", self.sharpen_sentences, MOST_BETWEEN_SENTENCES)
-        if self.sharpen_sentences != 1 and (self.reading in PROGRAMS or self.breaks == "average"):
-            raise ValueError(
-                f"sharpen_sentences is {self.sharpen_sentences:g}, which needs sentences that are read one after the"
-                f' other, not reading={self.reading!r} with breaks={self.breaks!r}: leave it at 1, or use "overlap".'
-            )
+        check_sharpening(self.sharpen)
         if self.positions is None:
             return
         if type(self.positions) is not int or self.positions < TRAINED_POSITIONS:
@@ -133,8 +124,8 @@ class PromptLayout(NamedTuple):
         taken_out: what is not read of the first prompt, as in A1111: comments, tags, and a number after a colon at the
             very end, by which A1111 multiplies guidance, and nothing does here.
         schedules: of the first prompt, such as "[cat:dog:0.5]"; `texts` and `cut_off` are of the first step.
-        sentences: of each prompt, for the first encoder, the number of each position's sentence, from 0; -1 for BOS,
-            EOS and pads. Empty in the readings of programs, and where parts are averaged.
+        words: of each prompt, then of each negative prompt that is encoded, at the first step, whether each position
+            is of the text for any encoder: not BOS, EOS and pads.
         warnings: what prompts and negative prompts hold of other programs' syntax that is not read, in sentences.
     """
 
@@ -146,7 +137,7 @@ class PromptLayout(NamedTuple):
     texts: tuple[tuple[tuple[str, int], ...], ...] = ()
     taken_out: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
-    sentences: tuple[tuple[int, ...], ...] = ()
+    words: tuple[tuple[bool, ...], ...] = ()
     warnings: tuple[str, ...] = ()
 
     def settings(self) -> dict:

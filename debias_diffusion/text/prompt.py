@@ -16,11 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from .chunks import (
     KOHYA_POSITIONS,
-    PROGRAMS,
     TRAINED_POSITIONS,
     WHOLE_ROWS,
     Chunk,
-    Cut,
     Emphasis,
     Reading,
     Tokens,
@@ -111,15 +109,10 @@ class Plan(NamedTuple):
     unread: dict[str, str]  # what is not read, in sentences, by what there is to do
 
     @property
-    def sentences(self) -> tuple[tuple[int, ...], ...]:
+    def words(self) -> tuple[tuple[bool, ...], ...]:
         """See `PromptLayout`."""
-        if self.options.reading in PROGRAMS or self.options.breaks == "average" or self.prompts is None:
-            return ()
-        rows = []
-        for tokens in (part.tokens for part in self.prompts.encoders[0].parts):
-            numbers = [0, *itertools.accumulate(cut == Cut.SENTENCE for cut in tokens.cuts[:-1])][: len(tokens.ids)]
-            rows.append((-1, *numbers, *[-1] * (self.positions - 1 - len(numbers))))
-        return tuple(rows)
+        batches = [batch for batch in (self.prompts, self.negatives) if batch]
+        return tuple(tuple(row) for batch in batches for row in batch.words[[*batch.numbers[0]]].tolist())
 
     def layout(self, batch: Batch | None = None) -> PromptLayout:
         """What a person wants to know of the prompts, or of another batch of the plan."""
@@ -136,7 +129,7 @@ class Plan(NamedTuple):
                 of_texts[part.text] += len(part.tokens.ids) + len(part.rest)
             lengths += of_texts.values()
         columns = max(lengths), self.positions, tuple(counts), self.cut_at, tuple(cut_off), tuple(shown), self.taken_out
-        return PromptLayout(*columns, self.schedules, self.sentences, tuple(self.unread.values()))
+        return PromptLayout(*columns, self.schedules, self.words, tuple(self.unread.values()))
 
     def refuse_schedules(self) -> None:
         """Raises ValueError for a prompt that changes from step to step."""

@@ -26,7 +26,7 @@ FOLDER = "images"  # in an evaluation's output
 _COMMAND = "evaluate generation"  # and following
 _SETTINGS = (
     *("base", "steps", "guidance_scale", "images_at_once", "prefix", "seed"),
-    *("encoder_2", "refiner", "layer", "scheduler", "height", "width", "sharpen", "sharpen_sentences"),
+    *("encoder_2", "refiner", "layer", "scheduler", "height", "width", "sharpen"),
     "zero_empty_negative",
 )
 

@@ -13,6 +13,7 @@ from debias_diffusion.limits import Layer
 from debias_diffusion.text.options import PromptLayout
 
 from ..calls import EMBEDDINGS, ExchangeEmbeddings, StepEmbeddings, calling, count_calls
+from ..sharpening import words_of
 from .options import Sampling
 from .prompts import ImagePrompt
 
@@ -78,8 +79,8 @@ def encode_batch(pipe: DiffusionPipeline, prompts: Sequence[ImagePrompt], sampli
         key: {name: embedding.cpu() for name, embedding in part.items() if embedding is not None}
         for key, part in embeddings_by_id.items()
     }
-    if call.sentences is not None:  # then there is one part
-        moved[id(parts[0][1])]["sentences"] = call.sentences
+    for part in moved.values() if call.known else ():
+        part["words"] = torch.cat([words_of(part[name], call.known)[0] for name in EMBEDDINGS[:2] if name in part])
     return [(last, moved[id(part)]) for last, part in parts]
 
 
@@ -130,9 +131,11 @@ def render_batch(
             # The refiner counts its calls of the UNet from 0, and schedules count all.
             left = [(last - calls, part) for last, part in of_stage if last >= calls] or of_stage[-1:]
             exchange = ExchangeEmbeddings(left, check_latents, ["latents"])
-            with np.errstate(invalid="ignore"):  # NaN is reported below
+            with np.errstate(invalid="ignore"), calling(stage) as call:  # NaN is reported below
+                for _, part in of_stage:
+                    call.note((row for name in EMBEDDINGS[:2] for row in part.get(name, ())), part.get("words", ()))
                 output = stage(
-                    **{name: embedding.to(stage._execution_device) for name, embedding in left[0][1].items()},
+                    **{name: left[0][1][name].to(stage._execution_device) for name in EMBEDDINGS if name in left[0][1]},
                     **settings | ({"image": output.images} if output else {}),
                     num_inference_steps=sampling.steps,
                     guidance_scale=sampling.guidance_scale,

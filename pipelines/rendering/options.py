@@ -10,7 +10,7 @@ from typing import Literal
 from debias_diffusion.encoders.resolve import may_be_hub_id
 from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.limits import Checked, Guidance, Layer, Side, Steps, above_zero, between
-from debias_diffusion.text.chunks import MOST_BETWEEN_SENTENCES, MOST_SHARPENING
+from debias_diffusion.text.chunks import MOST_SHARPENING
 from debias_diffusion.text.options import LongPromptOptions
 from debias_diffusion.toyworld.shipped import shipped
 
@@ -24,7 +24,7 @@ Scheduler = Literal[
 ]
 KARRAS = ("EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler")  # have its noise levels
 ClipSkip = between(int, 1, 24)  # as A1111 and ComfyUI count layers, of which CLIP bigG has 32
-Sharpening, SentenceSharpening = above_zero(MOST_SHARPENING), above_zero(MOST_BETWEEN_SENTENCES)
+Sharpening = above_zero(MOST_SHARPENING)
 
 
 def split_base(name: str | os.PathLike) -> tuple[str, Path | None]:
@@ -88,7 +88,6 @@ class ImageOptions(Denoising):
     """What decides an image besides its prompt, its seed and the models, for commands that draw."""
 
     sharpen: Sharpening = 1.0
-    sharpen_sentences: SentenceSharpening = 1.0
 
 
 @dataclass(kw_only=True)

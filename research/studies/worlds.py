@@ -29,7 +29,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 
 from debias_diffusion.files import sha256, write_json
 from debias_diffusion.pipelines import with_long_prompts
-from debias_diffusion.pipelines.attention_shares import PARTS, attention_shares, attention_weights
+from debias_diffusion.pipelines.attention_shares import PARTS, attention_shares
+from debias_diffusion.pipelines.sharpening import attention_logits
 from debias_diffusion.text.chunks import TRAINED_POSITIONS
 from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import caption, short_prompt
@@ -115,8 +116,8 @@ class BosShares(AttnProcessor):
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
         rows = encoder_hidden_states.flatten(1).any(1)
-        weights = attention_weights(attn, hidden_states[rows], encoder_hidden_states[rows])
-        self.shares.append(weights[..., 0].float().mean())
+        weights = attention_logits(attn, hidden_states[rows], encoder_hidden_states[rows]).softmax(-1)
+        self.shares.append(weights[..., 0].mean())
         return super().__call__(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 

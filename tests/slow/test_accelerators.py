@@ -38,7 +38,7 @@ def test_cpu_offload(pipe, kind, place):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param(str(ACCELERATOR), marks=pytest.mark.needs("accelerator"))])
-@pytest.mark.parametrize("options", [{}, {"sharpen": 1.5}, {"sharpen_sentences": 4.0}])
+@pytest.mark.parametrize("options", [{}, {"sharpen": 1.5}])
 def test_group_offload_of_each_model(pipe, device, options):
     expected = draw(pipe.to(device).set_long_prompt(**options), LONG)
     pipe.to("cpu")

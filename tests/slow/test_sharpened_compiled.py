@@ -1,4 +1,4 @@
-"""`sharpen`, `sharpen_sentences` and compiled UNets."""
+"""`sharpen` and compiled UNets."""
 
 import numpy as np
 import pytest
@@ -31,13 +31,12 @@ def counting(graphs):
         lambda unet, **how: unet.compile_repeated_blocks(**how) or unet,
     ],
 )
-@pytest.mark.parametrize("option", ["sharpen", "sharpen_sentences"])
-def test_a_compiled_unet_notices(compile_unet, pipe, option):
+def test_a_compiled_unet_notices(compile_unet, pipe):
     """In whatever order it is compiled, drawn with and sharpened, and without compiling anew for every image."""
-    images, graphs = {value: draw(pipe.set_long_prompt(**{option: value}), LONG) for value in (1.0, 2.0)}, []
+    images, graphs = {value: draw(pipe.set_long_prompt(sharpen=value), LONG) for value in (1.0, 2.0)}, []
     pipe.unet = compile_unet(pipe.unet, **counting(graphs))
     counts = []
     for value in (1.0, 2.0, 1.0, 2.0):
-        assert np.allclose(draw(pipe.set_long_prompt(**{option: value}), LONG), images[value], atol=1e-5)
+        assert np.allclose(draw(pipe.set_long_prompt(sharpen=value), LONG), images[value], atol=1e-5)
         counts.append(len(graphs))
     assert counts[1] == counts[-1] > counts[0]
