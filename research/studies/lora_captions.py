@@ -15,21 +15,16 @@ from peft import LoraConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import trange
 
-from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.eval.images.objects import compare_objects, objects_numbers
 from debias_diffusion.eval.report import Table
-from debias_diffusion.pipelines.rendering.images import encode_batch, render_batch
-from debias_diffusion.pipelines.rendering.options import Sampling
-from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Renderer
-from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.grammar import caption
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, scene
-from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 from research.toymodels.unet import denoising_loss, encode_pairs, in_training
 
-from .harness import CPU, publish, read_options
+from .drawing import draw_texts, pipeline_of
+from .harness import publish, read_options
 
 WHOLE = {"reading": "overlap", "positions": 227}
 CAPTIONS = {"no LoRA": None, "cut captions": {"reading": "cut"}, "whole captions": WHOLE}
@@ -56,11 +51,7 @@ def train_lora(pipe, seed: int, pairs: int, steps: int, rate: float) -> None:
 
 def draw(pipe, seed: int, count: int) -> list[Comparison]:
     """What the images of so many whole prompts show."""
-    sampling, images = Sampling(steps=STEPS, guidance_scale=GUIDANCE_SCALE, height=48, width=48), []
-    prompts = [ImagePrompt(clean(caption(f"test-{seed}", at).text), at) for at in range(count)]
-    for start in trange(0, count, 25, desc="drawing"):
-        batch = prompts[start : start + 25]
-        images += render_batch(pipe, encode_batch(pipe, batch, sampling), [prompt.seed for prompt in batch], sampling)
+    images = draw_texts(pipe, [caption(f"test-{seed}", at).text for at in range(count)])
     return [compare(read_image(image), scene(f"test-{seed}", at)) for at, image in enumerate(images)]
 
 
@@ -69,8 +60,7 @@ if __name__ == "__main__":
     seen = {name: [] for name in CAPTIONS}
     for seed in options.seeds:
         for name, reading in CAPTIONS.items():
-            pipe = Renderer("toy/sdxl", Sampling(), CPU).pipeline(EncoderSpec.parse(ORIGINAL))
-            pipe.set_progress_bar_config(disable=True)
+            pipe = pipeline_of(ORIGINAL)
             if reading:
                 train_lora(pipe.set_long_prompt(**reading), seed, options.pairs, options.steps, options.rate)
             seen[name] += draw(pipe.set_long_prompt(**WHOLE), seed, options.prompts)
