@@ -149,7 +149,7 @@ class CheckConfig(OfCheckpoint, Rendering):
     output: str = "runs/real"
     limit: between(int, 1, 8) = 8
     seed: Seed = 0
-    sharpen: Sharpening = 1.5
+    sharpen: Sharpening = 2.0
 
     def __post_init__(self):
         super().__post_init__()

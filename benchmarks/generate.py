@@ -190,7 +190,7 @@ def measure(
         call = embeds[positions] | {"generator": torch.Generator().manual_seed(0)}
         pipe.set_long_prompt(**options)(**call, num_inference_steps=steps, output_type="latent")
 
-    kinds = {"encode": encode, "plain": draw, "sharpen": partial(draw, sharpen=1.5)}
+    kinds = {"encode": encode, "plain": draw, "sharpen": partial(draw, sharpen=2)}
     variants = {f"{n} {kind}": partial(run, n) for n in lengths for kind, run in kinds.items()}
     return by_turns(variants, repeats, lambda run: seconds(run, pipe.device))
 

@@ -36,7 +36,7 @@ class LongPromptTextEncoderStep(StableDiffusionXLTextEncoderStep):
 
     Components and outputs are those of diffusers' step. Its inputs are, too, and in addition the fields of
     `LongPromptOptions`, so they are arguments of the pipeline's call: `pipe(prompt=..., reading="a1111")`. All but
-    `sharpen`, which is no matter of texts: `with sharpened(pipe.unet, 1.5): pipe(prompt=...)`.
+    `sharpen`, which is no matter of texts: `with sharpened(pipe.unet, 2): pipe(prompt=...)`.
     """
 
     defaults = LongPromptOptions()
@@ -111,7 +111,7 @@ def with_long_text_step(pipe, options: LongPromptOptions):
     if not isinstance(blocks.sub_blocks.get("text_encoder"), StableDiffusionXLTextEncoderStep):
         raise ValueError(f"{type(blocks).__name__} has no text step of SDXL, `text_encoder`: give a pipeline of SDXL.")
     if options.sharpen != 1:
-        raise ValueError("A modular pipeline is sharpened by its caller: `with sharpened(pipe.unet, 1.5): pipe(...)`.")
+        raise ValueError("A modular pipeline is sharpened by its caller: `with sharpened(pipe.unet, 2): pipe(...)`.")
     step = blocks.sub_blocks["text_encoder"] = LongPromptTextEncoderStep()
     step.defaults = options
     copied = copy.copy(pipe)

@@ -218,6 +218,6 @@ def sharpening_mask(
     # AnimateDiff repeats the text for each frame.
     powers = powers.to(logits).repeat_interleave(attn.heads * rows // len(powers), 0)[:, None]
     words = powers != 1
-    own = logits.masked_fill(~words, -math.inf)
-    shift = own.logsumexp(-1, keepdim=True) - (powers * own).logsumexp(-1, keepdim=True)  # NaN without words
-    return (mask + torch.where(words & shift.isfinite(), (powers - 1) * logits + shift, 0)).to(hidden_states.dtype)
+    own = logits.masked_fill_(~words, -math.inf)
+    shift = own.logsumexp(-1, keepdim=True) - (powers * own).logsumexp(-1, keepdim=True)
+    return (mask + torch.where(words, (powers - 1) * own + shift, 0)).to(hidden_states.dtype)

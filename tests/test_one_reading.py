@@ -368,7 +368,7 @@ def test_a_modular_pipeline_says_when_it_is_saved_that_it_will_cut(parts, tmp_pa
     ours = with_long_prompts(pipe, reading="a1111")
     inputs = {param.name: param.default for param in ours.blocks.inputs}
     assert inputs["reading"] == "a1111" and inputs["positions"] is None
-    with pytest.raises(ValueError, match=r"`with sharpened\(pipe.unet, 1.5\)"):
+    with pytest.raises(ValueError, match=r"`with sharpened\(pipe.unet, 2\)"):
         with_long_prompts(pipe, sharpen=1.5)
     with pytest.warns(UserWarning, match="wrap it again by with_long_prompts"):
         ours.save_pretrained(str(tmp_path))

@@ -124,7 +124,7 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                     hint = "An encoder whose name says how it reads always reads so."
                     choices = [(title.capitalize(), name) for name, title in READINGS.items()]
                     reading = gr.Radio(choices, value="overlap", label="Reading of long prompts", info=hint)
-                    hint = "More than 1 brings out details of prompts beyond 77 tokens; try 1.5."
+                    hint = "More than 1 brings out details of prompts beyond 77 tokens; try 2."
                     sharpen = gr.Slider(0.1, MOST_SHARPENING, 1, step=0.1, label="Sharpen", info=hint)
                 file = gr.UploadButton("Restore settings from an image", file_types=TYPES, size="sm")
             with gr.Column(scale=6, min_width=320):

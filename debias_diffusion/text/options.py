@@ -49,7 +49,7 @@ class LongPromptOptions:
         negative_clip_skip: Apply `clip_skip` to the negative prompt too. diffusers never does.
         strict: Raise a ValueError for a prompt that an encoder would read in more than one chunk.
         sharpen: In prompts of more than 77 positions, the UNet's attention to each word is raised to this power; the
-            words keep their part of all attention, see `sharpened`. Above 0, at most 4; 1 changes nothing, 1.5 brings
+            words keep their part of all attention, see `sharpened`. Above 0, at most 4; 1 changes nothing, 2 brings
             out details in the toy world. A call with `prompt_embeds` may be given `words=prompt_layout(...).words`.
 
     Raises:

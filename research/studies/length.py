@@ -1,6 +1,6 @@
 """Length apart from content, and captions without place words: what more tokens cost, and what `sharpen` mends.
 
-    python -m research.studies.length [--seeds 43 44 45] [--prompts 60] [--power 1.5]
+    python -m research.studies.length [--seeds 43 44 45] [--prompts 60] [--power 2]
 
 - Filler: three objects in five sentences of 77 positions, and true sentences about the background and empty places
   between them, which say nothing new, until the prompt takes 152, 227, 302 or 527 positions.
@@ -142,7 +142,7 @@ def rows(pipe, seeds: list[int], prompts: int, power: float) -> Iterator[dict]:
 
 
 if __name__ == "__main__":
-    options = read_options(__doc__, seeds=[43, 44, 45], prompts=60, power=1.5)
+    options = read_options(__doc__, seeds=[43, 44, 45], prompts=60, power=2.0)
     with torch.no_grad():
         found = [*rows(pipeline_of(ORIGINAL), options.seeds, options.prompts, options.power)]
     cells = [

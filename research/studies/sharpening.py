@@ -1,4 +1,4 @@
-"""What the toy UNet's cross-attention looks at, by the number of positions and the factor of `sharpen`.
+"""What the toy UNet's cross-attention looks at, by the number of positions and the power of `sharpen`.
 
     python -m research.studies.sharpening [--prompts 12]
 
@@ -11,26 +11,25 @@ Writes research/results/sharpening_attention.md and .json, and draws docs/sharpe
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 from matplotlib.figure import Figure
 
-from debias_diffusion.encoders.spec import ORIGINAL, EncoderSpec
+from debias_diffusion.encoders.spec import ORIGINAL
 from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines.rendering.images import encode_batch, render_batch
-from debias_diffusion.pipelines.rendering.options import Sampling
 from debias_diffusion.pipelines.rendering.prompts import ImagePrompt
-from debias_diffusion.pipelines.rendering.renderer import Renderer
+from debias_diffusion.pipelines.sharpening import attention_logits
+from debias_diffusion.text.tokens import clean
 from debias_diffusion.toyworld.grammar import Caption, caption, short_prompt
 from debias_diffusion.toyworld.scenes import PLACES
-from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS
 
-from .harness import CPU, publish, read_options
+from .drawing import SAMPLING, pipeline_of
+from .harness import publish, read_options
 
-SPLIT, FACTORS = "development", (1.0, 1.25, 1.5, 2.0)
+SPLIT, POWERS = "development", (1.0, 2.0)
 ROWS = [(77, ORIGINAL), (152, ORIGINAL), (227, ORIGINAL), (227, "toy/debias-clip-sdxl")]
 KINDS = {"BOS": "#888888", "words": "#2a6f97", "EOS": "#e09f3e", "pads": "#d9d9d9"}
 PICTURE = Path(__file__).parents[2] / "docs" / "sharpening.png"
@@ -42,12 +41,11 @@ class Watched(AttnProcessor):
     def __init__(self, sums: dict, tokens: list[int], sentences: list[dict[str, slice]]):
         self.sums, self.tokens, self.sentences = sums, tokens, sentences
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, **arguments):
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **arguments):
         if encoder_hidden_states is not None:
-            q, k = (
-                attn.head_to_batch_dim(part) for part in (attn.to_q(hidden_states), attn.to_k(encoder_hidden_states))
-            )
-            weights = attn.get_attention_scores(q, k).unflatten(0, (-1, attn.heads))
+            logits = attention_logits(attn, hidden_states, encoder_hidden_states)
+            logits = logits if attention_mask is None else logits + attention_mask
+            weights = logits.softmax(-1).unflatten(0, (-1, attn.heads))
             conditional = weights[len(weights) // 2 :]
             for row, n, sentences in zip(conditional, self.tokens, self.sentences, strict=True):
                 parts = {"BOS": row[..., 0], "words": row[..., 1 : n + 1].sum(-1), "EOS": row[..., n + 1]}
@@ -61,14 +59,13 @@ class Watched(AttnProcessor):
                     x, y = (slice(at * side // 3, (at + 1) * side // 3) for at in PLACES[place])
                     here = words[:, y, x]
                     self.sums["own"].append((here[..., tokens].sum() / here.sum()).item())
-        return super().__call__(attn, hidden_states, encoder_hidden_states, **arguments)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, **arguments)
 
 
 @torch.no_grad()
 def measure(positions: int, encoder: str, count: int) -> dict[float, dict[str, float]]:
-    """By factor, the means over the first so many prompts of this length."""
-    sampling = Sampling(steps=STEPS, guidance_scale=GUIDANCE_SCALE)
-    pipe = Renderer("toy/sdxl", sampling, CPU).pipeline(EncoderSpec.parse(encoder))
+    """By power, the means over the first so many prompts of this length."""
+    pipe = pipeline_of(encoder)
     prompts, tokens, sentences, number = [], [], [], 0
     while len(prompts) < count:
         told = short_prompt(SPLIT, number)[1] if positions == 77 else caption(SPLIT, number)
@@ -77,20 +74,21 @@ def measure(positions: int, encoder: str, count: int) -> dict[float, dict[str, f
         if layout.positions == positions:
             prompts.append(prompt)
             tokens.append(layout.tokens)
-            sentences.append(spans(told, layout.sentences[0]))
-    embeddings, results = encode_batch(pipe, prompts, sampling), {}
-    for factor in FACTORS[: 1 if positions == 77 else None]:
+            sentences.append(spans(pipe, told))
+    embeddings, results = encode_batch(pipe, prompts, SAMPLING), {}
+    for power in POWERS[: 1 if positions == 77 else None]:
         sums = defaultdict(list)
         pipe.unet.set_attn_processor(Watched(sums, tokens, sentences))
-        pipe.set_long_prompt(sharpen=factor)
-        render_batch(pipe, embeddings, [prompt.seed for prompt in prompts], sampling)
-        results[factor] = {name: sum(values) / len(values) for name, values in sums.items()}
+        pipe.set_long_prompt(sharpen=power)
+        render_batch(pipe, embeddings, [prompt.seed for prompt in prompts], SAMPLING)
+        results[power] = {name: sum(values) / len(values) for name, values in sums.items()}
     return results
 
 
-def spans(told: Caption, sentences: Sequence[int]) -> dict[str, slice]:
+def spans(pipe, told: Caption) -> dict[str, slice]:
     """{place: the tokens of the sentence that first mentions its object}"""
-    ends = [sum(0 <= sentence < end for sentence in sentences) for end in range(len(told.sentences) + 1)]
+    texts = [clean(Caption(told.sentences[:end]).text) for end in range(len(told.sentences) + 1)]
+    ends = [pipe.prompt_layout(text).tokens for text in texts]
     return {place: slice(ends[number], ends[number + 1]) for place, number in told.first_mentions().items()}
 
 
@@ -111,9 +109,9 @@ def draw(rows: dict[str, dict[str, float]]) -> Figure:
 if __name__ == "__main__":
     count = read_options(__doc__, prompts=12).prompts
     rows = {
-        f"{positions} positions{', one piece' * (encoder != ORIGINAL)}, x {factor:g}": row
+        f"{positions} positions{', one piece' * (encoder != ORIGINAL)}, power {power:g}": row
         for positions, encoder in ROWS
-        for factor, row in measure(positions, encoder, count).items()
+        for power, row in measure(positions, encoder, count).items()
     }
     names = [*KINDS, "entropy", "largest", "own"]
     cells = [[name, *(f"{row[part]:.3f}" for part in names)] for name, row in rows.items()]

@@ -39,7 +39,7 @@ def test_every_way_draws_what_it_is_called_from_the_same_noise(drawn):
         "cut": ("cut", 1.0),
         "as-a1111-reads": ("a1111", 1.0),
         "whole": ("overlap", 1.0),
-        "whole-and-sharpened": ("overlap", 1.5),
+        "whole-and-sharpened": ("overlap", 2.0),
     }
     assert [[value["seed"] for value in values] for values in settings.values()] == [[0, 1]] * 4
     assert len(set(images_of(drawn).values())) == 8

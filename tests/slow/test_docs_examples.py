@@ -118,7 +118,7 @@ CHECKS = {
         "ComfyUI/models/text_encoders/debias_clip_l.safetensors",
     ),
     "pipelines.md": (lambda names: names["image"].size, ""),
-    "sharpen.md": (lambda names: names["pipe"]._long_prompt.sharpen == 1.5 and names["image"].size, ""),
+    "sharpen.md": (lambda names: names["pipe"]._long_prompt.sharpen == 2 and names["image"].size, ""),
     "faq.md": (lambda names: names["layout"].tokens == 150 and names["layout"].chunks[0] > 1, ""),
     "generate.md": (None, "pictures/00000-*.png pictures/00001-*.png"),
     "command-line.md": (None, "star.png"),
