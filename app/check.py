@@ -47,11 +47,9 @@ def check(config: CheckConfig) -> None:
     if device.type == "cpu":
         height, width = (min(256, side) for side in checkpoint.size)
         config = replace(config, height=config.height or height, width=config.width or width, steps=config.steps or 2)
-        size = DTYPES.get(config.precision, torch.float32).itemsize
-        weights, free = checkpoint.count_weights() * size / 1e9, psutil.virtual_memory().available / 1e9
         print(f"On a CPU: images of {config.height} x {config.width} pixels in {config.steps} steps.")
-        print(f"The weights take {weights:.2f} GB; {free:.1f} GB of memory are free.", flush=True)
-    results = _model_checks(config, device)
+    height, width = config.height or checkpoint.size[0], config.width or checkpoint.size[1]
+    results = _model_checks(config, device, height * width)
     clear_device_cache(garbage_collection=True)  # or those models and the ones that draw would be in memory together
     results["prompts in four ways"] = _result("prompts in four ways", lambda: _draw_sheet(config))
     write_json(Path(config.output) / "check.json", provenance(config) | {"checks": results})
@@ -78,10 +76,35 @@ def _result(name: str, work: Callable) -> dict:
     return result
 
 
-def _model_checks(config: CheckConfig, device: torch.device) -> dict[str, dict]:
+def most_memory(pipe: StableDiffusionXLPipeline, pixels: int) -> dict[str, float]:
+    """GB that an image with guidance takes at most, counted for SDXL's layout. A GPU needs half a gigabyte more.
+
+    Of a UNet's step and of the decoding, as many tensors of the widest layer at full resolution as are alive at once,
+    see benchmarks/sdxl_memory.py. The length of the prompt does not show in it.
+
+    Returns:
+        "all models on the device", and "one model at a time", as `--low-memory` keeps them on an NVIDIA GPU.
+    """
+    models = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    weights = {name: sum(weight.nbytes for weight in part.parameters()) for name, part in models.items()}
+    unet, vae = pipe.unet, pipe.vae
+    in_decoding = 4 if vae.config.force_upcast else vae.dtype.itemsize  # diffusers decodes in float32 then
+    upcast = weights["vae"] * (in_decoding / vae.dtype.itemsize - 1)
+    decoding = 6 * vae.config.block_out_channels[0] * in_decoding * pixels + upcast
+    step = 31.5 * unet.config.block_out_channels[0] * unet.dtype.itemsize * pixels / pipe.vae_scale_factor**2
+    alone = {**weights, "unet": weights["unet"] + step, "vae": weights["vae"] + decoding}
+    together = sum(weights.values()) + max(step, decoding)
+    return {"all models on the device": together / 1e9, "one model at a time": max(alone.values()) / 1e9}
+
+
+def _model_checks(config: CheckConfig, device: torch.device, pixels: int) -> dict[str, dict]:
     """All checks but the images. The checkpoint is loaded once, for stock diffusers and for this package."""
     with explain_memory(device, "Try --precision bf16."):
         ours = load_pipeline(config.base, None, device, DTYPES.get(config.precision))
+    whole, alone = most_memory(ours, pixels).values()
+    has = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+    print(f"An image takes {whole:.1f} GB at most, counted, and {alone:.1f} GB with one model at a time.", end=" ")
+    print(f"{device} has {has / 1e9:.1f} GB.", flush=True)
     zeros = ours.config.force_zeros_for_empty_prompt
     stock = StableDiffusionXLPipeline(**ours.components, force_zeros_for_empty_prompt=zeros, add_watermarker=False)
     ours.set_progress_bar_config(disable=True)

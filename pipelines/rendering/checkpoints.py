@@ -1,7 +1,6 @@
 """SDXL and Stable Diffusion 1.5 checkpoints: what their files say, read without diffusers and before any weights."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Collection
@@ -83,16 +82,6 @@ class Checkpoint:
         with explain_failure(f"The SDXL checkpoint {name!r} cannot be read", advice):
             configs, file = split_base(name)
             return cls(name, configs or _inferred_hub_id(file), file)
-
-    def count_weights(self) -> int:
-        """The weights in the safetensors files that are loaded, by their headers; 0 for a hub id."""
-        names = r"(diffusion_pytorch_)?model(-\d+-of-\d+)?\.safetensors"
-        files = [file for file in Path(self.configs).glob("*/*") if re.fullmatch(names, file.name)]
-        total = 0
-        with explain_failure(f"The weights of the SDXL checkpoint {self.name!r} cannot be read"):
-            for file in [self.file] if self.file else files:
-                total += sum(map(math.prod, tensor_shapes(file).values()))
-        return total
 
     @cached_property
     def digest(self) -> str:
