@@ -1,12 +1,16 @@
 """Confidence intervals of means and of ratios of sums, and the paired comparison of two encoders.
 
 Whole groups are resampled, an image with everything that belongs to it or a family of toy scenes, because their
-queries succeed or fail together. Only groups with values count. Of a single one no interval can be known and nothing
-can be tested: both are None. Both methods are scipy's, computed in another way, because an evaluation makes hundreds of
-intervals and dozens of tests. The draws of `scipy.stats.bootstrap` depend on the seed (0) and the number of groups
-alone, so they are counted once for all scores.
-`scipy.stats.permutation_test` draws a permutation for each sign, and takes 1.4 s for 1,000 pairs where this one takes
-0.06 s (13 s and 0.4 s for 5,000).
+queries succeed or fail together. Only groups with values count.
+
+**No interval** is [None, None]. There is none for fewer than `FEWEST` groups: of five, no randomization test can reach
+p = 0.05, and bootstrap intervals are too narrow. There is none without width either, which a bootstrap gives where all
+groups are alike: shares have Wilson's interval there, differences have only their p, which is None for a single group.
+
+Both methods are scipy's, computed in another way, because an evaluation makes hundreds of intervals and dozens of
+tests. The draws of `scipy.stats.bootstrap` depend on the seed (0) and the number of groups alone, so they are counted
+once for all scores. `scipy.stats.permutation_test` draws a permutation for each sign, and takes 1.4 s for 1,000 pairs
+where this one takes 0.06 s (13 s and 0.4 s for 5,000).
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -17,6 +21,8 @@ from scipy.stats import binomtest
 
 SAMPLES = 10_000
 LEVEL = (2.5, 97.5)  # percentiles that hold 95%
+FEWEST = 6  # groups
+_ROUNDING = 1e-9  # width of an interval that rounding alone can make
 # Of each value, whatever names its group, [N]; None: each is a group.
 Groups = Sequence[Hashable] | None
 _FEW = 1000  # groups, whose draws (80 MB) are kept: an evaluation asks for the same ones hundreds of times
@@ -52,18 +58,21 @@ def hits_interval(hits: Sequence[float], groups: Groups = None) -> list[float | 
 
 
 def percent_ends(percent: float, groups: int, drawn: np.ndarray) -> list[float | None]:
-    """`ends` of a percentage of hits. Where all hit, or none, all samples are alike: then Wilson's, of whole groups.
+    """`ends` of a percentage of hits. Where all samples are alike, as if all hit or none, Wilson's of whole groups.
 
     Args:
         percent: the percentage of all.
         groups: how many there are with values.
         drawn: the percentage in each bootstrap sample.
     """
-    return wilson(round(groups * percent / 100), groups) if percent in (0, 100) and groups > 1 else ends(drawn)
+    low, high = ends(drawn)
+    return wilson(round(groups * percent / 100), groups) if low is None else [low, high]
 
 
-def wilson(hits: int, trials: int) -> list[float]:
+def wilson(hits: int, trials: int) -> list[float | None]:
     """[low, high] in percent of Wilson's 95% interval of the share of independent trials that hit."""
+    if trials < FEWEST:
+        return [None, None]
     return [100 * float(end) for end in binomtest(hits, trials).proportion_ci(method="wilson")]
 
 
@@ -123,9 +132,9 @@ def drawn_ratios(above: np.ndarray, below: np.ndarray) -> np.ndarray:
         above, below: sums of the groups, [G]: of values and their counts for a mean.
 
     Returns:
-        [SAMPLES]; nan where the divisor is 0, and everywhere of a single group with values, whose samples are alike.
+        [SAMPLES]; nan where the divisor is 0, and everywhere if fewer than `FEWEST` groups have values.
     """
-    if np.count_nonzero(below) < 2:
+    if np.count_nonzero(below) < FEWEST:
         return np.full(SAMPLES, np.nan)
     sums = np.stack([above, below], axis=1).astype(np.float64)
     batches = _kept_draws(len(sums), SAMPLES) if len(sums) <= _FEW else _draws(len(sums), SAMPLES)
@@ -171,5 +180,10 @@ def _randomization_p(ahead: np.ndarray, statistic: Callable[[np.ndarray], np.nda
 
 
 def ends(drawn: np.ndarray) -> list[float | None]:
-    """[low, high] of the 95% interval of bootstrap values, nan ignored; None where all are nan."""
-    return [None, None] if np.isnan(drawn).all() else [float(end) for end in np.nanpercentile(drawn, LEVEL)]
+    """[low, high] of the 95% interval of bootstrap values, nan ignored, see `with_width`; None where all are nan."""
+    return [None, None] if np.isnan(drawn).all() else with_width(*np.nanpercentile(drawn, LEVEL))
+
+
+def with_width(low: float, high: float) -> list[float | None]:
+    """[low, high], or [None, None] where they are equal but for rounding."""
+    return [float(low), float(high)] if high - low > _ROUNDING else [None, None]

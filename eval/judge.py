@@ -18,7 +18,7 @@ from debias_diffusion.toyworld.checker import read_image
 from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, COLOURS, KINDS, PLACES, Thing, scene
 
-from .intervals import ends, wilson
+from .intervals import ends, hits_interval, wilson
 from .multimodal import ServerModel
 from .options import Judging
 from .report import Table, cell
@@ -126,51 +126,61 @@ def control(judge: ServerModel | ToyJudge) -> dict:
             found = judge(render(shown, _SIDE), [*map(object_question, things)])
             for thing, p in zip(things, found, strict=True):
                 answers[thing in there].append(p)
-    no, yes = (filled(answers[truth]) for truth in (False, True))
-    check_answered(judge.model, answers[False] + answers[True])
+    answered = answers[False] + answers[True]
+    check_answered(judge.model, answered)
+    p, truth = filled(answered), np.repeat([False, True], [*map(len, answers.values())])
+    no, yes = p[~truth], p[truth]
     if yes.mean() - no.mean() < LEAST_GAP:
         raise UserError(
             f"The judge {judge.model!r} does not tell what an image shows: to {CONTROLS} questions about toy scenes "
             f"whose answer is yes its mean p(yes) is {yes.mean():.3f}, to {CONTROLS} whose answer is no "
             f"{no.mean():.3f}. Give another model."
         )
-    return errors(no, yes)
+    return errors(p, truth)
 
 
-def errors(no: np.ndarray, yes: np.ndarray) -> dict:
-    """How often a judge errs, by its p(yes) of questions whose answer is no, and of those whose answer is yes.
+def errors(p: np.ndarray, truth: np.ndarray, groups: np.ndarray | None = None) -> dict:
+    """How often a judge errs, on questions whose answer is no, and on those whose answer is yes.
+
+    Args:
+        p: p(yes) of each question, [N].
+        truth: whether its answer is yes, [N] bool.
+        groups: of the questions, [N]; None: questions are independent, and have Wilson's interval.
 
     Returns [2] each: "asked", their number, "mean_p", "wrong", "wrong_percent", "interval_percent"; None of none.
     """
-    wrong = [*zip([int((no > 0.5).sum()), int((yes <= 0.5).sum())], [len(no), len(yes)], strict=True)]
-    return {
-        "asked": [count for _, count in wrong],
-        "mean_p": [float(p.mean()) if len(p) else None for p in (no, yes)],
-        "wrong": [count for count, _ in wrong],
-        "wrong_percent": [100 * hits / count if count else None for hits, count in wrong],
-        "interval_percent": [wilson(hits, count) if count else [None, None] for hits, count in wrong],
-    }
+    found: dict = {name: [] for name in ("asked", "mean_p", "wrong", "wrong_percent", "interval_percent")}
+    for answer in (False, True):
+        chosen = truth == answer
+        asked, hits = int(chosen.sum()), 100.0 * ((p > 0.5) != truth)[chosen]
+        wrong = int(np.count_nonzero(hits))
+        means = (float(p[chosen].mean()), float(hits.mean())) if asked else (None, None)
+        interval = wilson(wrong, asked) if groups is None or not asked else hits_interval(hits, groups[chosen])
+        for column, value in zip(found.values(), (asked, means[0], wrong, means[1], interval), strict=True):
+            column.append(value)
+    return found
 
 
 def corrected(percent: float, drawn: np.ndarray, numbers: dict) -> dict:
     """The percentage answered with yes by a judge without errors (Rogan & Gladen 1978), by the rates of its `errors`.
 
-    Its interval is wider: errors hide a part of what differs, and their rates are estimates too.
+    Its interval is wider: errors hide a part of what differs, and their rates are estimates too. All numbers are kept
+    within 0 to 100, which the correction exceeds where the judge errs less on these images than its rates say.
 
     Args:
         percent, drawn: of the judge itself, and in bootstrap samples, [S].
 
     Returns:
-        "value", "low" and "high", which may lie outside of 0 to 100; the last two None of a single group.
+        "value", "low" and "high"; the last two None where there is no interval, see `intervals`.
     """
 
     def correct(percent, false_yes, false_no):
-        return (percent - 100 * false_yes) / (1 - false_yes - false_no)
+        return np.clip((percent - 100 * false_yes) / (1 - false_yes - false_no), 0, 100)
 
     random, counts = np.random.default_rng(0), [*zip(numbers["wrong"], numbers["asked"], strict=True)]
     rates = (random.beta(hits + 0.5, asked - hits + 0.5, len(drawn)) for hits, asked in counts)  # Jeffreys' posterior
     low, high = ends(correct(drawn, *rates))
-    return {"value": correct(percent, *(hits / asked for hits, asked in counts)), "low": low, "high": high}
+    return {"value": float(correct(percent, *(hits / asked for hits, asked in counts))), "low": low, "high": high}
 
 
 def error_table(title: str, numbers: dict) -> Table:

@@ -92,12 +92,12 @@ def cell(
 ) -> str | None:
     """A number as a cell, with its 95% interval if it has one: `61.2 (58.0 to 64.3)`. None is a missing number.
 
-    An interval of None is one that cannot be known, as from a single image.
+    An interval of None is one that cannot be known, see `intervals`.
     """
     if value is None:
         return None
     if low is None:
-        return f"{value:{form}} (no interval: too few)"
+        return f"{value:{form}} (no interval)"
     return f"{value:{form}}" if math.isnan(low) else f"{value:{form}} ({low:{form}} to {high:{form}})"
 
 

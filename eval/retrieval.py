@@ -59,7 +59,8 @@ def mean_recall(result: dict) -> tuple[dict[str, float], dict[str, list[float]]]
     Returns:
         by direction, as in the paper, and of "both": mean-R, and [low, high] of the 95% interval over groups.
     """
-    mean_r, samples = {}, {}
+    mean_r, samples, orders = {}, {}, [[*dict.fromkeys(groups)] for groups in result["groups"].values()]
+    assert orders[0] == orders[1], "captions are not in the order of their images: the same draw takes other groups"
     for direction, groups in result["groups"].items():
         values = np.mean([hits(result["ranks"][direction], k) for k in KS], axis=0)  # of each query
         sums, counts = by_group(values, groups)

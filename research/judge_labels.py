@@ -17,7 +17,7 @@ from debias_diffusion.errors import UserError, explain_failure
 from debias_diffusion.eval.images.networks import TwoTowerFeatures
 from debias_diffusion.eval.images.prompt_sets import BAND_NAMES, Places, band, csv_rows, statement
 from debias_diffusion.eval.images.scores import clip_scores
-from debias_diffusion.eval.intervals import ends, group_numbers
+from debias_diffusion.eval.intervals import FEWEST, ends, group_numbers
 from debias_diffusion.eval.judge import Questioning, error_table, errors, filled
 from debias_diffusion.eval.report import Table, cell, versions
 from debias_diffusion.files import read_json, write_json
@@ -27,6 +27,7 @@ from .options import JudgeConfig
 NAME = "judge"
 LABELS, LONG_T2I = "labels.csv", "split/test.json"
 _COLUMNS = ("image", "prompt", "element", "label")
+_LABELS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 _KINDS = ("entity_alignment", "attribute_alignment", "relation_alignment")
 _SAMPLES = 1000  # of the bootstrap of rank correlations, which rank each sample again
 _FEWEST = 10  # images that a rank correlation is of
@@ -47,7 +48,8 @@ def evaluate_judge(config: JudgeConfig) -> dict:
         settings, versions, digests; "judge", see `judge.control`; "labels", its `judge.errors` by what people say;
         "order", for all images and by the length of their prompt in CLIP tokens: "images", and of "judge", "clip_score"
         and their "difference" the rank correlation with the share of elements that people see, "value", "low", "high"
-        (95%, bootstrap over prompts); "fit", whether the judge's is higher, None without CLIPScore; the bad records.
+        (95%, bootstrap over prompts, see `intervals`); "fit", whether the judge's is higher, None without CLIPScore
+        or of too few prompts; the bad records.
 
     Raises:
         UserError: the labels, their images or a model cannot be used, or the judge does not look at images.
@@ -69,29 +71,33 @@ def evaluate_judge(config: JudgeConfig) -> dict:
         scores["clip_score"] = np.array(clip_scores(clip.of_images(opened, config.batch_size), texts))
         depends = depends | {"clip_score": clip.digest()}
     truth, p = np.concatenate([[*one.labels.values()] for one in labelled]), np.concatenate(answers)
-    order = _orders(labelled, scores)
+    prompts, order = np.repeat([one.prompt for one in labelled], [*map(len, answers)]), _orders(labelled, scores)
+    can_say = config.clip_score and len({*prompts}) >= FEWEST
     report = {
         "evaluation": NAME,
         "settings": vars(config),
         "versions": versions(),
         "digests": depends,
         "judge": judge.of_toys,
-        "labels": errors(p[~truth], p[truth]),
+        "labels": errors(p, truth, prompts),
         "order": order,
-        "fit": (order["all"]["difference"]["low"] or 0) > 0 if config.clip_score else None,
+        "fit": (order["all"]["difference"]["low"] or 0) > 0 if can_say else None,
         "left_out": [vars(record) for record in bad],
     }
     write_json(Path(config.output, f"{NAME}.json"), report)
     for table in tables(report):
         print(f"\n{table}")
     verdict = "better than CLIPScore." if report["fit"] else "no better than CLIPScore: do not use it for claims."
-    unknown = "Give --clip-score: only a judge that orders images better than CLIPScore is fit for claims."
+    unknown = f"Give labels of at least {FEWEST} prompts" if config.clip_score else "Give --clip-score"
+    unknown += ": only a judge that orders images better than CLIPScore is fit for claims."
     print("", unknown if report["fit"] is None else f"{config.judge} orders these images {verdict}", sep="\n")
     return report
 
 
 def read_labels(folder: Path) -> tuple[ImageFolder, list[Labelled], list[BadRecord], int]:
     """The images' folder, the labelled images, the bad records, and how many records there are.
+
+    An element with both labels is left out, as a bad record is.
 
     LongT2IBench (Yang et al. 2025) names elements as `cat`, `[red]cat` and `cat[on]chair`.
 
@@ -102,11 +108,17 @@ def read_labels(folder: Path) -> tuple[ImageFolder, list[Labelled], list[BadReco
     bad: list[BadRecord] = []
 
     def add(image: str, prompt: str, element: str, label: str) -> None:
-        text, is_shown = fold(element.replace("[", " ").replace("]", " ")), {"1": True, "0": False}[label.strip()]
-        if not (prompt.strip() and text and is_there(root, image)):
-            raise ValueError(f"the prompt is {prompt[:40]!r}, the element {text!r}, the image {image!r}")
-        of_image = labelled.setdefault((image, prompt), Labelled(image, fold(prompt), {}))
-        of_image.labels[text if text.endswith("?") else statement(text)] = is_shown
+        text, is_shown = fold(element.replace("[", " ").replace("]", " ")), _LABELS.get(label.strip().lower())
+        if not (prompt.strip() and text and is_there(root, image)) or is_shown is None:
+            raise ValueError(
+                f"the prompt is {prompt[:40]!r}, the element {text!r}, the image {image!r}, the label {label[:40]!r}, "
+                "which must be 1 or 0"
+            )
+        labels = labelled.setdefault((image, prompt), Labelled(image, fold(prompt), {})).labels
+        question = text if text.endswith("?") else statement(text)
+        if labels.setdefault(question, is_shown) != is_shown:
+            del labels[question]
+            raise ValueError(f"the element {text!r} is labelled both 1 and 0 in the image {image!r}")
 
     root = ImageFolder(folder)
     if (folder / LABELS).is_file():
@@ -123,9 +135,9 @@ def read_labels(folder: Path) -> tuple[ImageFolder, list[Labelled], list[BadReco
                         add(entry["img_path"], entry["en_prompt_text"], element, label)
     else:
         raise UserError(f"{str(folder)!r} holds no labels: neither {LABELS} nor {LONG_T2I}, as in LongT2IBench.")
-    if not labelled:
+    if not (usable := [one for one in labelled.values() if one.labels]):
         raise UserError(f"{str(folder)!r} holds no usable label. The first fault: {bad[0] if bad else 'it is empty'}.")
-    return root, [*labelled.values()], bad, len(records)
+    return root, usable, bad, len(records)
 
 
 def _orders(labelled: Sequence[Labelled], scores: dict[str, np.ndarray]) -> dict:
@@ -148,7 +160,7 @@ def _orders(labelled: Sequence[Labelled], scores: dict[str, np.ndarray]) -> dict
             columns["difference"] = columns["judge"] - columns["clip_score"]
         lines[name] = {"images": len(there)}
         for score, (value, *drawn) in columns.items():
-            low, high = ends(np.array(drawn)) if len(groups) > 1 else (None, None)  # one prompt says nothing of others
+            low, high = ends(np.array(drawn)) if len(groups) >= FEWEST else (None, None)
             lines[name][score] = {"value": None if np.isnan(value) else float(value), "low": low, "high": high}
     return lines
 

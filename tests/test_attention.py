@@ -149,9 +149,9 @@ def test_the_file_holds_what_each_encoder_looks_at(evaluated, long_backbone):
 
 
 def test_bands_are_of_all_text_in_them_and_draw_whole_images(long_backbone, encoders):
-    reader, captions = load_caption_reader(EncoderSpec.parse(encoders[1]), torch.device("cpu")), CAPTIONS[1:4]
+    reader, captions = load_caption_reader(EncoderSpec.parse(encoders[1]), torch.device("cpu")), CAPTIONS[1:4] * 4
     rows = [eot_attention(long_backbone, long_backbone.tokenize([caption])).before_softmax[0] for caption in captions]
-    for image_of in ([0, 0, 1], [0, 1, 2]):
+    for image_of in (range(12), [caption // 2 for caption in range(12)]):
         values = torch.cat([row[1:-1][:25] for row in rows]).tolist()
         images = [image for row, image in zip(rows, image_of, strict=True) for _ in row[1:-1][:25]]
         found = look_at_captions(reader, captions, image_of, batch_size=2, title="")["before_softmax"]

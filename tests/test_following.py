@@ -101,19 +101,23 @@ def question(sentence, number=0, parents=(), position=5):
 def test_scores_in_a_closed_form():
     chain = (question(1, 1), question(2, 2, (1,)), question(2, 3, (2,), 80))
     assert shown(chain, [False, True, True]) == [False] * 3 and shown(chain[::-1], [True] * 3) == [True] * 3
-    prompts = [Prompt("p", "", chain, "p"), Prompt("q", "", (question(1, 1),), "q")]
-    # Two images of each prompt; one question has no answer.
-    answers = Answers.of(prompts, [[0.9, 0.4, 0.9], [0.8, 0.8, None], [1.0], [0.25]], 2)
+    prompts = [
+        Prompt(f"{name}{number}", "", questions, f"{name}{number}")
+        for number in range(3)
+        for name, questions in (("p", chain), ("q", (question(1, 1),)))
+    ]
+    # Two images of each prompt; one question of each p has no answer.
+    answers = Answers.of(prompts, [[0.9, 0.4, 0.9], [0.8, 0.8, None], [1.0], [0.25]] * 3, 2)
     numbers = score(answers)
     means = {name: number["value"] for name, number in numbers["scores"].items()}
     assert means["mean_p"] == pytest.approx(100 * np.mean([2.2 / 3, 2.1 / 3, 1, 0.25]))
     assert means["geometric_mean"] == pytest.approx(100 * np.mean([0.324 ** (1 / 3), 0.32 ** (1 / 3), 1, 0.25]))
     assert means["shown"] == pytest.approx(100 * np.mean([1 / 3, 2 / 3, 1, 0]))
     by_sentence = {name: (line["questions"], line["value"]) for name, line in numbers["by_sentence"].items()}
-    assert by_sentence == {"1": (4, 75), "2": (4, 25)}
-    assert numbers["by_sentence"]["1"]["low"] == 50  # of q
+    assert by_sentence == {"1": (12, 75), "2": (12, 25)}
+    assert numbers["by_sentence"]["1"]["low"] == pytest.approx(50 + 50 / 6)  # of one p and five q
     assert [line["value"] for line in numbers["by_position"].values()] == [pytest.approx(400 / 6), 0]
-    every = Answers.of(prompts, [[1.0] * 3] * 2 + [[1.0]] * 2, 2)
+    every = Answers.of(prompts, ([[1.0] * 3] * 2 + [[1.0]] * 2) * 3, 2)
     (first, *lines) = compare({"some": answers, "all": every})
     assert (first["a"], first["b"], first["difference"]) == ("all", "some", pytest.approx(100 - means["mean_p"]))
     assert {line["score"]: line["difference"] for line in lines}["shown, sentence 2"] == pytest.approx(75)

@@ -128,3 +128,7 @@ def test_known_errors_are_taken_out_of_a_share_and_widen_its_interval():
     assert number["value"] == pytest.approx(60)
     assert number["high"] - number["low"] == pytest.approx(2 * 1.96 * 2 / 0.7, rel=0.05)
     assert found(100)["high"] - found(100)["low"] > 1.5 * (number["high"] - number["low"])  # the rates are uncertain
+    rates = {"asked": [100, 100], "wrong": [20, 10]}
+    few = corrected(15.0, drawn / 62 * 15, rates)  # fewer than the judge's wrong yes alone
+    assert few["value"] == few["low"] == 0 < few["high"] < 10
+    assert corrected(100.0, np.full(10_000, 100.0), rates) == {"value": 100.0, "low": None, "high": None}

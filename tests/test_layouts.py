@@ -109,6 +109,16 @@ def test_a_tensor_without_a_place_is_named(tmp_path, long, name):
             load(place)
 
 
+def test_of_a_model_with_image_registers_the_text_encoder_alone_is_read(tmp_path, long):
+    """zer0int's registers and gates: its conversion to transformers has a plain text tower beside them."""
+    registers = {"embeddings.register_embeddings": torch.zeros(4, 64), "fusion_mlp.0.weight": torch.zeros(64, 128)}
+    added = {f"vision_model.{name}": tensor for name, tensor in registers.items()}
+    place = clip_model(long[0], tmp_path / "registers", lambda config, state: state.update(added))
+    long[1].check(*load_text_encoder(place))
+    with pytest.raises(UserError, match="register_embeddings.*has no place in it"):
+        load_two_tower(place)
+
+
 @pytest.mark.parametrize("kind", ["jina_clip", "siglip", "eva02", "fgclip2"])
 def test_other_architectures_are_named_as_what_they_are(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import skimage
 import torch
@@ -124,14 +125,18 @@ def test_toy_scenes_are_resampled_by_family_in_both_directions(tmp_path):
 
 
 def test_mean_r_is_the_mean_of_three_recalls_with_an_interval_over_images():
-    # of the captions of image 0 one is first and one third; the caption of image 1 is not found
-    result = {"ranks": {"text_to_image": [1, 3, 20], "image_to_text": [1, 7]}}
-    result["groups"] = {"text_to_image": ["a", "a", "b"], "image_to_text": ["a", "b"]}
+    # of the captions of every other image one is first and one third; the captions of the others are not found
+    images = [*"abcdef"]
+    result = {"ranks": {"text_to_image": [1, 3, 20] * 3, "image_to_text": [1, 7] * 3}}
+    result["groups"] = {"text_to_image": [*"aabccdeef"], "image_to_text": images}
     mean_r, limits = retrieval.mean_recall(result)
     assert mean_r == pytest.approx({"text_to_image": 500 / 9, "image_to_text": 200 / 3, "both": 550 / 9})
-    # more than 2.5% of the samples draw one of the two images twice
-    expected = {"text_to_image": [0, 250 / 3], "image_to_text": [100 / 3, 100], "both": [50 / 3, 275 / 3]}
+    # 1.6% of the samples draw no image whose captions are found, 9% draw one, and likewise of the others
+    expected = {"text_to_image": [500 / 21, 2500 / 33], "image_to_text": [400 / 9, 800 / 9]}
+    expected["both"] = np.mean([*expected.values()], axis=0)
     assert limits == {name: pytest.approx(interval) for name, interval in expected.items()}
+    with pytest.raises(AssertionError, match="order of their images"):
+        retrieval.mean_recall(result | {"groups": result["groups"] | {"image_to_text": images[::-1]}})
 
 
 HELD_OUT = 6  # as in `helpers.training_runs.config`

@@ -44,10 +44,10 @@ def test_edits_of_one_to_five_sentences(edit):
 
 @pytest.mark.filterwarnings("error")  # samples may hold nothing to divide by
 def test_share_in_closed_form():
-    before, after = [100, 0, 100, 100, 0, 100], [0, 0, 100, 0, 0, 0]
+    before, after = [100, 0, 100, 100, 0, 100] * 2, [0, 0, 100, 0, 0, 0] * 2
     found, _ = quarter = share_kept(after, before)
     assert found["share"] == 25.0 and found["low"] == 0.0 <= 25 < found["high"] <= 100
-    assert share_kept(before, before)[0] == {"share": 100.0, "low": 100.0, "high": 100.0}
+    assert share_kept(before, before)[0] == {"share": 100.0, "low": None, "high": None}  # all samples are alike
     assert share_kept([100, 0], [0, 0])[0] == {"share": None, "low": None, "high": None}
     ahead = share_difference(share_kept(before, before), quarter)
     assert ahead["difference"] == 75.0

@@ -1,16 +1,17 @@
-"""Networks whose features scores are computed from, and the one way in which all of them read images."""
+"""Networks whose features scores are computed from, and how each of them reads images."""
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import torch
 from open_clip.constants import IMAGENET_MEAN, IMAGENET_STD
 from PIL import Image
 from torch import Tensor
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
+from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 from transformers import AutoModel
 
@@ -52,13 +53,6 @@ def load_square(image: ImageLike, size: int) -> Image.Image:
     return square.resize((size, size), Image.Resampling.BICUBIC)
 
 
-def _batches(images: Sequence[ImageLike], size: int, batch_size: int, title: str) -> Iterator[Tensor]:
-    """The images as uint8 [B, 3, size, size]."""
-    for start in tqdm(range(0, len(images), batch_size), desc=title):
-        squares = [np.asarray(load_square(image, size)) for image in images[start : start + batch_size]]
-        yield torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)
-
-
 _INCEPTION_ADVICE = (
     "Pass --inception-weights the file weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases "
     f"({URL_INCEPTION_V3}), which pytorch-fid calls pt_inception-2015-12-05-6726825d.pth, or 'cache' when "
@@ -67,7 +61,9 @@ _INCEPTION_ADVICE = (
 
 
 class InceptionFeatures:
-    """The features of torch-fidelity's Inception, 64 and 2048 of them.
+    """The features of torch-fidelity's Inception, 64 and 2048 of them, of whole images as it reads them.
+
+    It resizes inside, without antialiasing and without keeping the ratio of width to height.
 
     Args:
         weights: file of torch-fidelity's Inception weights, or "cache" for the one in torch hub's cache. It is read as
@@ -77,8 +73,7 @@ class InceptionFeatures:
         UserError: the file is missing, or does not hold the tensors of this network.
     """
 
-    size = FeatureExtractorInceptionV3.INPUT_IMAGE_SIZE
-    resize = RESIZE.format(size=size)
+    resize = "torch-fidelity's own: the whole image to 299 x 299 pixels, TensorFlow 1's bilinear without antialiasing"
 
     def __init__(self, weights: str | os.PathLike, device: torch.device):
         cached = Path(torch.hub.get_dir()) / "checkpoints" / URL_INCEPTION_V3.rsplit("/", 1)[1]
@@ -104,11 +99,12 @@ class InceptionFeatures:
     @torch.inference_mode()
     def __call__(self, images: Sequence[ImageLike], batch_size: int) -> dict[int, Tensor]:
         """{64: [N, 64], 2048: [N, 2048]} features of the images, from one pass, on the CPU."""
-        batches = [
-            [features.cpu() for features in self.extractor(batch.to(self.device))]
-            for batch in _batches(images, self.size, batch_size, "Inception features")
-        ]
-        return {n: torch.cat(features) for n, features in zip(FID_FEATURES, zip(*batches, strict=True), strict=True)}
+        features = []
+        for start in tqdm(range(0, len(images), batch_size), desc="Inception features"):
+            pixels = [pil_to_tensor(load_image(image)) for image in images[start : start + batch_size]]
+            for _, of_one_size in groupby(pixels, lambda image: image.shape):
+                features.append([part.cpu() for part in self.extractor(torch.stack([*of_one_size]).to(self.device))])
+        return {n: torch.cat(parts) for n, parts in zip(FID_FEATURES, zip(*features, strict=True), strict=True)}
 
 
 class ClsFeatures:
@@ -154,8 +150,9 @@ class ClsFeatures:
         """[N, width] features of the images, on the CPU."""
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
         features = []
-        for batch in _batches(images, self.size, batch_size, "CLS features"):
-            pixels = ((batch.float() / 255 - mean) / std).to(self.device)
+        for start in tqdm(range(0, len(images), batch_size), desc="CLS features"):
+            squares = [pil_to_tensor(load_square(image, self.size)) for image in images[start : start + batch_size]]
+            pixels = ((torch.stack(squares).float() / 255 - mean) / std).to(self.device)
             features.append(self.model(pixel_values=pixels).last_hidden_state[:, 0].float().cpu())
         return torch.cat(features)
 

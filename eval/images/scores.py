@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from debias_diffusion.text.sentences import split_sentences
 
-from ..intervals import Groups, group_numbers, mean_interval, paired_difference
+from ..intervals import Groups, group_numbers, mean_interval, paired_difference, with_width
 from .networks import ClsFeatures, ImageLike, InceptionFeatures, TwoTowerFeatures
 
 HALVES = 200
@@ -178,8 +178,8 @@ def compare_scores(a: ImageNumbers, b: ImageNumbers) -> dict[str, dict[str, floa
         compared[score] = {"difference": difference, "low": None, "high": None, "p": None}
         if a.halves[score]:
             error = standard_error(np.subtract(a.halves[score], b.halves[score]), a.groups)
-            p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else float(difference == 0)
-            low, high = difference - _NORMAL * error, difference + _NORMAL * error
+            p = math.erfc(abs(difference) / error / math.sqrt(2)) if error else None if difference else 1.0
+            low, high = with_width(difference - _NORMAL * error, difference + _NORMAL * error)
             compared[score] = {"difference": difference, "low": low, "high": high, "p": p}
     return compared
 
@@ -313,7 +313,8 @@ def _add_distances(result: ImageNumbers, generated: Tensor, references: Tensor, 
             reach = _NORMAL * standard_error(of_halves[score], result.groups)
             least = -math.inf if score.startswith("kid") else 0.0
             most = 1.0 if score.startswith(("precision", "recall")) else math.inf
-            result.numbers[score] |= {"low": max(value - reach, least), "high": min(value + reach, most)}
+            low, high = with_width(max(value - reach, least), min(value + reach, most))
+            result.numbers[score] |= {"low": low, "high": high}
 
 
 def _add_mean(result: ImageNumbers, score: str, values: list[float | None]) -> None:

@@ -233,13 +233,13 @@ def ask_about_facts(judge: Questioning, prompts: Sequence[ShowcasePrompt], image
 
 
 def agreement(judged: Judged, marks: Marks) -> dict:
-    """The judge's `errors` by what the person has marked."""
-    p, mark = np.array(
+    """The judge's `errors` by what the person has marked, with intervals over prompts."""
+    p, mark, prompt = np.array(
         [
-            pair
+            (*pair, number)
             for way in WAYS
-            for of_prompt, given in zip(judged[way], marks[way], strict=True)
+            for number, (of_prompt, given) in enumerate(zip(judged[way], marks[way], strict=True))
             for pair in zip(of_prompt, given or (), strict=False)
         ]
     ).T
-    return errors(p[mark == 0], p[mark == 1])
+    return errors(p, mark == 1, prompt)

@@ -3,7 +3,6 @@
 import csv
 import json
 
-import numpy as np
 import pytest
 
 from debias_diffusion.errors import UserError
@@ -68,7 +67,26 @@ def test_a_judge_is_compared_with_people_and_with_clip_score(tmp_path, layout, c
         assert "no better than CLIPScore" in capsys.readouterr().out
 
 
-def test_images_of_one_prompt_give_no_interval():
-    labelled = [judge_labels.Labelled(f"{at}.png", "A star.", {SHOWN: at % 2 == 0}) for at in range(12)]
-    line = judge_labels._orders(labelled, {"judge": np.arange(12.0) % 5})["all"]["judge"]
-    assert line["value"] is not None and line["low"] is line["high"] is None
+def write_rows(folder, rows):
+    """Labels of one image."""
+    render(Scene("white", ()), 96).save(folder / "0.png")
+    with open(folder / "labels.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["image", "prompt", "element", "label"], *(["0.png", *row] for row in rows)])
+    return folder
+
+
+def test_labels_of_one_prompt_are_too_few(tmp_path, capsys):
+    labels = write_rows(tmp_path, [["A prompt.", SHOWN, 0], ["A prompt.", ABSENT, 0]])
+    config = {"labels": str(labels), "output": str(tmp_path / "out"), "device": "cpu", "clip_score": "toy/clip"}
+    report = evaluate_judge(JudgeConfig(judge="toy/checker", **config))
+    assert report["labels"]["wrong"] == [0, 0] and report["labels"]["interval_percent"] == [[None, None]] * 2
+    assert report["fit"] is None and "labels of at least 6 prompts" in capsys.readouterr().out
+
+
+def test_odd_labels_are_read_and_contradicting_ones_left_out(tmp_path):
+    given = {"one?": "1.0", "true?": "True", "zero?": " 0", "false?": "FALSE", "both?": "1", "yes?": "yes"}
+    rows = [["A prompt.", *row] for row in [*given.items(), ("both?", "0")]]
+    _, [labelled], bad, count = judge_labels.read_labels(write_rows(tmp_path, rows))
+    assert labelled.labels == {"one?": True, "true?": True, "zero?": False, "false?": False}
+    assert [each.where for each in bad] == ["row 6", "row 7"] and count == 7
+    assert "must be 1 or 0" in str(bad[0]) and "both 1 and 0" in str(bad[1])

@@ -74,20 +74,25 @@ def marks_for(prompts, **shares) -> dict:
 
 
 def test_marks_give_shares_and_differences_by_sentence_in_closed_form():
-    prompts = PROMPTS[:3]
+    prompts = PROMPTS[:7]
     facts = [len(prompt.facts) for prompt in prompts]
-    total = facts[0] + facts[1]  # the third prompt is not marked in all ways
-    shares = {"as_A1111_reads": [*facts[:2], 0], "whole_and_sharpened": [1, 1, None]}
-    result = command.summarize(marks_for(prompts, cut=[0, 0, 3], whole=facts, **shares), prompts)
-    assert result["prompts"] == [prompt.name for prompt in prompts[:2]] and result["facts"] == total
+    total = sum(facts[:6])  # the last prompt is not marked in all ways
+    shares = {"as_A1111_reads": [*facts[:6], 0], "whole_and_sharpened": [*[1] * 6, None]}
+    marks = marks_for(prompts, cut=[*[0] * 6, 3], whole=facts, **shares)
+    result = command.summarize(marks, prompts)
+    assert result["prompts"] == [prompt.name for prompt in prompts[:6]] and result["facts"] == total
     shares = {way: value["all"] for way, value in result["ways"].items()}
-    low, high = wilson(2, 2)  # of whole prompts: all samples are alike
+    low, high = wilson(6, 6)  # of whole prompts: all samples are alike
     assert shares[WHOLE] == {"facts": total, "right": total, "value": 100.0, "low": low, "high": high}
-    assert shares[SHARPENED]["right"] == 2 and shares[SHARPENED]["value"] == pytest.approx(200 / total)
-    limits = sorted(100 / count for count in facts[:2])  # of two prompts, a bootstrap sample may hold one alone
-    assert [shares[SHARPENED]["low"], shares[SHARPENED]["high"]] == pytest.approx(limits)
+    assert shares[SHARPENED]["right"] == 6 and shares[SHARPENED]["value"] == pytest.approx(600 / total)
+    assert shares[SHARPENED]["low"] < 600 / total < shares[SHARPENED]["high"]
     by_sentence = result["ways"][SHARPENED]["by_sentence"]
-    assert [share["right"] for share in by_sentence.values()] == [2, *[0] * (len(by_sentence) - 1)]
+    assert [share["right"] for share in by_sentence.values()] == [6, *[0] * (len(by_sentence) - 1)]
+    *_, compared = command.mark_tables(result)
+    _, difference, p = compared.rows[1]
+    assert difference == "+100.0 (no interval)" and float(p) < 0.05
+    few = command.summarize({way: of_way[:5] for way, of_way in marks.items()}, prompts[:5])
+    assert few["ways"][WHOLE]["all"]["low"] is None and few["compared"][WHOLE]["p"] > 0.05
 
 
 def test_the_marks_of_a_folder_are_read_back_and_others_refused(drawn, tmp_path):
