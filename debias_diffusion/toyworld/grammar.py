@@ -109,6 +109,12 @@ def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
     return small, full_caption(small, generator(split, index, "short prompt"))
 
 
+def long_prompt(split: str, index: int) -> tuple[Scene, Caption]:
+    """The scene of `short_prompt`, told at length: the same objects in a long caption."""
+    small, _ = short_prompt(split, index)
+    return small, long_caption(small, generator(split, index, "long prompt"))
+
+
 def compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[list[Sentence], Sentence]], rng) -> Caption:
     """The summary, the blocks in any order, and each of `later` somewhere behind its block."""
     rng.shuffle(blocks)
