@@ -165,21 +165,21 @@ def test_the_curve_by_sentence_is_that_of_the_toy_worlds_own_scores(tmp_path, mo
 
 def test_scenes_told_twice_are_asked_the_same_and_compared_by_scene(tmp_path, monkeypatch, coarse_results, capsys):
     monkeypatch.setattr(judges, "CONTROLS", 20)
-    given = TOY | {"prompts": "toy/long-test", "limit": 4, "encoders": ["cut:original", "original"]}
+    given = TOY | {"prompts": "toy/long-test", "limit": 3, "steps": 5, "encoders": ["cut:original", "original"]}
     report = evaluate_following(FollowingConfig(**given, output=str(tmp_path)))
     asked = [len(prompt["questions"]) for prompt in report["records"]]
-    assert asked[:4] == asked[4:] and "long - short" in capsys.readouterr().out
+    assert asked[:3] == asked[3:] and "long - short" in capsys.readouterr().out
     shares = {}
     for label, numbers in report["encoders"].items():
-        of_long, _, of_short = (numbers["answers"][at : at + 4] for at in (0, 4, 8))
-        assert numbers["answers"][4:8] == of_long  # in the toy world both prompts have the same questions
+        of_long, again, of_short = (numbers["answers"][at : at + 3] for at in (0, 3, 6))
+        assert again == of_long  # in the toy world both prompts have the same questions
         shares[label] = [100 * np.mean([np.mean(image) for image in each]) for each in (of_short, of_long)]
         (short, long), twins = shares[label], numbers["twins"]
         assert [twins[name]["value"] for name in ("short prompts", "long prompts")] == pytest.approx([short, long])
         assert twins["long - short"]["difference"] == pytest.approx(long - short)
         assert numbers["scores"]["shown"]["value"] == pytest.approx(long)
     (cut, (short, whole)) = shares.values()
-    assert short == cut[0]  # a short prompt is read alike, from the same noise
+    assert short == cut[0] > 0 and cut[1] != whole  # a short prompt is read alike, from the same noise
     assert twins[f"long - long of {next(iter(shares))}"]["difference"] == pytest.approx(whole - cut[1])
 
 

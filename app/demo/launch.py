@@ -1,4 +1,4 @@
-"""Serves the demo, by default to this machine only, without requests to any other server."""
+"""Serves the demo, by default to this machine only, and asks no other server than a judge."""
 
 import os
 import re
@@ -43,8 +43,8 @@ def open_app(config: AppConfig):
     from . import page
     from .models import DemoModels
 
-    judged = config.judge or config.server
-    judge = load_judge(Judging(judge=config.judge, server=config.server)) if judged else None
+    given = {"judge": config.judge, "server": config.server}
+    judge = load_judge(Judging(**given)) if any(given.values()) else None
     models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
     from starlette.middleware import Middleware  # comes with gradio, which is missed first where it is missing
     from starlette.middleware.trustedhost import TrustedHostMiddleware

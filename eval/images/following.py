@@ -43,7 +43,6 @@ _ON_PAGE, _SIDE = 20, 320  # prompts, and pixels of an image's longer side
 def evaluate_following(config: FollowingConfig) -> dict:
     """Asks a judge about each sentence on images generated with each encoder; writes a report and prints tables.
 
-    With `image` it asks about that one, prints the answers and writes nothing.
     A killed run generates only missing images and asks only about images without answers. Started by `accelerate
     launch` it generates in several processes, one on each GPU; the main one asks.
 
@@ -53,7 +52,8 @@ def evaluate_following(config: FollowingConfig) -> dict:
         and "answers", p(yes) of each question by image; "records", the prompts and questions that these answer; the
         encoders compared in points; notes, the bad records, seconds. In processes other than the main one, {}.
         Of scenes told twice, scores are of the long prompts, "twins" is that of `twins`, and answers to the short
-        prompts' questions follow, on images of long prompts, then of short ones. With `image` only "sentences".
+        prompts' questions follow, on images of long prompts, then of short ones. Of one `image` only "sentences", which
+        are printed; nothing is written.
 
     Raises:
         UserError: the prompts or a model cannot be used, or the judge does not look at images, which is checked before

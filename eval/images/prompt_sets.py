@@ -183,7 +183,8 @@ def ask_sentences(judge: Callable, image: str, prompt: str) -> list[tuple[str, f
     with explain_failure(f"The prompt of {image!r} cannot be used"):
         _, text, questions, _ = read_prompt("", prompt)
     with explain_failure(f"The image {image!r} cannot be used"):
-        answers = judge(open_image(image), [question.text for question in questions])
+        opened = open_image(image)
+    answers = judge(opened, [question.text for question in questions])
     sentences = [fold(text[start:end]) for start, end in pairwise([0, *sentence_ends(text), len(text)])]
     return [(sentences[one.sentence - 1], p) for one, p in zip(questions, answers, strict=True)]
 
