@@ -43,8 +43,7 @@ def open_app(config: AppConfig):
     from . import page
     from .models import DemoModels
 
-    given = {"judge": config.judge, "server": config.server}
-    judge = load_judge(Judging(**given)) if any(given.values()) else None
+    judge = load_judge(Judging(judge=config.judge, server=config.server)) if config.judge or config.server else None
     models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
     from starlette.middleware import Middleware  # comes with gradio, which is missed first where it is missing
     from starlette.middleware.trustedhost import TrustedHostMiddleware

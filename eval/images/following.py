@@ -60,7 +60,10 @@ def evaluate_following(config: FollowingConfig) -> dict:
             any is generated, or answers too little.
     """
     if config.image is not None:
-        return _ask_about_one(config)
+        sentences = ask_sentences(load_judge(config), config.image, config.prompt)
+        rows = [[f"{number}. {sentence}", p] for number, (sentence, p) in enumerate(sentences, 1)]
+        print(Table([f"is it in the image? {config.judge}", "p(yes)"], rows))
+        return {"sentences": sentences}
     started, processes, count = time.monotonic(), Processes.connect(config.device), config.images_per_prompt
     drawing = rendering_settings(config)  # before a judge is asked
     judge: Questioning | None = None  # of the main process
@@ -95,9 +98,8 @@ def evaluate_following(config: FollowingConfig) -> dict:
             for at, prompt in enumerate((prompt for prompt in prompts for _ in range(count)), first)
         ]
         answers = judge.ask(asked, f"ask, {label}")
-        results[label], *both = (
-            Answers.of(of, answers[at * scenes :][:scenes], count) for at, (of, _) in enumerate(views)
-        )
+        blocks = (answers[at : at + scenes] for at in range(0, len(answers), scenes))
+        results[label], *both = (Answers.of(of, next(blocks), count) for of, _ in views)
         encoders[label] = score(results[label], errors) | {"unanswered": [*chain(*answers)].count(None)}
         if both:
             told[label] = both[0]
@@ -124,13 +126,6 @@ def evaluate_following(config: FollowingConfig) -> dict:
             for prompt in (*data.prompts, *data.short)
         ],
     )
-
-
-def _ask_about_one(config: FollowingConfig) -> dict:
-    sentences = ask_sentences(load_judge(config), config.image, config.prompt)
-    rows = [[f"{number}. {sentence}", p] for number, (sentence, p) in enumerate(sentences, 1)]
-    print(Table([f"is it in the image? {config.judge}", "p(yes)"], rows))
-    return {"sentences": sentences}
 
 
 def _write_page(config: FollowingConfig, prompts: Sequence[Prompt], files: Mapping, results: Mapping) -> None:
@@ -238,10 +233,7 @@ def score(answers: Answers, errors: dict | None = None) -> dict:
 
 
 def twins(long: Answers, short: Answers, told: Mapping[str, Answers]) -> dict:
-    """By title, what both prompts' images show of the short prompts' questions, % and points, with 95% intervals.
-
-    `told` has `long`, the answers on the long prompts' images, of each encoder up to this one.
-    """
+    """By title, the short prompts' questions shown on both prompts' images, %. `told`: `long` of encoders so far."""
     first = next(iter(told))
     (of_long, groups), (of_short, _), (of_first, _) = (each.by_image()["shown"] for each in (long, short, told[first]))
     return {

@@ -176,10 +176,7 @@ def read_prompt(name: str, text: str, asked: Iterable[tuple] | None = None) -> P
 
 
 def ask_sentences(judge: Callable, image: str, prompt: str) -> list[tuple[str, float | None]]:
-    """(sentence, p(yes)) of each sentence of an image file's prompt, by a judge as of `load_judge`; None if unanswered.
-
-    Raises UserError where the image, its prompt or the judge cannot be used.
-    """
+    """Each sentence of an image file's prompt, and its p(yes) or None. Raises UserError where one cannot be used."""
     with explain_failure(f"The prompt of {image!r} cannot be used"):
         _, text, questions, _ = read_prompt("", prompt)
     with explain_failure(f"The image {image!r} cannot be used"):
