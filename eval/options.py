@@ -337,7 +337,7 @@ class FollowingConfig(Judging, Drawing):
         given = tuple(name for way in ways for name in way if getattr(self, name))
         if given not in ways:
             raise UserError(
-                f"Given are {', '.join(given) or 'no prompts and no image'}. Give image and prompt for one image that "
+                f"Given: {', '.join(given) or 'no prompts and no image'}. Give image and prompt for one image that "
                 "is there, or prompts, base, encoders and output to generate images."
             )
         if self.image:
