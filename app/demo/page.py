@@ -273,13 +273,13 @@ class _Endpoints:
 
     def judged(self, images: list[tuple[str, str]] | None) -> gr.Dataframe:
         """p(yes) of each sentence of the prompt that generated images hold, by image."""
-        settings = {path: read_settings(Path(path)) for path, _ in images or []}  # None of a reference image
-        generated = [(path, caption.partition(":")[0]) for path, caption in images or [] if settings[path]]
-        with _shown_errors():
-            asked = [self.judge(path, settings[path]["prompt"]) for path, _ in generated]
-        rows = [[of[0][0], *("-" if p is None else f"{p:.2f}" for _, p in of)] for of in zip(*asked, strict=True)]
-        headers = ["Is it in the image? p(yes)", *(title for _, title in generated)]
-        return gr.Dataframe(rows, headers=headers, visible=bool(rows))
+        files = {caption.partition(":")[0]: (path, read_settings(Path(path))) for path, caption in images or []}
+        with _shown_errors():  # a reference image has no settings
+            asked = {title: self.judge(path, held["prompt"]) for title, (path, held) in files.items() if held}
+        rows = [
+            [of[0][0], *("-" if p is None else f"{p:.2f}" for _, p in of)] for of in zip(*asked.values(), strict=True)
+        ]
+        return gr.Dataframe(rows, headers=["Is it in the image? p(yes)", *asked], visible=bool(rows))
 
     def hide_stale(self, analysed: list | None, *text) -> list:
         """Hides an analysis of another prompt, whether it was shown before or came late."""

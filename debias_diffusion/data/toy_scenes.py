@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from PIL import Image
 from ..errors import UserError, near_matches
 from ..limits import SHAREGPT4V_HELD_OUT
 from ..registry import MOVED, Registry
-from ..toyworld.grammar import Caption, caption, long_prompt, short_prompt
+from ..toyworld.grammar import Caption, caption, short_prompt
 from ..toyworld.render import render
 from ..toyworld.scenes import ARRANGEMENTS, SPLITS, Scene, scene
 from .captions import Captions
@@ -42,7 +42,7 @@ KINDS = Registry(
     {
         "": SceneKind(lambda split, index: (scene(split, index), caption(split, index)), in_families=True),
         "short-": SceneKind(short_prompt, in_families=False),
-        "long-": SceneKind(long_prompt, in_families=False),
+        "long-": SceneKind(partial(short_prompt, told="long"), in_families=False),
     },
 )
 

@@ -52,8 +52,7 @@ def evaluate_following(config: FollowingConfig) -> dict:
         and "answers", p(yes) of each question by image; "records", the prompts and questions that these answer; the
         encoders compared in points; notes, the bad records, seconds. In processes other than the main one, {}.
         Of scenes told twice, scores are of the long prompts, "twins" is that of `twins`, and answers to the short
-        prompts' questions follow, on images of long prompts, then of short ones. Of one `image` only "sentences", which
-        are printed; nothing is written.
+        prompts' questions follow, on images of long prompts, then of short ones. Of one `image` "sentences" alone.
 
     Raises:
         UserError: the prompts or a model cannot be used, or the judge does not look at images, which is checked before
