@@ -218,6 +218,8 @@ class AppConfig(OfCheckpoint, InPrecision):
         port: Port to listen on. The default is the first free one from 7860.
         user: For the login, with the password in the environment variable DEBIAS_DIFFUSION_PASSWORD.
         budget: Denoising steps of one request, over all its images and encoders.
+        judge: Multimodal model on --server that says which sentences are in the images, as in `evaluate following`.
+        server: Address of the server that it runs on.
     """
 
     base: str = "toy/sdxl"
@@ -226,6 +228,8 @@ class AppConfig(OfCheckpoint, InPrecision):
     port: between(int, 1, 65535) | None = None
     user: str | None = None
     budget: PositiveInt = 1000  # 6 images by 5 encoders in 30 steps
+    judge: str | None = None
+    server: str | None = None
 
     def __post_init__(self):
         super().__post_init__()

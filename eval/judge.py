@@ -29,8 +29,7 @@ CONTROLS = 200  # scenes that a judge is tested on
 _SPLIT, _SIDE = "test-judge", 192  # the scenes, which no prompt shows, and the pixels of a side
 MOST_UNANSWERED = 0.05  # share
 LEAST_GAP = 0.1  # between the mean p(yes) of questions whose answer is yes and no
-_OBJECT = re.compile(rf"Is there an? ({'|'.join(COLOURS)}) ({'|'.join(KINDS)}) in the ({'|'.join(PLACES)})\?")
-
+_NAMED = [re.compile(rf"\b({'|'.join(sorted(names, key=len)[::-1])})\b") for names in (COLOURS, KINDS, PLACES)]
 
 OfImage = tuple[Callable[[], Image.Image], str, list[str]]  # opens an image, its digest, questions about it
 
@@ -57,18 +56,16 @@ class ToyJudge:
         self.false_yes, self.false_no = (float(each or 0) for each in rates.groups())
 
     def __call__(self, image: Image.Image, questions: Sequence[str]) -> list[float | None]:
-        """1.0 for yes and 0.0 for no to each question, see `object_question`."""
+        """1.0 for yes and 0.0 for no to each question that names one colour, one kind and one place; None to others."""
         seen, pixels, answers = read_image(image).objects, bytes_digest([image.tobytes()]), []
         for question in questions:
-            if not (asked := _OBJECT.fullmatch(question)):
-                raise UserError(
-                    f"{TOY} cannot answer {question[:80]!r}: it answers about objects of toy scenes. Give another "
-                    "judge, or toy scenes, such as --prompts toy/test."
-                )
-            there = seen[asked[3]]
-            truth = isinstance(there, Thing) and (there.colour, there.kind) == asked.group(1, 2)
-            errs = random.Random(f"{pixels} {question}").random() < (self.false_no if truth else self.false_yes)
-            answers.append(float(truth ^ errs))
+            match [names.findall(question) for names in _NAMED]:
+                case [[colour], [kind], [place]]:
+                    truth = isinstance(there := seen[place], Thing) and (there.colour, there.kind) == (colour, kind)
+                    rate = self.false_no if truth else self.false_yes
+                    answers.append(float(truth ^ (random.Random(f"{pixels} {question}").random() < rate)))
+                case _:
+                    answers.append(None)
         return answers
 
 

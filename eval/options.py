@@ -310,19 +310,39 @@ class Judging(Checked):
 class FollowingConfig(Judging, Drawing):
     """Which sentences of a prompt are in its image, as a multimodal model judges.
 
+    Give --image and --prompt for one image that is there, or --prompts, --base, --encoders and --output to generate.
+
     Attributes:
         prompts: Prompts: a file, .txt with one a line or .jsonl with "prompt" and, where they are not its sentences,
             "questions"; a published set in the place of its authors' files, dpg:PATH (DPG-Bench), corebench:PATH
-            (T2I-CoReBench), geneval2:PATH, longbench:PATH (LongBench-T2I); or scenes of the toy world, toy/test.
+            (T2I-CoReBench), geneval2:PATH, longbench:PATH (LongBench-T2I), unigenbench:PATH (UniGenBench++'s long and
+            short prompts); or scenes of the toy world, toy/test, or toy/long-test with toy/short-test's as short ones.
+        image: One image that is there. The judge is asked about each sentence of `prompt`, and nothing is written.
+        prompt: The prompt of `image`.
         images_per_prompt: Images for each prompt.
         limit: Use only the first so many prompts. null uses all.
     """
 
-    prompts: str
+    prompts: str | None = None
+    image: str | None = None
+    prompt: str | None = None
+    base: str | None = None
+    encoders: list[str] = field(default_factory=list)
+    output: str | None = None
     images_per_prompt: between(int, 1, MOST_IMAGES) = 1
     limit: PositiveInt | None = None
 
     def __post_init__(self):
+        ways = ("image", "prompt"), ("prompts", "base", "encoders", "output")
+        given = tuple(name for way in ways for name in way if getattr(self, name))
+        if given not in ways:
+            raise UserError(
+                f"Given: {', '.join(given) or 'no prompts and no image'}. Give image and prompt for one image that "
+                "is there, or prompts, base, encoders and output to generate images."
+            )
+        if self.image:
+            Judging(judge=self.judge, server=self.server, batch_size=self.batch_size)  # checks them
+            return
         super().__post_init__()
         if self.judge.startswith("toy/") and not self.prompts.startswith("toy/"):
             raise UserError(f"{self.judge!r} judges toy scenes. Give --prompts toy/test, or a model on a --server.")

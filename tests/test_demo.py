@@ -29,6 +29,7 @@ from debias_diffusion.app.prompt_options import GenerateConfig
 from debias_diffusion.encoders.spec import READINGS, EncoderSpec
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.attention import load_caption_reader, look_at_prompt
+from debias_diffusion.eval.judge import ToyJudge
 from debias_diffusion.pipelines import LongPromptOptions
 from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.pipelines.rendering.prompts import cleaned
@@ -270,6 +271,24 @@ def test_attention_is_that_of_the_evaluation(toy):
             assert values == pytest.approx(reference, abs=1e-6)
     with pytest.raises(UserError, match="holds no words"):
         attention(toy, ask(toy, prompt="(:1.3)", emphasis="comfyui"))
+
+
+def test_a_judge_says_which_sentences_are_in_the_images(toy, tmp_path):
+    prompt = "There is a lamp. The centre holds a ring that is large and red."
+    shown = images(toy, encoders=toy.labels[::2], prompt=prompt)
+    Image.new("RGB", (48, 48)).save(tmp_path / "reference.png")
+    gallery = [(str(tmp_path / "reference.png"), "Reference image: a ring")]
+    gallery += [(str(item.save(tmp_path)), f"{item.label}, seed 0: reads all") for item in shown]
+    endpoints = _Endpoints(toy, 100, ToyJudge("toy/checker"))
+    table = endpoints.judged(gallery)
+    (p, q) = (f"{ToyJudge('toy/checker')(item.image, [prompt])[0]:.2f}" for item in shown)
+    assert table.visible and table.headers[1:] == ["toy/clip, seed 0", "toy/debias-clip, seed 0"]
+    ring_row = ["The centre holds a ring that is large and red.", p, q]
+    assert table.value["data"] == [["There is a lamp.", "-", "-"], ring_row]
+    assert not endpoints.judged(gallery[:1]).visible and not endpoints.judged(None).visible
+    for given, message in (({"judge": "qwen"}, "needs a server"), ({"server": "http://s"}, "judge is None")):
+        with pytest.raises(UserError, match=message):
+            open_app(AppConfig(**given))
 
 
 def test_a_user_needs_a_password(monkeypatch):

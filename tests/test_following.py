@@ -5,13 +5,16 @@ import json
 
 import numpy as np
 import pytest
+from helpers import openai_server
 from helpers.reports import check_report
 
+from debias_diffusion.data.toy_scenes import toy_scene
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval import judge as judges
 from debias_diffusion.eval.images.following import Answers, FollowingConfig, compare, evaluate_following, score, shown
 from debias_diffusion.eval.images.generation import GenerationConfig, evaluate_generation
 from debias_diffusion.eval.images.prompt_sets import Places, Prompt, Question, band, read_prompt_set, statement
+from debias_diffusion.toyworld.render import render
 
 PROMPTS = {"0": "A red truck stands in front of a tree.", "drawtext1": "Two cats, both black. They sleep on a sofa."}
 ROWS = [
@@ -46,6 +49,14 @@ def write_sets(folder):
     gen["vqa_list"] = [["How many bicycles are in the image?", "four"], ["Are the bicycles white?", "Yes"]]
     lines = [json.dumps(gen), json.dumps(gen | {"skills": ["count"]}), "{"]
     (folder / "geneval2.jsonl").write_text("\n".join(lines))
+    (folder / "uni").mkdir()
+    long, short = "A quiet, wide lawn. A dog sleeps, and red kites fly above it.", "A dog sleeps below two kites."
+    points = {"Testpoints": ["Action", "Color"], "Testpoint Description": ["A dog sleeps", "(red) kites in the sky"]}
+    missing_comma = json.dumps(points).replace('", "', '" "', 1)
+    for ending, text, of_second in (("_long", long, missing_comma), ("", short, json.dumps(points))):
+        rows = [("index", "prompt_en", "sub_dims_en"), (0, text, json.dumps(points)), (1, text, of_second)]
+        with open(folder / "uni" / f"test_prompts_en{ending}.csv", "w", newline="") as file:
+            csv.writer(file).writerows(rows)
     long = {"instruction": "A porch at dusk. A cat sits on it.", "label": [{"Object": "A porch and a cat."}]}
     (folder / "longbench.jsonl").write_text(json.dumps(long))
     mine = [{"prompt": "A cat. A dog.", "questions": ["Is there a dog?"]}, {"prompt": 3}, {"prompt": "a" * 20_001}]
@@ -54,6 +65,7 @@ def write_sets(folder):
     (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, mine)))
     (folder / "mine.txt").write_bytes(b"A cat. A dog sits.\n\n\xff\n")
     files = {"dpg": "dpg", "corebench": "core", "geneval2": "geneval2.jsonl", "longbench": "longbench.jsonl"}
+    files["unigenbench"] = "uni"
     names = {name: f"{name}:{folder / file}" for name, file in files.items()}
     return names | {file: str(folder / file) for file in ("mine.jsonl", "mine.txt")}
 
@@ -73,13 +85,18 @@ def test_published_sets_are_read_and_their_bad_entries_named(tmp_path):
         "corebench": [("Are there two lamps?", 2, "Multi-Instance"), ("Is it a hall?", 1, "Multi-Instance")],
         "geneval2": [(how_many, 1, "count"), ("Are the bicycles white?", 1, "attribute")],
         "longbench": [(statement("A porch at dusk."), 1, ""), (statement("A cat sits on it."), 2, "")],
+        "unigenbench": [(statement("A dog sleeps"), 2, "Action"), (statement("(red) kites in the sky"), 2, "Color")],
         "mine.jsonl": [("Is there a dog?", 2, "")],
         "mine.txt": [(statement("A cat."), 1, ""), (statement("A dog sits."), 2, "")],
     }
     # The empty prompt, that without rows, and that of a row without a prompt are bad too.
-    assert [len(each.bad) for each in found.values()] == [len(BAD_ROWS) + 2, 2, 2, 0, 7, 1]
+    assert [len(each.bad) for each in found.values()] == [len(BAD_ROWS) + 2, 2, 2, 0, 1, 7, 1]
     _, red, front = found["dpg"].prompts[0].questions
     assert (red.position, front.position, front.parents) == (3, 9, (1, 2))  # the last of its words
+    told = found["unigenbench"]
+    assert str(told.bad[0]).startswith("index 1: unusable prompt (bad JSON: Expecting ',' delimiter")
+    ((long,), (short,)) = told.prompts, told.short  # of the scene whose rows are both usable
+    assert [one.position for one in long.questions] == [9, 13] and [one.position for one in short.questions] == [3, 6]
     (tmp_path / "dpg" / "dpg_bench.csv").write_text("item_id,text\n0,A red truck\n")
     for name, message in (("dpg", "Give a file"), ("gone.txt", "no prompt set"), (f"dpg:{tmp_path}/dpg", "lacks")):
         with pytest.raises(UserError, match=message):
@@ -89,6 +106,7 @@ def test_published_sets_are_read_and_their_bad_entries_named(tmp_path):
 def test_a_question_stands_where_the_last_of_its_words_is_first_read():
     places = Places("A dog, low-flat and Red. Near two birds and a dog of snow.")
     words = {"dog": (1, 2), "RED": (1, 8), "flat": (1, 6), "bird": (2, 12), "dogs": (1, 2), "Is the dog red?": (1, 8)}
+    words |= {"snow": (2, 17), "a dog of snow": (2, 17), "two BIRDS and a dog": (2, 15)}  # the last two word for word
     words |= dict.fromkeys(("now fla", "", "is there a"), (None, None))  # not inside snow or flat
     assert {text: places.of_words(text) for text in words} == words
     assert [band(position) for position in (1, 19, 20, 75, 76, 400)][1:5] == ["1-19", "20-39", "60-75", "76-111"]
@@ -147,3 +165,51 @@ def test_the_curve_by_sentence_is_that_of_the_toy_worlds_own_scores(tmp_path, mo
     for name, number in found["by_sentence"].items():  # which anyone can compute again
         yes = [p > 0.5 for p, sentence in zip(answers, asked, strict=True) if str(sentence) == name]
         assert number["value"] == pytest.approx(100 * np.mean(yes))
+
+
+def test_scenes_told_twice_are_asked_the_same_and_compared_by_scene(tmp_path, monkeypatch, coarse_results, capsys):
+    monkeypatch.setattr(judges, "CONTROLS", 20)
+    given = TOY | {"prompts": "toy/long-test", "limit": 3, "steps": 5, "encoders": ["cut:original", "original"]}
+    report = evaluate_following(FollowingConfig(**given, output=str(tmp_path)))
+    asked = [len(prompt["questions"]) for prompt in report["records"]]
+    assert asked[:3] == asked[3:] and "long - short" in capsys.readouterr().out
+    shares = {}
+    for label, numbers in report["encoders"].items():
+        of_long, again, of_short = (numbers["answers"][at : at + 3] for at in (0, 3, 6))
+        assert again == of_long  # in the toy world both prompts have the same questions
+        shares[label] = [100 * np.mean([np.mean(image) for image in each]) for each in (of_short, of_long)]
+        (short, long), twins = shares[label], numbers["twins"]
+        assert [twins[name]["value"] for name in ("short prompts", "long prompts")] == pytest.approx([short, long])
+        assert twins["long - short"]["difference"] == pytest.approx(long - short)
+        assert numbers["scores"]["shown"]["value"] == pytest.approx(long)
+    (cut, (short, whole)) = shares.values()
+    assert short == cut[0] > 0 and cut[1] != whole  # a short prompt is read alike, from the same noise
+    assert twins[f"long - long of {next(iter(shares))}"]["difference"] == pytest.approx(whole - cut[1])
+
+
+def test_one_image_is_asked_about_each_sentence_of_its_prompt(tmp_path, capsys):
+    scene, _ = toy_scene("short-test/000002")
+    render(scene, 192).save(tmp_path / "image.png")
+    there = scene.things[0]
+    sentences = [f"The {there.place} holds a {there.kind} that is small and {there.colour}.", "A lamp. It is lit"]
+    config = {"image": str(tmp_path / "image.png"), "prompt": " ".join(sentences)}
+
+    def reply(image, question, request):
+        p = 0.75 if there.place in question else 0.2
+        assert image.size == (192, 192)
+        yes, no = ({"token": word, "logprob": float(np.log(share))} for word, share in (("Yes", p), ("No", 1 - p)))
+        return [{"token": "I", "logprob": 0.0}] if "lit" in question else [yes, no]
+
+    with openai_server.serve_replies(reply) as (url, requests):
+        found = evaluate_following(FollowingConfig(**config, judge=openai_server.MODEL, server=url))
+        assert len(requests) == 3  # and no questions about other images
+    p, q = pytest.approx(0.75), pytest.approx(0.2)
+    assert found["sentences"] == [(sentences[0], p), ("A lamp.", q), ("It is lit", None)]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["p(yes)", "0.75", "0.20", "-"] and lines[2].startswith("2. A lamp.")
+    checked = evaluate_following(FollowingConfig(**config, judge="toy/checker"))
+    assert [p for _, p in checked["sentences"]] == [1.0, None, None]
+    assert [file.name for file in tmp_path.iterdir()] == ["image.png"]  # nothing is written
+    for change, message in (({"image": "no.png"}, "image 'no.png' cannot be"), ({"prompt": " "}, "it is empty")):
+        with pytest.raises(UserError, match=message):
+            evaluate_following(FollowingConfig(**config | change, judge="toy/checker"))

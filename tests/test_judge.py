@@ -16,6 +16,7 @@ from debias_diffusion.eval.judge import Questioning, ToyJudge, control, correcte
 from debias_diffusion.eval.multimodal import ServerModel, p_yes
 from debias_diffusion.eval.options import Judging
 from debias_diffusion.toyworld.render import render
+from debias_diffusion.toyworld.scenes import Scene, Thing
 
 QUESTIONS = ["Is there a red star in the top left?", "Is it large?", "Yes?", "Are there no stars, but one ring?"]
 
@@ -111,6 +112,10 @@ def test_the_checker_knows_and_errs_as_its_name_says():
     questions = [object_question(thing) for thing in scene.things]
     for size, rates, p in ((48, "", 1.0), (300, ":1:1", 0.0)):
         assert ToyJudge(f"toy/checker{rates}")(render(scene, size), questions) == [p] * len(questions)
+    star = 'Does this image show "You can see a small star of red colour in the top left."?'
+    above = star.replace("in", "above the blue ring in")
+    red_star = Scene("white", (Thing("star", "red", "large", "top left"),))
+    assert ToyJudge("toy/checker")(render(red_star), [star, star.replace("star", "ring"), above]) == [1.0, 0.0, None]
     numbers = control(ToyJudge("toy/checker:0.3:0.1"))
     for percent, (low, high) in zip((30, 10), numbers["interval_percent"], strict=True):
         assert low < percent < high

@@ -59,6 +59,8 @@ REFUSED = [
     (prompts.CheckConfig, {"base": "toy/sdx"}, "Did you mean toy/sdxl"),
     (evaluate.FollowingConfig, {"judge": "toy/checker"}, "judges toy scenes"),
     (evaluate.FollowingConfig, {"server": None}, "'j' needs a server"),
+    (evaluate.FollowingConfig, {"image": "i.png"}, "Given: image, prompts, base, encoders, output. Give image and"),
+    (evaluate.FollowingConfig, {"encoders": []}, "Given: prompts, base, output. Give image and prompt"),
     (evaluate.DriftConfig, {"encoders": ["toy/clip", "separate:toy/clip"]}, "none twice"),
     (evaluate.GenerationConfig, {"layer": "first"}, "layer is 'first', but must be penultimate or last."),
     (evaluate.GenerationConfig, {"encoders": ["chunks:toy/clip"]}, "reads long prompts: overlap, separate, cut"),

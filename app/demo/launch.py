@@ -1,4 +1,4 @@
-"""Serves the demo, by default to this machine only, without requests to any other server."""
+"""Serves the demo, by default to this machine only, and asks no other server than a judge."""
 
 import os
 import re
@@ -37,10 +37,13 @@ def open_app(config: AppConfig):
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from debias_diffusion.devices import DTYPES, pick_device
+    from debias_diffusion.eval.judge import load_judge
+    from debias_diffusion.eval.options import Judging
 
     from . import page
     from .models import DemoModels
 
+    judge = load_judge(Judging(judge=config.judge, server=config.server)) if config.judge or config.server else None
     models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
     from starlette.middleware import Middleware  # comes with gradio, which is missed first where it is missing
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -49,7 +52,7 @@ def open_app(config: AppConfig):
     hosts = [*LOCAL, "[::1]"] if host in LOCAL else ["*"]
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
     middleware += [Middleware(refuse_other_sites)] if host in LOCAL else []
-    blocks = page.build(models, config.budget, MOST_WAITING, notice)
+    blocks = page.build(models, config.budget, MOST_WAITING, notice, judge)
     advice = "Give another --port, from 1 to 65535, or another --host."
     with explain_failure(f"Cannot listen on host {host!r}, port {config.port}", advice):
         _, url, _ = blocks.launch(

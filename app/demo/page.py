@@ -5,9 +5,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import lru_cache, partial
 from html import escape
 from itertools import islice
 from math import sqrt
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import gradio as gr
@@ -15,7 +17,9 @@ from PIL import Image
 
 from debias_diffusion.encoders.spec import READINGS
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.images.prompt_sets import ask_sentences
 from debias_diffusion.files import open_regular
+from debias_diffusion.pipelines.rendering.png import read_settings
 from debias_diffusion.text.chunks import MOST_SHARPENING, Emphasis, Reading
 from debias_diffusion.toyworld.checker import describe, read_image
 from debias_diffusion.toyworld.grammar import Caption
@@ -43,8 +47,8 @@ How much the end token, where CLIP takes a prompt's embedding, attends to each w
 when a sentence is removed. A sentence that moves nothing was not read."""
 STYLE = """
 .gradio-container { max-width: 1320px !important; margin: 0 auto !important; }
-#movement { contain: inline-size; } /* a wide table scrolls, instead of the page */
-#movement th * { word-break: normal; overflow-wrap: normal; font: 600 12px system-ui, sans-serif; }
+#movement, #judged { contain: inline-size; } /* a wide table scrolls, instead of the page */
+#movement th *, #judged th * { word-break: normal; overflow-wrap: normal; font: 600 12px system-ui, sans-serif; }
 @media (max-width: 800px) { #status { min-height: 90px; } } /* two lines and a bar */
 /* Captions below the images, not on them. */
 #images .grid-wrap { max-height: none; }
@@ -77,9 +81,9 @@ def theme() -> gr.themes.Base:
     )
 
 
-def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") -> gr.Blocks:
-    """The page and its endpoints for these models; `notice` stands at its top."""
-    endpoints, defaults = _Endpoints(models, budget), Request.default(models)
+def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "", judge: Any = None) -> gr.Blocks:
+    """The page and its endpoints for these models; `notice` stands at its top, `judge` is as `load_judge` gives it."""
+    endpoints, defaults = _Endpoints(models, budget, judge), Request.default(models)
     with _Page(title=TITLE, analytics_enabled=False, delete_cache=KEPT) as page:
         scene = gr.State(None)  # number of the toy world's scene that was chosen last, or None
         analysed = gr.State(None)  # what the analysis on the page is of
@@ -131,7 +135,9 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
                 # No Markdown, in which a hostile PNG could say an image's address.
                 status = gr.HTML("", min_height=60, elem_id="status")
                 looks = {"columns": 3, "height": "auto", "show_label": False, "buttons": ["download", "fullscreen"]}
-                images = gr.Gallery(label="Images", format="png", interactive=False, elem_id="images", **looks)
+                looks |= {"format": "png", "type": "filepath", "elem_id": "images", "interactive": False}
+                images = gr.Gallery(label="Images", **looks)
+                judged = gr.Dataframe(visible=False, interactive=False, wrap=True, elem_id="judged")
                 gr.Markdown(EXPLANATION)
                 analyse = gr.Button("Analyse this prompt")
                 analysis = [gr.HighlightedText(visible=False) for _ in models.labels]
@@ -153,6 +159,8 @@ def build(models: DemoModels, budget: int, most_waiting: int, notice: str = "") 
         gr.on(starts, js=TO_IMAGES, api_visibility="private")
         rendering = gr.on(starts, endpoints.render, [scene, *request], images, api_name="generate", **on_status)
         rendering.success(lambda: ("Done.", endpoints.cost()), None, [status, cost], **PRIVATE)
+        if judge:
+            images.change(endpoints.judged, images, judged, api_visibility="private", show_progress="hidden")
         stopped = stop.click(None, cancels=[rendering], api_visibility="private")
         stopped.then(lambda: "Stopped.", None, status, **PRIVATE)
         for button, example in chosen:
@@ -187,8 +195,9 @@ class _Page(gr.Blocks):
 class _Endpoints:
     """What the page asks for. Parameters have the names that programs use, docstrings are those of "Use via API"."""
 
-    def __init__(self, models: DemoModels, budget: int):
+    def __init__(self, models: DemoModels, budget: int, judge: Any = None):
         self.models, self.budget = models, budget
+        self.judge = judge and lru_cache(100)(partial(ask_sentences, judge))  # files of one path are alike
         self.pace = ""  # of the last image, in words
 
     def titled(self, reading: Reading) -> list[tuple[str, str]]:
@@ -261,6 +270,16 @@ class _Endpoints:
         headers, widths = ["1 - cosine after", *titles], ["180px", *["92px"] * len(shares)]
         table = gr.Dataframe(rows, headers=headers, column_widths=widths, visible=bool(rows))
         return [*shown, table, [prompt, encoders, emphasis, reading]]
+
+    def judged(self, images: list[tuple[str, str]] | None) -> gr.Dataframe:
+        """p(yes) of each sentence of the prompt that generated images hold, by image."""
+        files = {caption.partition(":")[0]: (path, read_settings(Path(path))) for path, caption in images or []}
+        with _shown_errors():  # a reference image has no settings
+            asked = {title: self.judge(path, held["prompt"]) for title, (path, held) in files.items() if held}
+        rows = [
+            [of[0][0], *("-" if p is None else f"{p:.2f}" for _, p in of)] for of in zip(*asked.values(), strict=True)
+        ]
+        return gr.Dataframe(rows, headers=["Is it in the image? p(yes)", *asked], visible=bool(rows))
 
     def hide_stale(self, analysed: list | None, *text) -> list:
         """Hides an analysis of another prompt, whether it was shown before or came late."""

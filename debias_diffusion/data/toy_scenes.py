@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ KINDS = Registry(
     {
         "": SceneKind(lambda split, index: (scene(split, index), caption(split, index)), in_families=True),
         "short-": SceneKind(short_prompt, in_families=False),
+        "long-": SceneKind(partial(short_prompt, told="long"), in_families=False),
     },
 )
 
@@ -73,7 +74,8 @@ def read_toy_scenes(name: str | os.PathLike) -> tuple[Captions, ToyScenes]:
     Args:
         name: `toy/test`, `toy/validation`, `toy/development`, or with a suffix, such as `toy/test-2`, which are other
             scenes; `toy/train-2` and the like, but not `toy/train` itself. `toy/short-test` and the like: scenes of one
-            to three objects with captions of at most 77 tokens. `KINDS` may have further ones.
+            to three objects with captions of at most 77 tokens. `toy/long-test` and the like: the same scenes with long
+            captions. `KINDS` may have further ones.
 
     Raises:
         UserError: there are no such scenes, or the toy models have learned from them.

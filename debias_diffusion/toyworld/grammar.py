@@ -103,10 +103,10 @@ def caption(split: str, index: int) -> Caption:
     return long_caption(scene(split, index), generator(split, index, "caption"))
 
 
-def short_prompt(split: str, index: int) -> tuple[Scene, Caption]:
-    """A scene of one to three objects, and a caption of it within 77 tokens."""
+def short_prompt(split: str, index: int, told: str = "short") -> tuple[Scene, Caption]:
+    """A scene of one to three objects, and a caption of it: within 77 tokens, or a long one if `told` is "long"."""
     small = draw_scene(generator(split, index, "short scene"), 1, 3)
-    return small, full_caption(small, generator(split, index, "short prompt"))
+    return small, (long_caption if told == "long" else full_caption)(small, generator(split, index, f"{told} prompt"))
 
 
 def compose(scene: Scene, blocks: list[list[Sentence]], later: list[tuple[list[Sentence], Sentence]], rng) -> Caption:

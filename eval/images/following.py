@@ -17,12 +17,12 @@ from debias_diffusion.pipelines.rendering.prompts import ImageTask
 from debias_diffusion.processes import Processes
 
 from ..intervals import by_group, drawn_ratios, mean_interval, paired_difference, percent_ends
-from ..judge import Questioning, corrected, error_table, filled
+from ..judge import Questioning, corrected, error_table, filled, load_judge
 from ..options import FollowingConfig
 from ..report import Table, cell, compared_tables, draw_curves, image_url, write_page
 from ..session import Session, compare_encoders
 from .networks import load_image
-from .prompt_sets import BAND_NAMES, Prompt, PromptSet, Question, band, read_prompt_set
+from .prompt_sets import BAND_NAMES, Prompt, PromptSet, Question, ask_sentences, band, read_prompt_set
 from .rendered import image_task, render_all, rendering_settings
 
 NAME = "following"
@@ -51,11 +51,18 @@ def evaluate_following(config: FollowingConfig) -> dict:
         `judge.control`; by encoder `score`, "unanswered" questions, how prompts were read, the digest of the images,
         and "answers", p(yes) of each question by image; "records", the prompts and questions that these answer; the
         encoders compared in points; notes, the bad records, seconds. In processes other than the main one, {}.
+        Of scenes told twice, scores are of the long prompts, "twins" is that of `twins`, and answers to the short
+        prompts' questions follow, on images of long prompts, then of short ones. Of one `image` "sentences" alone.
 
     Raises:
         UserError: the prompts or a model cannot be used, or the judge does not look at images, which is checked before
             any is generated, or answers too little.
     """
+    if config.image is not None:
+        sentences = ask_sentences(load_judge(config), config.image, config.prompt)
+        rows = [[f"{number}. {sentence}", p] for number, (sentence, p) in enumerate(sentences, 1)]
+        print(Table([f"is it in the image? {config.judge}", "p(yes)"], rows))
+        return {"sentences": sentences}
     started, processes, count = time.monotonic(), Processes.connect(config.device), config.images_per_prompt
     drawing = rendering_settings(config)  # before a judge is asked
     judge: Questioning | None = None  # of the main process
@@ -66,8 +73,9 @@ def evaluate_following(config: FollowingConfig) -> dict:
         data = read_prompt_set(config.prompts, config.limit)
         print_left_out(data.bad)
         judge = Questioning(config, config.output)
-        places = enumerate((prompt, number) for prompt in data.prompts for number in range(count))
-        tasks = [image_task(config, f"{prompt.name}/{number}", prompt.text, at) for at, (prompt, number) in places]
+        places = enumerate((prompt, number) for prompt in (*data.prompts, *data.short) for number in range(count))
+        scenes = len(data.prompts) * count  # both prompts of one start from the same noise
+        tasks = [image_task(config, f"{of.name}/{number}", of.text, at % scenes) for at, (of, number) in places]
         return data, tasks
 
     with processes.only_main_prints():
@@ -75,18 +83,26 @@ def evaluate_following(config: FollowingConfig) -> dict:
         rendered, digests = render_all(config, processes, tasks)
     if judge is None:
         return {}
-    session, results, encoders = Session(NAME, config, data, processes.device), {}, {}
+    session, results, told, encoders = Session(NAME, config, data, processes.device), {}, {}, {}
+    scenes = len(data.prompts) * count
+    # Prompts, and the first image that their questions are asked of: those of short prompts are asked of both.
+    views = [(data.prompts, 0), *[(data.short, 0), (data.short, scenes)] * bool(data.short)]
     # A judge's errors on toy scenes are those on images of toy scenes only.
     errors = judge.of_toys if is_toy_scenes(config.prompts) else None
     for label, images in rendered.items():
         shas = [*map(sha256, images.files)]
         asked = [
-            (partial(load_image, file), sha, [question.text for question in data.prompts[at // count].questions])
-            for at, (file, sha) in enumerate(zip(images.files, shas, strict=True))
+            (partial(load_image, images.files[at]), shas[at], [question.text for question in prompt.questions])
+            for prompts, first in views
+            for at, prompt in enumerate((prompt for prompt in prompts for _ in range(count)), first)
         ]
         answers = judge.ask(asked, f"ask, {label}")
-        results[label] = Answers.of(data.prompts, answers, count)
+        blocks = (answers[at : at + scenes] for at in range(0, len(answers), scenes))
+        results[label], *both = (Answers.of(of, next(blocks), count) for of, _ in views)
         encoders[label] = score(results[label], errors) | {"unanswered": [*chain(*answers)].count(None)}
+        if both:
+            told[label] = both[0]
+            encoders[label]["twins"] = twins(*both, told)
         encoders[label] |= images.reading | {
             "images_digest": bytes_digest(["\n".join(shas).encode()]),
             "answers": answers,
@@ -105,7 +121,8 @@ def evaluate_following(config: FollowingConfig) -> dict:
         questions=sum(len(prompt.questions) for prompt in data.prompts),
         judge=judge.of_toys,
         records=[
-            {**prompt._asdict(), "questions": [*map(Question._asdict, prompt.questions)]} for prompt in data.prompts
+            {**prompt._asdict(), "questions": [*map(Question._asdict, prompt.questions)]}
+            for prompt in (*data.prompts, *data.short)
         ],
     )
 
@@ -214,6 +231,18 @@ def score(answers: Answers, errors: dict | None = None) -> dict:
     return numbers
 
 
+def twins(long: Answers, short: Answers, told: Mapping[str, Answers]) -> dict:
+    """By title, the short prompts' questions shown on both prompts' images, %. `told`: `long` of encoders so far."""
+    first = next(iter(told))
+    (of_long, groups), (of_short, _), (of_first, _) = (each.by_image()["shown"] for each in (long, short, told[first]))
+    return {
+        "short prompts": score(short)["scores"]["shown"],
+        "long prompts": score(long)["scores"]["shown"],
+        "long - short": paired_difference(of_long, of_short, groups),
+        f"long - long of {first}": paired_difference(of_long, of_first, groups),
+    }
+
+
 def compare(results: Mapping[str, Answers]) -> list[dict]:
     """Every two encoders compared in points, paired by prompt: the scores, and questions shown by place."""
     values: dict[str, dict] = {}
@@ -245,6 +274,12 @@ def tables(report: dict) -> list[Table]:
         ]
         title = f"questions shown, %, {grouping.replace('_', ' ').replace('position', 'token position')}"
         found += [Table([title, "questions", *encoders], rows)] if rows else []
+    told = [numbers.get("twins", {}) for numbers in encoders.values()]
+    rows = [
+        [title, *(cell(*[*each[title].values()][:3]) if title in each else None for each in told)]
+        for title in dict.fromkeys(chain(*told))
+    ]
+    found += [Table(["short prompts' questions shown, %, on images of", *encoders], rows)] if rows else []
     shown = [line for line in report["compared"] if "sentence" not in line["score"]]  # those are in the JSON
     return [*found, error_table("on toy scenes", report["judge"]), *compared_tables(shown, TITLES)]
 

@@ -7,14 +7,15 @@ import csv
 import io
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from debias_diffusion.data.bad_records import BadRecord, leave_out
 from debias_diffusion.data.captions import fold, parse_object, text_fault
+from debias_diffusion.data.images import open_image
 from debias_diffusion.data.sources import is_toy_scenes
 from debias_diffusion.data.toy_scenes import family, read_toy_scenes, toy_scene
 from debias_diffusion.errors import UserError, explain_failure
@@ -71,10 +72,11 @@ class PromptSet(NamedTuple):
 
     prompts: list[Prompt]
     bad: list[BadRecord]
+    short: Sequence[Prompt] = ()  # of scenes told twice, the short prompt of each of `prompts`, which are the long ones
 
     @property
     def digest(self) -> str:
-        return bytes_digest([repr(self.prompts).encode("utf-8", "surrogatepass")])
+        return bytes_digest([repr([*self.prompts, *self.short]).encode("utf-8", "surrogatepass")])
 
 
 class Places:
@@ -91,8 +93,12 @@ class Places:
     def of_words(self, text: str) -> tuple[int | None, int | None]:
         """The place of the last of a text's words, as a red truck needs both; (None, None) if none is in the prompt.
 
-        Each counts where it first stands, as a whole word, in either case, singular or plural.
+        Exact if the prompt holds the text word for word, in either case. Else each word counts where it first stands,
+        as a whole word, singular or plural.
         """
+        last, whole = re.search(r"\w+\W*$", text), rf"(?<!\w){re.escape(text)}(?!\w)"
+        if last and (stands := re.search(whole, self.text, re.IGNORECASE)):
+            return self.at(stands.start() + last.start())
         words = set(re.findall(r"\w+", text.lower())) - _FUNCTION_WORDS
         singulars = (
             {word, re.sub("s$", "", word), re.sub("es$", "", word), re.sub("ies$", "y", word)} for word in words
@@ -131,7 +137,8 @@ def read_prompt_set(name: str, limit: int | None = None) -> PromptSet:
     published, _, path = name.partition(":")
     bad: list[BadRecord] = []
     if is_toy_scenes(name):
-        return PromptSet(_toy(name, limit), bad)
+        short = re.sub("^toy/long-", "toy/short-", name)
+        return PromptSet(_toy(name, limit), bad, _toy(short, limit) if short != name else ())
     if published in PUBLISHED and path:
         read, parse = PUBLISHED[published]
         entries = read(Path(path))
@@ -142,29 +149,41 @@ def read_prompt_set(name: str, limit: int | None = None) -> PromptSet:
             f"There is no prompt set {name!r}. Give a file .txt or .jsonl, toy/test, or one of "
             f"{', '.join(f'{known}:PATH' for known in PUBLISHED)} with the place of its authors' files."
         )
-    prompts = []
+    prompts, short = [], []
     for number, (where, entry) in enumerate(entries):
         if len(prompts) == limit:
             break
         with leave_out(where, bad), explain_failure("unusable prompt"):
-            text, asked = parse(entry, bad)
-            if fault := text_fault(text) or ("" if clean(text) else "is empty"):  # as in `generate`
-                raise ValueError(f"it {fault}")
-            places = Places(text.strip())
-            questions = (
-                [*places.sentences()]
-                if asked is None
-                else [
-                    Question(fold(question), *places.of_words(words), str(category), *further)
-                    for question, words, category, *further in asked
-                ]
-            )
-            if not questions or any(not one.text or text_fault(one.text + one.category) for one in questions):
-                raise ValueError("it has no questions, or one that is empty or holds what is no character")
-            prompts.append(Prompt(f"{number:05}", places.text, tuple(questions), f"{number:05}"))
+            text, asked, *short_one = parse(entry, bad)
+            told = read_prompt(f"{number:05}", text, asked)
+            short += [read_prompt(f"{number:05}-short", *short_one)] if short_one else []
+            prompts.append(told)
     if not prompts:
         raise UserError(f"{name!r} holds no usable prompt. The first fault: {bad[0] if bad else 'it is empty'}.")
-    return PromptSet(prompts, bad)
+    return PromptSet(prompts, bad, short)
+
+
+def read_prompt(name: str, text: str, asked: Iterable[tuple] | None = None) -> Prompt:
+    """A prompt with the questions of its file, or one about each sentence. Raises ValueError if it cannot be used."""
+    if fault := text_fault(text) or ("" if clean(text) else "is empty"):  # as in `generate`
+        raise ValueError(f"it {fault}")
+    places = Places(text.strip())
+    rows = ((fold(ask), *places.of_words(words), str(kind), *further) for ask, words, kind, *further in asked or ())
+    questions = [*places.sentences()] if asked is None else [*starmap(Question, rows)]
+    if not questions or any(not one.text or text_fault(one.text + one.category) for one in questions):
+        raise ValueError("it has no questions, or one that is empty or holds what is no character")
+    return Prompt(name, places.text, tuple(questions), name)
+
+
+def ask_sentences(judge: Callable, image: str, prompt: str) -> list[tuple[str, float | None]]:
+    """Each sentence of an image file's prompt, and its p(yes) or None. Raises UserError where one cannot be used."""
+    with explain_failure(f"The prompt of {image!r} cannot be used"):
+        _, text, questions, _ = read_prompt("", prompt)
+    with explain_failure(f"The image {image!r} cannot be used"):
+        opened = open_image(image)
+    answers = judge(opened, [question.text for question in questions])
+    sentences = [fold(text[start:end]) for start, end in pairwise([0, *sentence_ends(text), len(text)])]
+    return [(sentences[one.sentence - 1], p) for one, p in zip(questions, answers, strict=True)]
 
 
 def _toy(name: str, limit: int | None) -> list[Prompt]:
@@ -180,7 +199,8 @@ def _toy(name: str, limit: int | None) -> list[Prompt]:
 
 
 # ---- files: their entries, each with its place in words; and what an entry says, the prompt and its questions, of each
-# the text, the words that place it, the category, of DPG-Bench number and parents; or None, which asks its sentences
+# the text, the words that place it, the category, of DPG-Bench number and parents; or None, which asks its sentences.
+# Of a scene that is told twice, the same of its short prompt behind them.
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -251,6 +271,23 @@ def _dpg(entry: tuple, bad: list[BadRecord]) -> tuple[str, list]:
     return read_file(file).decode("utf-8", "replace"), [asked for _, asked in numbered.values()]
 
 
+def _unigenbench_entries(path: Path) -> Iterator[tuple[str, list[dict]]]:
+    """The rows of each scene in both files, the long prompt's first."""
+    columns, files = ("index", "prompt_en", "sub_dims_en"), ("test_prompts_en_long.csv", "test_prompts_en.csv")
+    long, short = ({row["index"]: row for row in csv_rows(path / file, columns)} for file in files)
+    yield from ((f"index {index}", [long.get(index, {}), short.get(index, {})]) for index in long | short)
+
+
+def _unigenbench(entry: list[dict], bad: list[BadRecord]) -> list:
+    """Its test points are no questions, so the judge is asked about each as about a sentence."""
+    told: list = []
+    for row in entry:
+        about = parse_object(row["sub_dims_en"])
+        points = zip(about["Testpoint Description"], about["Testpoints"], strict=True)
+        told += row["prompt_en"], [(statement(point), point, category) for point, category in points]
+    return told
+
+
 def csv_rows(file: Path, columns: Iterable[str]) -> list[dict[str, str]]:
     """The rows of a CSV file. Raises UserError if it is none, or lacks a column."""
     with (
@@ -268,4 +305,5 @@ PUBLISHED: dict[str, tuple[Callable[[Path], Iterable], Callable[[Any, list[BadRe
     "corebench": (_corebench_entries, _corebench),  # T2I-CoReBench (Li et al. 2025): the folder `data`
     "geneval2": (_lines, _geneval2),  # GenEval 2 (Kamath et al. 2025): `geneval2_data.jsonl`
     "longbench": (_lines, _longbench),  # LongBench-T2I (Zhou et al. 2025): `instruction.jsonl`
+    "unigenbench": (_unigenbench_entries, _unigenbench),  # UniGenBench++ (Wang et al. 2025): the folder `data`
 }
