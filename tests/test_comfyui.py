@@ -18,20 +18,8 @@ from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 
 from conformance import check
-from debias_diffusion.app.comfyui.long_prompt_node import (
-    _PIECE,
-    READINGS,
-    EncoderText,
-    Word,
-    choose_texts,
-    count_positions,
-    encode_prompt,
-    join_encoders,
-    rate_cuts,
-    read_text,
-    show_chunks,
-    split_rows,
-)
+from debias_diffusion.app.comfyui import long_prompt_node as node
+from debias_diffusion.app.comfyui.long_prompt_node import READINGS, encode_prompt
 from debias_diffusion.app.comfyui.schema import LongPromptEncode
 from debias_diffusion.encoders.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
@@ -197,7 +185,7 @@ def test_embeddings_are_found_where_comfyui_finds_them(embedded):
         ("a (red embedding:sd15<embedding:sd15:1.3) \\(embedding:sd15\\)", 1),
     ):
         (row,) = clip.tokenize(text, return_word_ids=True)["l"]
-        tokens = read_text(clip, text, "l").tokens
+        tokens = node.read_text(clip, text, "l").tokens
         assert tokens.weights == [weight for _, weight, word in row if word]
         assert sum(map(torch.is_tensor, tokens.ids)) == 4 * times and tokens.cuts.count(Cut.NEVER) == 3 * times
 
@@ -247,12 +235,13 @@ tokenizer = cache(clip_tokenizer)
 
 def read(prompt, reading):
     """As `read_text` in ComfyUI, of a prompt without signs."""
-    words = [Word(*at.span(), 1.0, 0) for at in _PIECE.finditer(prompt)]
+    words = [node.Word(*at.span(), 1.0, 0) for at in node._PIECE.finditer(prompt)]
     pieces = [prompt[word.start : word.end] for word in words] or [""]
     ids = tokenizer(TRAINED_POSITIONS)(pieces, add_special_tokens=False).input_ids
     found = [(token, word) for word, piece in zip(words, ids, strict=False) for token in piece]
-    tokens = Tokens([token for token, _ in found], rate_cuts(prompt, found, reading, COMMA), [1.0] * len(found), ())
-    return EncoderText(tokens, [(word.start, word.end) for _, word in found], prompt)
+    cuts = node.rate_cuts(prompt, found, reading, COMMA)
+    tokens = Tokens([token for token, _ in found], cuts, [1.0] * len(found), ())
+    return node.EncoderText(tokens, [(word.start, word.end) for _, word in found], prompt)
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -262,8 +251,8 @@ def test_chunks_and_positions_are_those_of_the_vectors(reading):
         if SIGNS.search(prompts[name]):
             continue
         tokens = read(prompts[name], reading).tokens
-        positions = count_positions([tokens], [TRAINED_POSITIONS] * 2, reading)
-        given = split_rows(tokens, EMPTY, positions, reading)
+        positions = node.count_positions([tokens], [TRAINED_POSITIONS] * 2, reading)
+        given = node.split_rows(tokens, EMPTY, positions, reading)
         expected = [[BOS, *ids, *[EOS] * (76 - len(ids))] for ids in vector["chunks"]]
         assert [[token for token, _ in row] for row in given.rows] == expected, name
         rows = [*given.rows, EMPTY, EMPTY, EMPTY]
@@ -277,7 +266,7 @@ def test_chunks_and_positions_are_those_of_the_vectors(reading):
 def test_chunks_are_shown():
     def shown(prompt, reading):
         text = read(prompt, reading)
-        return show_chunks("CLIP-L", split_rows(text.tokens, EMPTY, 152, reading).split, text.spans, prompt)
+        return node.show_chunks("CLIP-L", node.split_rows(text.tokens, EMPTY, 152, reading).split, text.spans, prompt)
 
     last = f"{SENTENCE}It dreams of fish."
     expected = f"CLIP-L: 95 tokens, chunks: 2\n1. 72 tokens: {SENTENCE * 4}\n2. 23 tokens: {last}"
@@ -287,18 +276,18 @@ def test_chunks_are_shown():
 
 def test_positions_of_each_encoder_are_joined():
     embeds = torch.arange(32.0).reshape(1, 4, 8)
-    kept = join_encoders(embeds, [[0, 2, 3], [3, 1, 0]], pooled=torch.zeros(1, 5))  # of widths 3 and 5
+    kept = node.join_encoders(embeds, [[0, 2, 3], [3, 1, 0]], pooled=torch.zeros(1, 5))  # of widths 3 and 5
     assert torch.equal(kept, torch.cat([embeds[:, [0, 2, 3], :3], embeds[:, [3, 1, 0], 3:]], dim=-1))
 
 
 def test_a_text_that_no_encoder_reads_and_an_encoder_without_text_are_refused():
     with pytest.raises(RuntimeError, match="the clip input is None"):
         encode_prompt(None, SHORT)
-    assert choose_texts(SHORT, {"g": LONG, "l": ""}, ["l", "g"]) == {"l": SHORT, "g": LONG}
+    assert node.choose_texts(SHORT, {"g": LONG, "l": ""}, ["l", "g"]) == {"l": SHORT, "g": LONG}
     with pytest.raises(ValueError, match="no text for bigG"):
-        choose_texts(None, {"g": None, "l": SHORT}, ["l", "g"])
+        node.choose_texts(None, {"g": None, "l": SHORT}, ["l", "g"])
     with pytest.raises(ValueError, match="has no bigG, which reads `text_g`"):
-        choose_texts(SHORT, {"g": SHORT, "l": None}, ["l"])
+        node.choose_texts(SHORT, {"g": SHORT, "l": None}, ["l"])
 
 
 def test_the_declaration_has_the_arguments_of_the_function():

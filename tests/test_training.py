@@ -34,7 +34,7 @@ from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import OutOfMemory, UserError
-from debias_diffusion.training import loop, two_tower
+from debias_diffusion.training import loop, progress, two_tower
 from debias_diffusion.training.optimizer import AdamW
 from debias_diffusion.training.progress import Moment, pace
 from debias_diffusion.training.two_tower import prepare_backbone, train
@@ -271,6 +271,13 @@ def test_twelve_pairs_train_with_the_defaults_and_are_told_that_it_is_little(wor
     again = killed_copy(tmp_path / "run", tmp_path / "again", 4)
     train(config(few, again, **recorded | dict(max_steps=None, epochs=3)))
     is_the_same_run(again, tmp_path / "run")
+
+
+@pytest.mark.parametrize("warmup", [20, 2, 1])
+def test_a_run_of_warm_up_alone_is_told_in_the_plan_and_at_the_end(world, tmp_path, capsys, monkeypatch, warmup):
+    monkeypatch.setattr(progress, "FEW_STEPS", 2)  # two are many
+    train(config(world, tmp_path, max_steps=2, warmup=warmup, eval_every=9, checkpoint_every=9))
+    assert capsys.readouterr().out.count("--warmup 0") == (2 if warmup > 1 else 0)
 
 
 # ---- runs that continue from what was changed, damaged or left unfinished since they stopped

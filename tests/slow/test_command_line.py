@@ -17,6 +17,8 @@ from helpers.modules import ROOT
 from packaging.requirements import Requirement
 from PIL import Image
 
+from conformance.check import FILES, HERE
+
 SPACE = ROOT / "app" / "space"
 CLI = [sys.executable, "-m", "debias_diffusion.app.cli"]
 RESEARCH = [sys.executable, "-m", "research"]
@@ -61,6 +63,12 @@ assert "matplotlib.figure" not in sys.modules
 def test_help_and_lists_import_no_large_library_and_only_pages_import_matplotlib():
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, check=True, capture_output=True, text=True)
     assert "table-S4" in done.stdout
+
+
+def test_the_conformance_checker_needs_no_library_and_the_second_reader_passes():
+    command = ["-IS", HERE / "check.py", "--", sys.executable, ROOT / "tests" / "helpers" / "second_reader.py"]
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(FILES), done.stdout
 
 
 # ---- a wheel
