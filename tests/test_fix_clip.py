@@ -17,6 +17,8 @@ from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import checkpoint, config
 from safetensors.torch import load_file
 
+from debias_diffusion.app.export import export
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.clip.regional_prompts import PromptSettings
 from debias_diffusion.data.sources import open_data
@@ -256,6 +258,9 @@ def test_evaluations_read_short_captions_with_their_own_positions(finished, fix_
     assert len({EncoderSpec.parse(name).digest[-64:] for name in names}) == 2  # which the PNG of an image holds
     [table] = (part for name, part in load_text_encoder(names[1])[0].state_dict().items() if "position_emb" in name)
     assert torch.equal(table, short_table(finished))
+    export(ExportConfig(str(tmp_path / "export"), str(finished), positions="short"))
+    exported = load_text_encoder(tmp_path / "export")[0].state_dict().values()
+    assert all(map(torch.equal, exported, load_text_encoder(names[1])[0].state_dict().values()))
     data, images = fix_world[1:]
     encoders = evaluate_retrieval(RetrievalConfig(names, str(tmp_path), data, images=images))["encoders"]
     assert [numbers["window"] for numbers in encoders.values()] == [248, 77] and list(encoders)[1] == names[1]
