@@ -29,8 +29,8 @@ hypothesis.settings.load_profile("default")
 
 # The files of tests that take longest, slow ones and then fast ones, start first: else a process waits in the end.
 LONGEST = """
-test_shipped_weights test_command_line test_true_size test_commands test_processes test_towers
-test_generate test_pipeline_family test_training test_demo test_align test_families
+test_toy_build test_reproduce test_shipped_weights test_true_size test_commands test_processes test_towers
+test_docs_examples test_command_line test_generate test_pipeline_family test_training test_demo test_align test_families
 """.split()
 
 

@@ -1,6 +1,5 @@
 """What EOT attends to: the numbers against the paper's equations, and the evaluation that draws them."""
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -89,17 +88,6 @@ def test_attention_and_its_means_are_the_equations(backbone):
         for end, slot in (("sot", 0), ("eot", -1)):
             of_end = sum(values[which][slot].item() for values in expected) / len(CAPTIONS)
             assert found[name][end] == pytest.approx(of_end, abs=1e-9)
-
-
-def test_products_of_another_scale_are_compared_alike(backbone):
-    louder, tokens = copy.deepcopy(backbone), backbone.tokenize(CAPTIONS)
-    last = louder.model.transformer.resblocks[-1].attn
-    with torch.no_grad():
-        last.in_proj_weight[: last.embed_dim] *= 3
-        last.in_proj_bias[: last.embed_dim] *= 3
-    one, other = eot_attention(backbone, tokens), eot_attention(louder, tokens)
-    torch.testing.assert_close(one.before_softmax, other.before_softmax)
-    assert (one.after_softmax - other.after_softmax).abs().max() > 0.01
 
 
 def test_where_no_attention_from_eot_can_be_known_it_is_refused():

@@ -8,7 +8,6 @@ from helpers.text_encoders import long_clip
 from helpers.tiny_clip import CONFIG, registered, save_tiny_clip, tiny_clip
 from PIL import Image
 
-from debias_diffusion.clip.weight_files import CONFIG_FILE
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.encoders.text_encoders import to_transformers
@@ -43,17 +42,6 @@ def test_average_pooling_is_saved_and_heeded_when_loaded(tmp_path):
     assert not torch.allclose(again.encode_text(tokens), at_eot)
     with pytest.raises(UserError, match="average pooling"):
         to_transformers(again, projection=True)
-
-
-def test_an_activation_that_is_not_named_is_gelu(tmp_path):
-    tiny_clip().save(tmp_path)
-    config, digests = json.loads((tmp_path / CONFIG_FILE).read_text()), set()
-    config["model_cfg"].pop("quick_gelu", None)
-    for named in ({}, {"quick_gelu": False}):
-        changed = config | {"model_cfg": config["model_cfg"] | named}
-        (tmp_path / CONFIG_FILE).write_text(json.dumps(changed))
-        digests.add((backbone := load_backbone(str(tmp_path))).digest() + backbone.image_digest())
-    assert len(digests) == 1
 
 
 def test_pixels_give_the_features_of_preprocessed_images_bit_for_bit():

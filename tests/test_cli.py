@@ -3,8 +3,10 @@ import json
 import pytest
 import yaml
 from diffusers import AutoencoderKL
+from helpers.modules import ROOT
 
 from debias_diffusion.app.cli import COMMANDS, evaluations, main
+from debias_diffusion.errors import EXTRAS
 
 
 def run(capsys, *arguments):
@@ -100,3 +102,11 @@ def test_yaml_is_read_overridden_and_printed(capsys, tmp_path):
     assert (printed["epochs"], printed["betas"]) == (5, [0.8, 0.9])
     (tmp_path / "printed.yaml").write_text(out)
     assert run(capsys, "train", "--config", tmp_path / "printed.yaml", "--print-config")[1] == out
+
+
+def test_extras_install_what_is_optional_and_commands_name_one():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for library, extra in EXTRAS.items():
+        assert any(line.replace("-", "_").startswith(library) for line in extras[extra]), library
+    assert {COMMANDS[name].extra for name in ("export", "generate")} == {""}

@@ -1,28 +1,29 @@
-"""The ComfyUI node against our pipelines on the same weights.
-
-With a checkout of ComfyUI, named by the environment variable COMFYUI, whose requirements are installed beside ours, its
-own text encoders run; slow/test_comfyui.py has its server. Everywhere, tests that compare with our pipelines run with
-a stand-in for its CLIP: real transformers encoders behind the two calls that the node makes, and as much of its syntax
-of weights as the prompts need. The vocabulary is CLIP's own, the only one that ComfyUI has.
+"""The ComfyUI node: against the vectors of conformance/ everywhere, and in ComfyUI's own text encoders against our
+pipelines on the same weights with a checkout, named by the environment variable COMFYUI, whose requirements are
+installed beside ours. slow/test_comfyui.py has its server.
 """
 
 import inspect
+import json
 import re
-import sys
-from types import ModuleType, SimpleNamespace
+from collections import Counter
+from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import tiny_sdxl
-from helpers.comfyui import COMFYUI, LONG, SENTENCE, difference, importable_comfyui, sdxl_pipeline
+from helpers.comfyui import LONG, SENTENCE, difference, importable_comfyui, sdxl_pipeline
 from safetensors.torch import save_file
 from transformers import CLIPTextModelWithProjection
 
-from debias_diffusion.app.comfyui.long_prompt_node import READINGS, encode_prompt, read_text
+from conformance import check
+from debias_diffusion.app.comfyui import long_prompt_node as node
+from debias_diffusion.app.comfyui.long_prompt_node import READINGS, encode_prompt
 from debias_diffusion.app.comfyui.schema import LongPromptEncode
 from debias_diffusion.encoders.text_encoders import prefixed_state
 from debias_diffusion.pipelines import StableDiffusionLongPromptPipeline
-from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut
+from debias_diffusion.text.chunks import TRAINED_POSITIONS, Cut, Tokens
 from debias_diffusion.text.tokens import clip_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -30,16 +31,15 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 SHORT = "A red cat sleeps on a blue sofa."
 LONGER = LONG.replace("(and birds)", "and birds") * 2  # 280 tokens: more than 248 positions
 WEIGHTED = SENTENCE * 5 + "A (green (small:1) tree:1.3)(a dog:0.6)1 red(star:1.3)."
-BOS, EOS = 49406, 49407
-PADS = {"l": EOS, "g": 0}
-EMBEDDING = "embedding:sd15"
+BOS, EOS, COMMA = 49406, 49407, 267
+EMPTY = [(BOS, 1.0), *[(EOS, 1.0)] * 76]  # CLIP-L's row of an empty text
 
 
-def encoders(width, width_2, positions):
-    """CLIP-L and bigG with three blocks: the activations, pads and projection of SDXL's."""
-    first = tiny_sdxl.text_encoder(width, positions, vocabulary=clip_tokenizer)
+def encoders(positions):
+    """CLIP-L and bigG with three blocks, of SDXL's widths: its activations, pads and projection."""
+    first = tiny_sdxl.text_encoder(768, positions, vocabulary=clip_tokenizer)
     config = tiny_sdxl.text_encoder_2(vocabulary=clip_tokenizer).config
-    sizes = {"hidden_size": width_2, "intermediate_size": 2 * width_2, "projection_dim": width_2}
+    sizes = {"hidden_size": 1280, "intermediate_size": 2560, "projection_dim": 1280}
     config.update(sizes | {"num_attention_heads": 4})
     models = first, CLIPTextModelWithProjection(config).eval()
     for model in models:  # of CLIP's size, or positions would hardly count
@@ -49,57 +49,9 @@ def encoders(width, width_2, positions):
     return models
 
 
-class StandIn:
-    """What the node calls of ComfyUI's CLIP, with transformers' encoders, for pieces of text that fit a row."""
-
-    def __init__(self, models, vectors=None):
-        self.models = dict(zip("lg", models, strict=False))
-        wrapped = {f"clip_{name}": SimpleNamespace(transformer=model) for name, model in self.models.items()}
-        self.cond_stage_model = SimpleNamespace(**wrapped)
-        self.tokenizer, self.vectors = clip_tokenizer(TRAINED_POSITIONS), vectors
-
-    def tokenize(self, text, return_word_ids=False):
-        rows, text = {}, text.replace("\\", "")
-        for name, model in self.models.items():
-            words = self.vectors if text == EMBEDDING else self.tokenizer(text, add_special_tokens=False).input_ids
-            pads = [(PADS[name], 1.0, 0)] * (model.config.max_position_embeddings - 2 - len(words))
-            row = [(BOS, 1.0, 0), *((word, 1.0, 1) for word in words), (EOS, 1.0, 0), *pads]
-            rows[name] = [row if return_word_ids else [pair[:2] for pair in row]]
-        return rows
-
-    def encode_from_tokens_scheduled(self, rows, add_dict=None):
-        states, pooled = zip(*(self.encode(model, rows[name]) for name, model in self.models.items()), strict=True)
-        shortest = min(part.shape[1] for part in states)
-        states = torch.cat([part[:, :shortest] for part in states], dim=-1)
-        return [[states, {"pooled_output": pooled[-1]} | (add_dict or {})]]
-
-    def encode(self, model, rows):
-        rows, weights = torch.tensor(rows).unbind(-1)
-        (empty,) = (row for name, row in self.tokenize("").items() if self.models[name] is model)
-        ids = torch.cat([rows, torch.tensor(empty)[..., 0]]).long()
-        output = model(ids, output_hidden_states=True)
-        states = output.hidden_states[-2] if len(self.models) == 2 else output.last_hidden_state
-        states, empty, weights = states[:-1], states[-1], weights[..., None]
-        states = torch.where(weights == 1, states, empty + weights * (states - empty))
-        pooled = output.text_embeds if "text_embeds" in output else output.pooler_output
-        return states.reshape(1, -1, states.shape[-1]), pooled[:1]
-
-
 def encode(clip, text, **options):
     """The conditioning alone, of the length of our pipelines unless told otherwise."""
     return encode_prompt(clip, text, **{"multiple_of_77": False} | options)[0]
-
-
-def read_tokens(clip, text, names=("l", "g"), reading="overlap"):
-    return {name: read_text(clip, text, name, reading).tokens for name in names}
-
-
-def token_weights(text, weight):
-    """As in ComfyUI, for brackets that are closed and, if they stand in each other, have numbers."""
-    parts = []
-    for inner, number, plain in re.findall(r"\(((?:[^()]|\([^()]*\))*?)(?::([\d.]+))?\)|([^()]+)", text):
-        parts += [(plain, weight)] if plain else token_weights(inner, float(number or 1.1 * weight))
-    return parts
 
 
 def comfyui_clip(models, embeddings=None):
@@ -129,36 +81,17 @@ def comfyui():
         yield
 
 
-@pytest.fixture(scope="module", params=["stand-in", pytest.param("ComfyUI", marks=pytest.mark.needs("comfyui"))])
-def load(request):
-    """(a function from models to a CLIP, widths of the models)"""
-    if COMFYUI or request.param == "ComfyUI":
-        request.getfixturevalue("comfyui")
-        yield (comfyui_clip, (768, 1280)) if request.param == "ComfyUI" else (StandIn, (32, 64))
-        return
-    module = ModuleType("comfy.sd1_clip")
-    module.escape_important = lambda text: text.replace("\\(", "\0").replace("\\)", "\1")
-    module.unescape_important = lambda text: text.replace("\0", "(").replace("\1", ")")
-    module.token_weights = token_weights
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "comfy", ModuleType("comfy"))
-        patch.setitem(sys.modules, "comfy.sd1_clip", module)
-        yield StandIn, (32, 64)
-
-
 @pytest.fixture(scope="module", params=[77, 248])
-def sdxl(load, request):
+def sdxl(comfyui, request):
     """(CLIP, pipeline) of the same weights, with CLIP-L of 77 or 248 positions."""
-    make, widths = load
-    models = encoders(*widths, positions=request.param)
-    return make(models), sdxl_pipeline(models)
+    models = encoders(request.param)
+    return comfyui_clip(models), sdxl_pipeline(models)
 
 
 @pytest.fixture(scope="module")
-def tokenizing(load):
-    """A CLIP of SDXL for tests that encode nothing."""
-    make, widths = load
-    return make(encoders(*widths, positions=77))
+def of_77(comfyui):
+    """A CLIP of SDXL, both of whose encoders have 77 positions."""
+    return comfyui_clip(encoders(77))
 
 
 PROMPTS = {"longer": LONGER, "weighted": WEIGHTED, "empty": ""}
@@ -191,16 +124,15 @@ def test_break_begins_a_chunk_if_it_counts(sdxl, reading):
         assert states.shape[1] == 3 * TRAINED_POSITIONS
 
 
-def test_reading_comfyui_is_that_of_comfyui_and_so_are_short_prompts(comfyui):
-    tokenizing = comfyui_clip(encoders(768, 1280, positions=77))
+def test_reading_comfyui_is_that_of_comfyui_and_so_are_short_prompts(of_77):
     cut_words = "a " * 72 + "antidisestablishmentarianism " * 30
     kept_words = SENTENCE * 4 + "(pale white:1.2) (" + "curtains, " * 3 + ":1.1) end"
     calls = [(text, {"reading": "comfyui"}) for text in (LONG, cut_words, kept_words, "", "A 🐈‍⬛ cat. " * 60)]
     calls += [("a (red:1.2) cat", {"reading": name}) for name in READINGS if name != "kohya"]
     for text, call in calls:
-        ((theirs, extras),) = tokenizing.encode_from_tokens_scheduled(tokenizing.tokenize(text))
+        ((theirs, extras),) = of_77.encode_from_tokens_scheduled(of_77.tokenize(text))
         for multiple in (False, True):
-            ours = encode(tokenizing, text, multiple_of_77=multiple, **call)
+            ours = encode(of_77, text, multiple_of_77=multiple, **call)
             assert difference(ours, theirs, extras["pooled_output"]) == 0, call
 
 
@@ -213,19 +145,18 @@ def test_a_negative_prompt_matches_the_positive_one(sdxl):
     assert encode(clip, SHORT)[0][0].shape[1] == TRAINED_POSITIONS
 
 
-def test_sd15(load):
-    make, (width, _) = load
-    model, prompt = encoders(width, 64, 77)[0], WEIGHTED.replace("(small:1)", "small")
+def test_sd15(comfyui):
+    model, prompt = encoders(77)[0], WEIGHTED.replace("(small:1)", "small")
     parts = tiny_sdxl.sd15_parts() | {"text_encoder": model, "tokenizer": clip_tokenizer(77)}
     pipe = tiny_sdxl.assemble(StableDiffusionLongPromptPipeline, parts).set_long_prompt(emphasis="comfyui")
     embeds, _ = pipe.encode_prompt(prompt, "cpu", 1, True)
-    assert difference(encode(make([model]), prompt), embeds) < 1e-4
+    assert difference(encode(comfyui_clip([model]), prompt), embeds) < 1e-4
 
 
 @pytest.fixture(scope="module")
 def embedded(comfyui, tmp_path_factory):
     """(a CLIP with an SD 1.5 embedding of 4 vectors named sd15, the same without, the vectors)"""
-    models, vectors = encoders(768, 1280, positions=77), torch.randn(4, 768)
+    models, vectors = encoders(77), torch.randn(4, 768)
     folder = tmp_path_factory.mktemp("embeddings")
     save_file({"emb_params": vectors}, folder / "sd15.safetensors")
     return comfyui_clip(models, str(folder)), comfyui_clip(models), vectors
@@ -235,17 +166,6 @@ def test_embedding_without_a_name_is_text(embedded):
     clip, plain, _ = embedded
     for text in ("A diagram of an embedding: a list.", "embedding:\n(embedding:) x", "x\x1cembedding: y"):
         assert difference(encode(clip, text), encode(plain, text.replace("embedding:", "embedding :"))[0][0]) == 0
-
-
-def test_vectors_of_another_width_are_left_out_for_that_encoder(load):
-    make, widths = load
-    if make is comfyui_clip:
-        pytest.skip("in which an embedding is a file")
-    clip = StandIn(encoders(*widths, positions=77), list(torch.randn(4, widths[0])))
-    text = f"{SENTENCE * 9}a (red {EMBEDDING} star:1.2) {SENTENCE}"
-    tokens, without = (read_tokens(clip, part) for part in (text, text.replace(f"{EMBEDDING} ", "")))
-    assert tokens["g"] == without["g"] and len(tokens["l"].ids) == len(without["l"].ids) + 4
-    assert tokens["l"].cuts.count(Cut.NEVER) == 3
 
 
 def test_embedding_that_does_not_fit_is_left_out_for_that_encoder(embedded):
@@ -265,9 +185,9 @@ def test_embeddings_are_found_where_comfyui_finds_them(embedded):
         ("a (red embedding:sd15<embedding:sd15:1.3) \\(embedding:sd15\\)", 1),
     ):
         (row,) = clip.tokenize(text, return_word_ids=True)["l"]
-        read = read_tokens(clip, text, ["l"])["l"]
-        assert read.weights == [weight for _, weight, word in row if word]
-        assert sum(map(torch.is_tensor, read.ids)) == 4 * times and read.cuts.count(Cut.NEVER) == 3 * times
+        tokens = node.read_text(clip, text, "l").tokens
+        assert tokens.weights == [weight for _, weight, word in row if word]
+        assert sum(map(torch.is_tensor, tokens.ids)) == 4 * times and tokens.cuts.count(Cut.NEVER) == 3 * times
 
 
 def test_lengths_compose_with_those_of_comfyui(sdxl):
@@ -276,15 +196,6 @@ def test_lengths_compose_with_those_of_comfyui(sdxl):
         rounded, plain = encode(clip, text, multiple_of_77=True)[0][0], encode(clip, text)[0][0]
         assert rounded.shape[1] % TRAINED_POSITIONS == 0 and 0 <= rounded.shape[1] - plain.shape[1] < TRAINED_POSITIONS
         assert torch.allclose(rounded[:, : plain.shape[1]], plain, atol=1e-5)
-
-
-def test_chunks_are_shown(tokenizing):
-    long = SENTENCE * 5 + "It (dreams:1.2) of fish."
-    _, shown = encode_prompt(tokenizing, long, reading="separate")
-    text = f"CLIP-L: 95 tokens, chunks: 2\n1. 72 tokens: {SENTENCE * 4}\n2. 23 tokens: {SENTENCE}It dreams of fish."
-    assert shown == "\n\n".join(text.replace("CLIP-L", name).replace(" \n", "\n") for name in ("CLIP-L", "bigG"))
-    assert f"[{SENTENCE * 2}".strip() in encode_prompt(tokenizing, long)[1]
-    assert encode_prompt(tokenizing, "a " * 300, reading="kohya")[1].startswith("CLIP-L: 225 tokens, chunks: 3")
 
 
 SIZES = {"width": 1216, "height": 832, "crop_w": 0, "crop_h": 64, "target_width": 1024, "target_height": 768}
@@ -304,17 +215,79 @@ def test_each_encoder_reads_its_own_text(sdxl):
             assert given == {name: size for name, size in SIZES.items() if size}
 
 
-def test_other_encoders_and_texts_without_one_are_refused(load, tokenizing):
-    flux = SimpleNamespace(tokenize=lambda text: tokenizing.tokenize(text) | {"t5xxl": [[(1, 1.0)]]})
+def test_other_encoders_and_texts_without_one_are_refused(of_77):
+    flux = SimpleNamespace(tokenize=lambda text: of_77.tokenize(text) | {"t5xxl": [[(1, 1.0)]]})
     with pytest.raises(ValueError, match="g, l, t5xxl, and the long-prompt node reads"):
         encode(flux, SHORT)
-    with pytest.raises(RuntimeError, match="the clip input is None"):
-        encode(None, SHORT)
-    with pytest.raises(ValueError, match="no text for bigG"):
-        encode(tokenizing, None, text_l=SHORT)
-    make, (width, width_2) = load
     with pytest.raises(ValueError, match="has no bigG, which reads `text_g`"):
-        encode(make(encoders(width, width_2, 77)[:1]), SHORT, text_g=SHORT)
+        encode(comfyui_clip(encoders(77)[:1]), SHORT, text_g=SHORT)
+
+
+# ---- without ComfyUI
+
+
+# Signs that programs read in ways of their own, and a text whose chunks here end between pieces alone.
+SIGNS = re.compile(r"[()\[\]\\#<]|\w[+-]|:\s*\d|BREAK|図書館")
+
+
+tokenizer = cache(clip_tokenizer)
+
+
+def read(prompt, reading):
+    """As `read_text` in ComfyUI, of a prompt without signs."""
+    words = [node.Word(*at.span(), 1.0, 0) for at in node._PIECE.finditer(prompt)]
+    pieces = [prompt[word.start : word.end] for word in words] or [""]
+    ids = tokenizer(TRAINED_POSITIONS)(pieces, add_special_tokens=False).input_ids
+    found = [(token, word) for word, piece in zip(words, ids, strict=False) for token in piece]
+    cuts = node.rate_cuts(prompt, found, reading, COMMA)
+    tokens = Tokens([token for token, _ in found], cuts, [1.0] * len(found), ())
+    return node.EncoderText(tokens, [(word.start, word.end) for _, word in found], prompt)
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_chunks_and_positions_are_those_of_the_vectors(reading):
+    prompts, seen = json.loads((check.HERE / "prompts.json").read_text(encoding="utf-8")), Counter()
+    for name, vector in check.read(reading)[1].items():
+        if SIGNS.search(prompts[name]):
+            continue
+        tokens = read(prompts[name], reading).tokens
+        positions = node.count_positions([tokens], [TRAINED_POSITIONS] * 2, reading)
+        given = node.split_rows(tokens, EMPTY, positions, reading)
+        expected = [[BOS, *ids, *[EOS] * (76 - len(ids))] for ids in vector["chunks"]]
+        assert [[token for token, _ in row] for row in given.rows] == expected, name
+        rows = [*given.rows, EMPTY, EMPTY, EMPTY]
+        joined = [rows[row][at] for row, start, count in vector["joined"] for at in range(start, start + count)]
+        flat = [token for row in rows for token in row]
+        assert [flat[at] for at in given.kept] == joined and positions == vector["positions"], name
+        seen[len(given.split) > 1] += 1
+    assert min(seen[True], seen[False]) > 20
+
+
+def test_chunks_are_shown():
+    def shown(prompt, reading):
+        text = read(prompt, reading)
+        return node.show_chunks("CLIP-L", node.split_rows(text.tokens, EMPTY, 152, reading).split, text.spans, prompt)
+
+    last = f"{SENTENCE}It dreams of fish."
+    expected = f"CLIP-L: 95 tokens, chunks: 2\n1. 72 tokens: {SENTENCE * 4}\n2. 23 tokens: {last}"
+    assert shown(SENTENCE * 4 + last, "separate") == expected.replace(" \n", "\n")
+    assert f"[{SENTENCE * 2}".strip() in shown(SENTENCE * 4 + last, "overlap")
+
+
+def test_positions_of_each_encoder_are_joined():
+    embeds = torch.arange(32.0).reshape(1, 4, 8)
+    kept = node.join_encoders(embeds, [[0, 2, 3], [3, 1, 0]], pooled=torch.zeros(1, 5))  # of widths 3 and 5
+    assert torch.equal(kept, torch.cat([embeds[:, [0, 2, 3], :3], embeds[:, [3, 1, 0], 3:]], dim=-1))
+
+
+def test_a_text_that_no_encoder_reads_and_an_encoder_without_text_are_refused():
+    with pytest.raises(RuntimeError, match="the clip input is None"):
+        encode_prompt(None, SHORT)
+    assert node.choose_texts(SHORT, {"g": LONG, "l": ""}, ["l", "g"]) == {"l": SHORT, "g": LONG}
+    with pytest.raises(ValueError, match="no text for bigG"):
+        node.choose_texts(None, {"g": None, "l": SHORT}, ["l", "g"])
+    with pytest.raises(ValueError, match="has no bigG, which reads `text_g`"):
+        node.choose_texts(SHORT, {"g": SHORT, "l": None}, ["l"])
 
 
 def test_the_declaration_has_the_arguments_of_the_function():

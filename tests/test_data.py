@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 
 from debias_diffusion.data import json_files
 from debias_diffusion.data.bad_records import BadRecord, check_share, report_bad, too_many
+from debias_diffusion.data.check import describe_captions, measure_caption
 from debias_diffusion.data.images import ImageFolder
 from debias_diffusion.data.records import Record
 from debias_diffusion.data.sources import read_captions
 from debias_diffusion.data.workers import count_workers, load_batches, usable_cores
 from debias_diffusion.errors import UserError
 from debias_diffusion.methods import METHODS
-from debias_diffusion.text.tokens import CaptionTokenizer
+from debias_diffusion.text.tokens import CaptionTokenizer, clip_tokenizer
 from debias_diffusion.training.batches import CaptionDataset
 
 TOKENIZER = CaptionTokenizer(tiny_tokenizer(77), 77)
@@ -148,3 +149,12 @@ def test_bad_records_are_counted_by_kind_shown_without_control_characters_and_al
     assert printed[1] == "Left out: 0.png: missing image (\N{REPLACEMENT CHARACTER}[2J)" and len(printed) == 7
     lines = (tmp_path / "run" / "bad-records.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [vars(record) for record in BAD]
+
+
+def test_hand_counted_captions():
+    tokenizer = CaptionTokenizer(clip_tokenizer(248), 248)  # to which each word of these captions is one token
+    room = "A dog and a cat share a sofa. The dog sleeps. Its ears hang down. The sofa is old. The cats purr."
+    measures = [measure_caption(caption, tokenizer) for caption in (room, "A dog sleeps.")]
+    assert measures == [(5, 29, 15), (1, 6, 6)]  # words, full stops, SOT and EOT
+    expected = "3.0 sentences and 17.5 tokens on average, 95% within 28; the first two sentences have 10.5."
+    assert describe_captions(measures) == expected

@@ -1,14 +1,14 @@
 """Names of encoders: every spelling, reading, label and digest, and what is refused."""
 
 import json
-from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.hub_server import COMMIT, served_hub
 from helpers.released import CAPTIONS, released
 from helpers.text_encoders import hub_repository, long_clip
 from helpers.tiny_clip import tiny_clip
-from huggingface_hub import ModelInfo, constants
+from huggingface_hub import constants
 
 from debias_diffusion.encoders import hub
 from debias_diffusion.encoders.hub import find_hub_file
@@ -116,15 +116,13 @@ def test_a_digest_is_of_the_files_that_are_loaded_and_of_what_loading_reads_besi
     assert [parse(name).digest for name in named] == seen[-1]
 
 
-def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cache, monkeypatch):
-    ask = Mock(side_effect=lambda name, revision, timeout: ModelInfo(id=name, sha="0" * 40))
-    monkeypatch.setattr(hub.HfApi, "model_info", ask)
-    before = parse("some/encoder").digest
-    assert parse("hf-hub:some/clip@v1").digest == "hf-hub:some/clip@v1@" + "0" * 40
-    asked = [(call.args[0], call.kwargs["revision"]) for call in ask.mock_calls]
-    assert asked == [("some/encoder", None), ("some/clip", "v1")]
-    hub_repository(cache, "some/encoder")
-    assert parse("some/encoder").digest == before == "some/encoder@" + "0" * 40 and ask.call_count == 2
+def test_a_hub_id_has_the_digest_of_its_commit_before_and_after_the_download(cache):
+    with served_hub({}) as asked:
+        before = parse("some/encoder").digest
+        assert parse("hf-hub:some/clip@v1").digest == f"hf-hub:some/clip@v1@{COMMIT}"
+        assert asked == ["/api/models/some/encoder", "/api/models/some/clip/revision/v1"]
+        hub_repository(cache, "some/encoder")
+        assert parse("some/encoder").digest == before == f"some/encoder@{COMMIT}" and len(asked) == 2
     assert Checkpoint("some/encoder", "some/encoder").digest == before
 
 
@@ -200,18 +198,16 @@ def test_a_repositorys_one_file_is_a_text_encoder_and_its_towers_are_named(known
     assert (encoder.config.max_position_embeddings, tokenizer.model_max_length) == (248, 248)
 
 
-def test_the_hub_is_asked_for_the_list_and_the_one_file(tmp_path, monkeypatch):
-    """In place of the network: what huggingface_hub answers."""
-    listed = ["longclip-L.pt", "README.md", ".gitattributes", "images/a.bin"]
-    download = Mock(side_effect=[str(tmp_path / "longclip-L.pt"), OSError("the connection broke")])
-    monkeypatch.setattr(hub, "hf_hub_download", download)
-    answer = Mock(side_effect=lambda *_, **__: ModelInfo(id="L", siblings=[{"rfilename": file} for file in listed]))
-    monkeypatch.setattr(hub.HfApi, "model_info", answer)
-    assert find_hub_file("BeichenZhang/LongCLIP-L") == tmp_path / "longclip-L.pt"
-    download.assert_called_once_with("BeichenZhang/LongCLIP-L", "longclip-L.pt", revision=None)
-    with pytest.raises(UserError, match="connection broke"):
-        load_two_tower("some/files")
-    listed.append("a-smaller-one.safetensors")
-    hub._repository.cache_clear()
-    with pytest.raises(UserError, match="a-smaller-one.safetensors, longclip-L.pt"):
-        load_text_encoder("some/files")
+def test_the_hub_is_asked_for_the_list_and_the_one_file(cache):
+    files = {"longclip-L.pt": b"weights", "README.md": b"", ".gitattributes": b"", "images/a.bin": b""}
+    with served_hub(files) as asked:
+        found = find_hub_file("BeichenZhang/LongCLIP-L")
+        assert found.name == "longclip-L.pt" and found.read_bytes() == b"weights"
+        assert asked[0].startswith("/api/models/") and all(path.endswith("/longclip-L.pt") for path in asked[1:])
+        files["longclip-L.pt"] = None
+        with pytest.raises(UserError, match="'some/files' could not be loaded: "):
+            load_two_tower("some/files")
+        files["a-smaller-one.safetensors"] = b""
+        hub._repository.cache_clear()
+        with pytest.raises(UserError, match="a-smaller-one.safetensors, longclip-L.pt"):
+            load_text_encoder("some/files")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import skimage
-import torch
 from helpers.html_page import Page
 from helpers.reports import check_report
 from helpers.tiny_clip import save_tiny_clip
@@ -99,16 +98,6 @@ def test_what_is_computed_is_kept_by_its_key_and_again_where_damaged(tmp_path):
     for number, damaged in enumerate((b"", b"[]", whole[:-3], whole.replace(b"1.5", b"1.6"), None)):
         file.unlink() if damaged is None else file.write_bytes(damaged)
         assert result(number, a=1) == number
-
-
-def test_tensors_are_kept_in_a_file(tmp_path):
-    def tensors(number: float) -> float:
-        return ResultCache(tmp_path).tensors("part", {"a": 1}, lambda: {"x": torch.tensor([number])})["x"].item()
-
-    assert [tensors(1.5), tensors(2.5)] == [1.5, 1.5]
-    (file,) = (tmp_path / "cache").iterdir()
-    file.unlink()
-    assert tensors(3.5) == 3.5
 
 
 def test_another_version_of_a_library_is_another_key(tmp_path, monkeypatch):

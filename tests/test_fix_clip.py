@@ -2,8 +2,7 @@
 
 import json
 import math
-import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import open_clip
@@ -18,18 +17,17 @@ from helpers.tiny_data import make_tiny_data
 from helpers.training_runs import checkpoint, config
 from safetensors.torch import load_file
 
-from debias_diffusion.app.cli import main
+from debias_diffusion.app.export import export
+from debias_diffusion.app.options import ExportConfig
 from debias_diffusion.app.shards import ShardsConfig, write_shards
 from debias_diffusion.clip.regional_prompts import PromptSettings
-from debias_diffusion.clip.text_tower import set_short_positions
 from debias_diffusion.data.sources import open_data
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import EncoderSpec, load_text_encoder, load_two_tower
 from debias_diffusion.errors import UserError
 from debias_diffusion.eval.retrieval import RetrievalConfig, evaluate_retrieval
 from debias_diffusion.methods import METHODS, find_method
-from debias_diffusion.methods.fix_clip import FixClip, draw_mask, mask_size
-from debias_diffusion.training.config import RECIPE_OPTIONS
+from debias_diffusion.methods.fix_clip import draw_mask, mask_size
 from debias_diffusion.training.feature_cache import frozen_tower
 from debias_diffusion.training.optimizer import Optimizer
 from debias_diffusion.training.two_tower import train
@@ -260,6 +258,9 @@ def test_evaluations_read_short_captions_with_their_own_positions(finished, fix_
     assert len({EncoderSpec.parse(name).digest[-64:] for name in names}) == 2  # which the PNG of an image holds
     [table] = (part for name, part in load_text_encoder(names[1])[0].state_dict().items() if "position_emb" in name)
     assert torch.equal(table, short_table(finished))
+    export(ExportConfig(str(tmp_path / "export"), str(finished), positions="short"))
+    exported = load_text_encoder(tmp_path / "export")[0].state_dict().values()
+    assert all(map(torch.equal, exported, load_text_encoder(names[1])[0].state_dict().values()))
     data, images = fix_world[1:]
     encoders = evaluate_retrieval(RetrievalConfig(names, str(tmp_path), data, images=images))["encoders"]
     assert [numbers["window"] for numbers in encoders.values()] == [248, 77] and list(encoders)[1] == names[1]
@@ -279,22 +280,3 @@ def test_short_captions_of_the_data_are_read_everywhere(fix_world, tmp_path):
     (tmp_path / "data.json").write_text(json.dumps(entries))
     with pytest.raises(UserError, match="Of 24 records looked up, 3 cannot be used.*short_caption is missing"):
         train(config((model, str(tmp_path / "data.json"), images), tmp_path / "run", **SETTINGS, validation=0))
-
-
-def test_models_of_other_short_positions_are_other_models():
-    backbone = tiny_clip()
-    digests = [backbone.digest()]
-    for value in (0.0, 1.0):
-        set_short_positions(backbone.text.tower, torch.full((77, 32), value))
-        digests.append(backbone.digest())
-    assert len(set(digests)) == 3
-
-
-def test_every_setting_of_the_packages_recipes_is_an_option_with_help(capsys):
-    settings = {part.name for part in fields(FixClip) if part.metadata.get("is_setting", True)}
-    assert settings == set(RECIPE_OPTIONS)
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    _, *explained = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
-    lengths = {text.split()[0]: len(text.split()) for text in explained}
-    assert all(lengths[name.replace("_", "-")] > 5 for name in settings)

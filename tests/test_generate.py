@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusionPipeline
@@ -47,6 +48,10 @@ def save_encoder(folder, width=None, encoder=None):
 
 def content(path):
     return Image.open(path).tobytes()
+
+
+def pixels(path):
+    return np.asarray(Image.open(path)).astype(int)
 
 
 def lines_of(path):
@@ -195,7 +200,7 @@ def test_a_folder_of_images(folder, tmp_path):
         assert make(tmp_path, LINES[i], seed=i).read_bytes() == (folder / names[i]).read_bytes()
 
 
-def test_entries_with_settings_of_their_own_and_a_bad_line_keeps_its_number(many):
+def test_entries_with_settings_of_their_own_and_a_bad_line_keeps_its_number(many, tmp_path):
     entries = [
         {"prompt": " a star", "negative_prompt": LONG, "seed": 7},
         {"prompt": "a star", "negative_prompt": "", "seed": 7},
@@ -210,6 +215,10 @@ def test_entries_with_settings_of_their_own_and_a_bad_line_keeps_its_number(many
     assert index[3]["file"] == "00004-4-unicode.png"
     assert [line["where"] for line in lines_of(folder / "left-out.jsonl")] == ["line 3"]
     assert len(set(images(folder).values())) == 4
+    for number in (0, 1, 3):  # each as if it were alone in its batch
+        given = {"negative_prompt": "grey"} | entries[number + (number > 1)] | {"seed": index[number]["seed"]}
+        alone, together = make(tmp_path, **given), folder / index[number]["file"]
+        assert abs(pixels(alone) - pixels(together)).max() < 3, number
     before = images(folder)
     entries[2] = {"prompt": "mended"}
     many("own", entries, kind="jsonl", batch=4, negative_prompt="grey")

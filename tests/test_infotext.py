@@ -247,6 +247,23 @@ def test_an_image_of_this_package_is_drawn_again(tmp_path, capsys):
     assert not re.search(rf": ({'|'.join(given)}) ", capsys.readouterr().out)
 
 
+def test_the_line_for_other_programs_says_what_was_drawn(tmp_path, sdxl_folder):
+    """Of a checkpoint whose name looks like fields, and of an image that is no square."""
+    (base := tmp_path / 'x, Seed: 9, "Size: 8x8').symlink_to(sdxl_folder)
+    drawn = {
+        "negative_prompt": "grey, Seed: 1",
+        "seed": 5,
+        "steps": 1,
+        "guidance_scale": 4.0,
+        "width": 96,
+        "height": 64,
+    }
+    path = generate(GenerateConfig("a ring", base=str(base), output=str(tmp_path / "a.png"), device="cpu", **drawn))
+    with Image.open(path) as image:
+        line = image.text["parameters"]
+    assert read_image(png(tmp_path / "line.png", parameters=line)).settings.items() >= drawn.items()
+
+
 def test_an_image_of_another_program_is_drawn_as_it_reads(tmp_path, sdxl_folder, capsys):
     text = re.sub("832x1216", "64x48", A1111).replace("Steps: 20", "Steps: 2")
     like = png(tmp_path / "like.png", parameters=f"{text}, Hires upscale: 2")

@@ -1,15 +1,12 @@
-"""Short prompts as in diffusers and long ones read, in every class; some of the rest, all of which is in tests/slow."""
+"""Short prompts as in diffusers and long ones read, in every class; some of the rest, which is in tests/slow."""
 
 import diffusers
 import pytest
-from helpers.matrix import CASES, CELLS, FEATURES, REFUSED, check
+from helpers.matrix import PART, REFUSED, check
 
 from debias_diffusion.pipelines import with_long_prompts
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-ROWS, COLUMNS = list(CASES), list(FEATURES)
-# Each class meets other features in turn.
-PART = [(name, at) for name, at in CELLS if at in COLUMNS[:2] or (ROWS.index(name) + COLUMNS.index(at)) % 5 == 0]
 
 
 @pytest.mark.parametrize(("name", "feature"), PART)

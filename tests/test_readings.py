@@ -52,10 +52,12 @@ def test_a_repeated_text_leaves_attention_as_it_is(pipe):
     assert pipe.prompt_layout("cat " * 80, negative_prompt="cat " * 160).positions == 6 * 77
 
 
-def test_parts_are_averaged_with_their_strengths(pipe):
-    pipe.set_long_prompt(emphasis="comfyui", breaks="average")
-    cat, bird = pipe.encode_prompt("a (red:1.3) cat"), pipe.encode_prompt("a blue bird")
-    both = pipe.encode_prompt("a (red:1.3) cat BREAK:3 a blue bird")
+@pytest.mark.parametrize(("reading", "count"), [("overlap", 1), ("cut", 40)])
+def test_parts_are_averaged_with_their_strengths(pipe, reading, count):
+    pipe.set_long_prompt(emphasis="comfyui", breaks="average", reading=reading)
+    red = "a (red:1.3) cat, " * count
+    cat, bird = pipe.encode_prompt(red), pipe.encode_prompt("a blue bird")
+    both = pipe.encode_prompt(f"{red}BREAK:3 a blue bird")
     for at in (0, 2):  # embeds and pooled
         assert_close(both[at], (cat[at] + 3 * bird[at]) / 4)
 

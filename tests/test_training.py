@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +35,9 @@ from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders.loading import load_backbone
 from debias_diffusion.encoders.spec import load_two_tower
 from debias_diffusion.errors import OutOfMemory, UserError
-from debias_diffusion.training import loop, two_tower
+from debias_diffusion.training import loop, progress, two_tower
 from debias_diffusion.training.optimizer import AdamW
-from debias_diffusion.training.progress import Moment, pace
+from debias_diffusion.training.progress import Moment, Pace, Step, pace
 from debias_diffusion.training.two_tower import prepare_backbone, train
 
 CPU = torch.device("cpu")
@@ -132,6 +133,30 @@ def test_too_little_memory_names_a_chunk_with_which_the_run_continues(world, fin
         is_the_same_run(output, finished_run)
 
 
+def test_the_plan_counts_what_is_frozen_and_the_checkpoints_that_are_kept(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "GB", 1.0)  # bytes, of so small a model
+    train(config(world, tmp_path / "run", freeze_image_tower=True, max_steps=1, keep=3))
+    printed, content = capsys.readouterr().out, checkpoint(tmp_path / "run", 1)
+    memory, disk = (float(re.search(rf"{name} +([\d.]+) GB", printed)[1]) for name in ("memory", "disk"))
+    weights = sum(tensor.nbytes for tensor in content["model"].values())
+    trained = sum(averages["exp_avg"].nbytes for averages in content["optimizer"]["adamw"]["state"].values())
+    assert 0 < trained < 0.9 * weights and memory == pytest.approx(weights + 3 * trained, rel=0.01)
+    assert disk == pytest.approx(4 * (weights + 2 * trained) + weights, rel=0.01)
+
+
+def test_the_pace_is_of_the_steps_since_the_last_line_without_the_first_of_all():
+    noted, now = [], 0.0
+    run = Pace(20, 8, CPU, noted.append)
+    run._previous._seconds = now
+    for number, (waited, worked) in enumerate([(5, 4), (0.5, 1.5), (1, 3), (0, 1)], 1):
+        begun, made = Moment(CPU), Moment(CPU)
+        begun._seconds, made._seconds = now + waited, (now := now + waited + worked)
+        run.add(Step(number, 0.1, None, [], torch.zeros(0), begun, made))
+    assert [step.took["seconds"].get("left") for step in noted] == [None, None, 51.0]
+    assert noted[2].took["seconds"] == {"step": 3.0, "waiting": 0.75, "left": 51.0}
+    assert "2.7 pairs a second, 25% of the time waiting for data; 51 s to the end" in noted[2].words
+
+
 def test_a_step_is_given_before_the_one_before_it_is_waited_for(world, tmp_path, monkeypatch):
     order, update, wait = [], AdamW.step, Moment.wait
     monkeypatch.setattr(AdamW, "step", lambda *step: order.append("given") or update(*step))
@@ -190,6 +215,27 @@ def test_three_such_steps_in_a_row_stop_the_run(world, tmp_path, poison):
         with pytest.raises(UserError, match=r"loss of step 3 is not finite.*like the 2 before it.*not-finite.jsonl"):
             train(config(world, tmp_path / "run", validation=0, eval_every=9))
         assert len(lines_of(tmp_path / "run" / "not-finite.jsonl")) == 3
+
+
+@pytest.mark.parametrize("step", [3, STEPS])
+def test_a_run_that_is_asked_to_stop_saves_its_step_and_one_in_its_last_step_ends(
+    world, finished_run, tmp_path, monkeypatch, step
+):
+    backward, begun = two_tower.backward, []
+
+    def asked(*given, **options):
+        begun.append(1)
+        if len(begun) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return backward(*given, **options)
+
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(two_tower, "backward", asked)
+        assert train(config(world, run)) == (run / "last" if step == STEPS else None)
+    assert len(begun) == step and (run / f"checkpoint-{step:08}").exists()
+    train(config(world, run))
+    is_the_same_run(run, finished_run)
 
 
 def test_a_second_ctrl_c_stops_at_once(world, tmp_path, monkeypatch):
@@ -271,6 +317,13 @@ def test_twelve_pairs_train_with_the_defaults_and_are_told_that_it_is_little(wor
     again = killed_copy(tmp_path / "run", tmp_path / "again", 4)
     train(config(few, again, **recorded | dict(max_steps=None, epochs=3)))
     is_the_same_run(again, tmp_path / "run")
+
+
+@pytest.mark.parametrize("warmup", [20, 2, 1])
+def test_a_run_of_warm_up_alone_is_told_in_the_plan_and_at_the_end(world, tmp_path, capsys, monkeypatch, warmup):
+    monkeypatch.setattr(progress, "FEW_STEPS", 2)  # two are many
+    train(config(world, tmp_path, max_steps=2, warmup=warmup, eval_every=9, checkpoint_every=9))
+    assert capsys.readouterr().out.count("--warmup 0") == (2 if warmup > 1 else 0)
 
 
 # ---- runs that continue from what was changed, damaged or left unfinished since they stopped

@@ -75,7 +75,7 @@ def test_whatever_kills_it_the_end_is_the_same(job, world, tmp_path):
         began = time.monotonic()
         finish(arguments(world, tmp_path / name), tmp_path / f"{name}.txt")
     whole, expected = time.monotonic() - began, result(tmp_path / "alone")
-    for number in rounds(seconds=12):
+    for number in rounds(seconds=5):
         rng = random.Random(number)
         output, screen, events = tmp_path / f"run-{number}", tmp_path / f"run-{number}.txt", f"round {number}"
         for _ in range(rng.randint(1, 4)):

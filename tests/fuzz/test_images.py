@@ -101,7 +101,7 @@ def test_a_shard_is_read_as_far_as_it_can_be(tmp_path):
             counts["refused" if refused else "opened"] += 1
         assert set(modes) == {"RGB"}
 
-    fuzz(search, seconds=20, count=100)
+    fuzz(search, seconds=10, count=100)
     print(counts)
     assert all(counts.values())
 
@@ -134,4 +134,4 @@ def test_settings_in_images_are_read_or_refused_in_plain_words(tmp_path):
             sentences = [str(error)]
         assert not NOT_PLAIN.search(str(sentences))
 
-    fuzz(search, seconds=10)
+    fuzz(search, seconds=5)

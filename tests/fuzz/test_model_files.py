@@ -23,7 +23,7 @@ from debias_diffusion.errors import UserError
 from debias_diffusion.pipelines.rendering.checkpoints import Checkpoint
 
 MEMORY = 6 << 30  # bytes of addresses that loading may take besides what is taken before
-FOR = 20  # seconds
+FOR = 10  # seconds
 
 
 def test_damaged_models_are_loaded_or_refused(tmp_path):

@@ -37,4 +37,4 @@ def test_an_answer_is_read_or_told(monkeypatch):
             assert str(told).isprintable()
 
     with openai_server.serve_replies(parts=parts) as (url, _):
-        fuzz(search, seconds=8, count=100)
+        fuzz(search, seconds=4, count=100)

@@ -86,4 +86,4 @@ def test_a_file_is_read_or_refused_and_every_entry_counts(tmp_path, entry, names
             path.write_bytes(data.draw(damaged_bytes(path.read_bytes())))
             refused_or(counted, path)
 
-    fuzz(search, seconds=12)
+    fuzz(search, seconds=6)

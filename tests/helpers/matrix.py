@@ -190,3 +190,6 @@ def applies(name: str, feature: str) -> bool:
 
 
 CELLS = [(name, feature) for name in CASES for feature in FEATURES if applies(name, feature)]
+ROWS, COLUMNS = list(CASES), list(FEATURES)
+# Of the fast tests: each class meets other features in turn.
+PART = [(name, at) for name, at in CELLS if at in COLUMNS[:2] or (ROWS.index(name) + COLUMNS.index(at)) % 5 == 0]

@@ -55,12 +55,19 @@ def wait_for_step(output: Path, step: int, process: subprocess.Popen) -> None:
 # ---- asked to stop
 
 
+STOPPED = dict(checkpoint_every=1000, max_steps=100, eval_every=1000)
+
+
+@pytest.fixture(scope="module")
+def unbroken(world, tmp_path_factory):
+    return train(config(world, tmp_path_factory.mktemp("unbroken"), **STOPPED)).parent
+
+
 @pytest.mark.parametrize("asked_with", [signal.SIGTERM, signal.SIGINT, None])
-def test_a_signal_to_all_processes_of_a_run_writes_a_checkpoint(world, tmp_path, asked_with):
+def test_a_signal_to_all_processes_of_a_run_writes_a_checkpoint(world, unbroken, tmp_path, asked_with):
     """With None SIGTERM, to two processes."""
-    settings, output = dict(checkpoint_every=1000, max_steps=100, eval_every=1000), tmp_path / "run"
-    command = PROGRAM if asked_with else LAUNCHER
-    process = start([*command, *train_options(config(world, output, workers=2, **settings))])
+    command, output = PROGRAM if asked_with else LAUNCHER, tmp_path / "run"
+    process = start([*command, *train_options(config(world, output, workers=2, **STOPPED))])
     wait_for_step(output, 2, process)
     assert len(workers_of(process)) == (2 if asked_with else 6)
     for _ in range(1 if asked_with == signal.SIGINT else 3):  # schedulers repeat SIGTERM, and a launcher passes it on
@@ -70,9 +77,8 @@ def test_a_signal_to_all_processes_of_a_run_writes_a_checkpoint(world, tmp_path,
     assert len(list(output.glob("checkpoint-*"))) == 1
     if asked_with:
         assert process.returncode == 0
-        train(config(world, output, **settings))
-        train(config(world, tmp_path / "alone", **settings))
-        is_the_same_run(output, tmp_path / "alone")
+        train(config(world, output, **STOPPED))
+        is_the_same_run(output, unbroken)
 
 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
