@@ -23,8 +23,8 @@ StepEmbeddings = list[
 class ThreadValue(threading.local):
     """A value of each thread, at first the same in all."""
 
-    def __init__(self, value: Any):  # an attribute of the class is what torch 2.8 would compile
-        self.value: Any = value
+    def __init__(self, value):  # an attribute of the class is what torch 2.8 would compile
+        self.value = value
 
 
 @dataclass
