@@ -168,9 +168,9 @@ def _sharpening(attn: Attention, own: Callable | None) -> Any:
 
     def masked(hidden_states, encoder_hidden_states=None, attention_mask=None, **kwargs) -> torch.Tensor:
         # An IP-Adapter's images come behind the text.
-        text = encoder_hidden_states[0] if isinstance(encoder_hidden_states, tuple) else encoder_hidden_states
-        if (set_powers := powers.value) is not None and text.shape[1] > TRAINED_POSITIONS:
-            attention_mask = sharpening_mask(attn, hidden_states, text, set_powers, attention_mask)
+        text: Any = encoder_hidden_states[0] if isinstance(encoder_hidden_states, tuple) else encoder_hidden_states
+        if powers.value is not None and text.shape[1] > TRAINED_POSITIONS:
+            attention_mask = sharpening_mask(attn, hidden_states, text, powers.value, attention_mask)
         arguments = hidden_states, encoder_hidden_states, attention_mask
         return own(*arguments, **kwargs) if own else class_forward(attn, *arguments, **kwargs)
 
