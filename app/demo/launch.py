@@ -37,13 +37,16 @@ def open_app(config: AppConfig):
         print(f"Warning: {notice} Give --user and a password to restrict access.", file=sys.stderr, flush=True)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from debias_diffusion.devices import DTYPES, pick_device
-    from debias_diffusion.eval.judge import load_judge
-    from debias_diffusion.eval.options import Judging
 
     from . import page
     from .models import DemoModels
 
-    judge = load_judge(Judging(judge=config.judge, server=config.server)) if config.judge or config.server else None
+    judge = None
+    if config.judge or config.server:
+        from debias_diffusion.eval.judge import load_judge
+        from debias_diffusion.eval.options import Judging
+
+        judge = load_judge(Judging(judge=config.judge, server=config.server))
     models = DemoModels(config.base, config.encoders, pick_device(config.device), DTYPES.get(config.precision))
     from starlette.middleware import Middleware  # comes with gradio, which is missed first where it is missing
     from starlette.middleware.trustedhost import TrustedHostMiddleware

@@ -63,7 +63,7 @@ def test_programs_get_the_page_s_images_and_restore_their_settings(client, tmp_p
     png = handle_file(expected[1].save(tmp_path))
     status, shown, prompt, restored, *settings = client.predict(png, api_name="/settings")
     assert status == "All settings are restored." and (prompt, restored) == (LONG, encoders)
-    assert settings == ["", "7", 2, 3, 48, 48, 1, "Euler", "", "overlap", 1.0, 1.0, False, 0]
+    assert settings == ["", "7", 2, 3, 48, 48, 1, "Euler", "", "overlap", 1.0, False, 0]
     assert shown[0]["caption"] == reference and "objects right" in shown[1]["caption"]
 
 
@@ -130,7 +130,7 @@ def test_a_full_queue_refuses_and_tokens_are_counted_meanwhile(visitor, client, 
         yield from ()
 
     monkeypatch.setattr("debias_diffusion.app.demo.page.render_request", waiting)
-    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", "", "overlap", 1.0, 1.0, False, 0]}
+    body = {"data": ["a", ["toy/clip"], "", "0", 1, 3, 48, 48, 1, "Euler", "", "overlap", 1.0, False, 0]}
     try:
         assert visitor.post("gradio_api/call/generate", json=body).is_success
         wait_until(started.is_set)
