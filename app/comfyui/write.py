@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]  # of a checkout; the package's folder, where it is installed
 WORKFLOWS = "example_workflows"  # where ComfyUI looks for them, for its list of templates
+WROTE = "Wrote {0}: restart ComfyUI, and drag {0}/example_workflows/long_prompt.json into its page."
 HELP = "web/docs"  # where it looks for a node's page: `WEB_DIRECTORY` of `__init__.py`, then `docs`
 
 
@@ -50,7 +51,7 @@ def write_node(config: "ComfyUIConfig") -> Path:
     output = Path(config.output)
     with written_folder(output, "comfyui") as folder:
         write_pack(folder)
-    print(f"Wrote {output}: restart ComfyUI, and drag {output / WORKFLOWS / 'long_prompt.json'} into its page.")
+    print(WROTE.format(output))
     return output
 
 
@@ -75,3 +76,4 @@ if __name__ == "__main__":
     if output.exists():
         parser.error(f"{output} exists. Move it away, or give a new folder.")
     write_pack(output)
+    print(WROTE.format(output))
