@@ -72,14 +72,14 @@ def _result(name: str, work: Callable) -> dict:
     return result
 
 
-def most_memory(pipe: StableDiffusionXLPipeline, pixels: int) -> dict[str, float]:
+def most_memory(pipe: StableDiffusionXLPipeline, pixels: int) -> tuple[float, float]:
     """GB that an image with guidance takes at most, counted for SDXL's layout. A GPU needs half a gigabyte more.
 
     Of a UNet's step and of the decoding, as many tensors of the widest layer at full resolution as are alive at once,
     see benchmarks/sdxl_memory.py. The length of the prompt does not show in it.
 
     Returns:
-        "all models on the device", and "one model at a time", as `--low-memory` keeps them on an NVIDIA GPU.
+        with all models on the device, and with one model at a time, as `--low-memory` keeps them on an NVIDIA GPU.
     """
     models = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
     weights = {name: sum(weight.nbytes for weight in part.parameters()) for name, part in models.items()}
@@ -90,14 +90,14 @@ def most_memory(pipe: StableDiffusionXLPipeline, pixels: int) -> dict[str, float
     step = 31.5 * unet.config.block_out_channels[0] * unet.dtype.itemsize * pixels / pipe.vae_scale_factor**2
     alone = {**weights, "unet": weights["unet"] + step, "vae": weights["vae"] + decoding}
     together = sum(weights.values()) + max(step, decoding)
-    return {"all models on the device": together / 1e9, "one model at a time": max(alone.values()) / 1e9}
+    return together / 1e9, max(alone.values()) / 1e9
 
 
 def _model_checks(config: CheckConfig, device: torch.device, pixels: int) -> dict[str, dict]:
     """All checks but the images. The checkpoint is loaded once, for stock diffusers and for this package."""
     with explain_memory(device, "Try --precision bf16."):
         ours = load_pipeline(config.base, None, device, DTYPES.get(config.precision))
-    whole, alone = most_memory(ours, pixels).values()
+    whole, alone = most_memory(ours, pixels)
     has = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
     print(f"An image takes {whole:.1f} GB at most, counted, and {alone:.1f} GB with one model at a time.", end=" ")
     print(f"{device} has {has / 1e9:.1f} GB.", flush=True)

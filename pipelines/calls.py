@@ -36,7 +36,7 @@ class Call:
     parts: StepEmbeddings = field(default_factory=list)  # gets what was encoded for these
     sources: list[str] = field(default_factory=list)  # gets the schedules, as they are written
     view: Callable | None = None  # what the call has for its UNet; None: the UNet
-    words: Sequence | None = None  # of the embeddings that are passed to the call
+    words: Sequence = ()  # of the embeddings that are passed to the call
     known: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # texts' embeddings, see `note`
     stack: ExitStack = field(default_factory=ExitStack)  # contexts that end with the call
 

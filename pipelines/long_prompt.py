@@ -183,10 +183,9 @@ class LongPromptMixin(CallMixin):
         if call and call.options.sharpen != 1:
             for batch, (embeds, _) in zip(batches, encoded, strict=True):
                 if batch:
-                    call.note(embeds.to(device, dtype), batch.words)
-            call.note(
-                (row for each in given[:2] if each is not None for row in each), torch.as_tensor(call.words or [])
-            )
+                    call.note(embeds.to(device, dtype), batch.words.to(device))
+            rows = (row for each in given[:2] if each is not None for row in each.to(device, dtype))
+            call.note(rows, torch.as_tensor(call.words, device=device))
 
         @functools.cache  # some steps have the same texts
         def arrange(*numbers: tuple[int, ...] | None) -> Embeddings:
@@ -374,7 +373,8 @@ def _long_prompt_call(cls: type, is_first: bool) -> Callable:
                 self.register_modules(**{name: part})
         with calling(self, None if long_prompt is None else LongPromptOptions.of(long_prompt)) as call:
             if call.options.sharpen != 1:
-                call.view, call.words = functools.cache(partial(view_of, call)), words
+                call.view = functools.cache(partial(view_of, call))
+                call.words = () if words is None else words
             if is_first and call.options.reading == "a1111":
                 args, kwargs = exchange_embeddings(self, call, signature.bind(self, *args, **kwargs))
             return run(*args, **kwargs)

@@ -45,7 +45,7 @@ def sharpened(unet: torch.nn.Module, power: float, words: torch.Tensor | None = 
     with _replaced_forwards(unet) as values:
         if any(value.value is not None for value in values):
             raise ValueError("the UNet is sharpened in this thread already: leave that context before the next.")
-        with _set_values(values, torch.tensor(power) if words is None else powers_of(words, power)):
+        with _set_values(values, float(power) if words is None else powers_of(words, power)):
             yield
 
 
@@ -121,16 +121,13 @@ def _set_values(values: list[ThreadValue], new: Any) -> Iterator[None]:
 @contextmanager
 def _replaced_forwards(unet: torch.nn.Module) -> Iterator[list[ThreadValue]]:
     """Within the context, each cross-attention is sharpened by one of these, None at first: powers [rows, positions],
-    or of all positions but the first []."""
+    or one power, of all positions but the first."""
     with ExitStack() as stack:
         attentions = [
             module for module in unet.modules() if isinstance(module, Attention) and module.is_cross_attention
         ]
         # Unlike a hook, a `forward` is noticed by a UNet that is compiled already.
-        yield [
-            stack.enter_context(_replaced(attn, "forward", functools.partial(_sharpening, attn))).value
-            for attn in attentions
-        ]
+        yield [stack.enter_context(_replaced(attn, functools.partial(_sharpening, attn))).value for attn in attentions]
 
 
 _USERS: Counter = Counter()  # calls and contexts under way, by what was set for them
@@ -138,17 +135,16 @@ _LOCK = threading.RLock()  # of _USERS
 
 
 @contextmanager
-def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator[Any]:
-    """Within the context, an attribute of the module's own is what `replace` makes of it; for all users the same.
+def _replaced(module: Any, replace: Callable[[Any], Any]) -> Iterator[Any]:
+    """Within the context, the module's own `forward` is what `replace` makes of it; for all users the same.
 
-    Args:
-        name: "forward" may be set on the object here, or by accelerate's and diffusers' offloading.
+    It may be set on the object here, or by accelerate's and diffusers' offloading.
     """
     with _LOCK:
-        new = vars(module).get(name)
+        new = vars(module).get("forward")
         if not _USERS[new]:
             new = replace(new)
-            setattr(module, name, new)
+            module.forward = new
         _USERS[new] += 1
     try:
         yield new
@@ -157,8 +153,8 @@ def _replaced(module: Any, name: str, replace: Callable[[Any], Any]) -> Iterator
             _USERS[new] -= 1
             if not _USERS[new]:
                 del _USERS[new]
-                if vars(module).get(name) is new:  # no hook came or went meanwhile
-                    vars(module).update({name: new.own}) if new.own else vars(module).pop(name)
+                if vars(module).get("forward") is new:  # no hook came or went meanwhile
+                    vars(module).update(forward=new.own) if new.own else vars(module).pop("forward")
 
 
 def _sharpening(attn: Attention, own: Callable | None) -> Any:
@@ -190,7 +186,7 @@ def sharpening_mask(
     attn: Attention,
     hidden_states: torch.Tensor,
     text: torch.Tensor,
-    powers: torch.Tensor,
+    powers: torch.Tensor | float,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What is added to the logits l, so that softmax gives words P(words) softmax_words(t l), and the others what they
@@ -199,15 +195,14 @@ def sharpening_mask(
     Args:
         hidden_states: [rows, places, width]
         text: [rows, positions, width of the text]
-        powers: t of words, and 1 of others, [rows or a divisor, positions]; or t of all positions but the first, [].
+        powers: t of words, and 1 of others, [rows or a divisor, positions]; or t of all positions but the first.
         attention_mask: another mask in diffusers' form, which holds too.
 
     Returns:
         [rows * heads, places, positions], in the dtype of `hidden_states`.
     """
     rows, length, _ = text.shape
-    powers = powers.to(text.device)
-    if not powers.ndim:
+    if isinstance(powers, float):
         powers = torch.where(torch.arange(length, device=text.device) > 0, powers, 1.0)[None]
     if powers.shape[1] != length or rows % len(powers):
         raise ValueError(f"`words` is {[*powers.shape]}, but the UNet reads {rows} rows of {length} positions.")

@@ -121,7 +121,7 @@ def differ(pipe, texts, run, unlike_plain=1e-5):
 
 
 @pytest.mark.parametrize("sink", [0.0, 8.0])
-@pytest.mark.parametrize("powers", [torch.tensor(POWER), None])
+@pytest.mark.parametrize("powers", [POWER, None])
 def test_the_mask_raises_words_and_leaves_others(sink, powers):
     """To the last bits of float64, however much BOS gets."""
     torch.manual_seed(0)

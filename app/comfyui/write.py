@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]  # of a checkout; the package's folder, where it is installed
 WORKFLOWS = "example_workflows"  # where ComfyUI looks for them, for its list of templates
-WROTE = "Wrote {0}: restart ComfyUI, and drag {0}/example_workflows/long_prompt.json into its page."
+WROTE = f"Wrote {{0}}: restart ComfyUI, and drag {{0}}/{WORKFLOWS}/long_prompt.json into its page."
 HELP = "web/docs"  # where it looks for a node's page: `WEB_DIRECTORY` of `__init__.py`, then `docs`
 
 

@@ -132,8 +132,9 @@ def render_batch(
             left = [(last - calls, part) for last, part in of_stage if last >= calls] or of_stage[-1:]
             exchange = ExchangeEmbeddings(left, check_latents, ["latents"])
             with np.errstate(invalid="ignore"), calling(stage) as call:  # NaN is reported below
-                for _, part in of_stage:
-                    call.note((row for name in EMBEDDINGS[:2] for row in part.get(name, ())), part.get("words", ()))
+                for part in (part for _, part in of_stage if "words" in part):
+                    embeds = torch.cat([part[name] for name in EMBEDDINGS[:2] if name in part])
+                    call.note(*(each.to(stage._execution_device) for each in (embeds, part["words"])))
                 output = stage(
                     **{name: left[0][1][name].to(stage._execution_device) for name in EMBEDDINGS if name in left[0][1]},
                     **settings | ({"image": output.images} if output else {}),
