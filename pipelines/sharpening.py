@@ -202,7 +202,7 @@ def sharpening_mask(
         [rows * heads, places, positions], in the dtype of `hidden_states`.
     """
     rows, length, _ = text.shape
-    if isinstance(powers, float):
+    if not isinstance(powers, torch.Tensor):
         powers = torch.where(torch.arange(length, device=text.device) > 0, powers, 1.0)[None]
     if powers.shape[1] != length or rows % len(powers):
         raise ValueError(f"`words` is {[*powers.shape]}, but the UNet reads {rows} rows of {length} positions.")
