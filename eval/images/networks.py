@@ -36,10 +36,8 @@ ImageLike = Image.Image | str | os.PathLike | Callable[[], Image.Image]
 
 def load_image(image: ImageLike) -> Image.Image:
     """The image, as RGB. Raises UserError for a file that cannot be read."""
-    if isinstance(image, Image.Image):
-        return image.convert("RGB")
-    if callable(image):
-        return image()
+    if not isinstance(image, str | os.PathLike):
+        return image() if callable(image) else image.convert("RGB")
     advice = "Delete it, and start the command that generated it again."
     with explain_failure(f"The image {os.fspath(image)!r} cannot be used", advice):
         return open_image(image)
