@@ -19,7 +19,7 @@ from debias_diffusion.toyworld.render import render
 from debias_diffusion.toyworld.scenes import ARRANGEMENTS, COLOURS, KINDS, PLACES, Thing, scene
 
 from .intervals import ends, hits_interval, wilson
-from .multimodal import ServerModel
+from .multimodal import ANSWER, LEAST, TOP, ServerModel
 from .options import Judging
 from .report import Table, cell
 from .session import ResultCache
@@ -81,7 +81,8 @@ class Questioning:
     """
 
     def __init__(self, config: Judging, output: str):
-        self._results, self._judge, self.depends = ResultCache(output), load_judge(config), {"judge": config.judge}
+        self._results, self._judge = ResultCache(output), load_judge(config)
+        self.depends = {"judge": config.judge, "rule": [ANSWER, TOP, LEAST]}  # by which yes and no are read
         self.of_toys = self._results.result("judge", self.depends, lambda: control(self._judge))
 
     def ask(self, asked: Sequence[OfImage], title: str) -> list[list[float | None]]:

@@ -46,6 +46,7 @@ def evaluate_judge(config: JudgeConfig) -> dict:
 
     Returns:
         settings, versions, digests; "judge", see `judge.control`; "labels", its `judge.errors` by what people say;
+        unanswered ones are p(yes) = 0.5, hence no, as `following` takes them, whose rates of error these are;
         "order", for all images and by the length of their prompt in CLIP tokens: "images", and of "judge", "clip_score"
         and their "difference" the rank correlation with the share of elements that people see, "value", "low", "high"
         (95%, bootstrap over prompts, see `intervals`); "fit", whether the judge's is higher, None without CLIPScore

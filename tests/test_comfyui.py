@@ -176,6 +176,10 @@ def test_embedding_that_does_not_fit_is_left_out_for_that_encoder(embedded):
 
 
 def test_embeddings_are_found_where_comfyui_finds_them(embedded):
+    from comfyui_version import __version__
+
+    if __version__.startswith("0.3."):
+        pytest.skip("before 0.33, ComfyUI finds them behind a space or a line's end alone")
     clip, *_ = embedded
     for text, times in (
         ("a\xa0embedding:sd15\u3000b", 1),

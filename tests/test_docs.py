@@ -3,6 +3,7 @@
 tests/slow/test_docs_examples.py runs what can be run.
 """
 
+import json
 import re
 import shlex
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from helpers.modules import PACKAGE, ROOMS, ROOT
 from helpers.pages import BLOCKS, PAGES, shell_commands
+from PIL import Image
 
 import debias_diffusion
 from debias_diffusion import methods, pipelines
@@ -23,12 +25,14 @@ from debias_diffusion.app.options import AlignConfig
 from debias_diffusion.encoders import spec as encoders
 from debias_diffusion.encoders.resolve import Kind, Model, resolve
 from debias_diffusion.errors import UserError
+from debias_diffusion.eval.story import OWN_CUT, OWN_WHOLE
 from debias_diffusion.toyworld.shipped import shipped
 from debias_diffusion.training.config import TrainConfig
 from research.__main__ import COMMANDS as RESEARCH
 from research.evaluations.registry import EVALUATIONS as RESEARCH_EVALUATIONS
 from research.options import AblateConfig
 from research.reproduce.papers import read_tables
+from research.studies.quickstart import NUMBERS, PICTURE
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
 TEXTS = {name: path.read_text() for name, path in PAGES.items()}
@@ -163,3 +167,10 @@ def test_the_reference_has_every_public_name(page, package):
 def test_every_evaluation_has_its_row():
     rows = re.findall(r"^\| `([a-z-]+)[ `]", TEXTS["evaluation.md"] + TEXTS["research/evaluations.md"], re.MULTILINE)
     assert {*evaluations(), *RESEARCH_EVALUATIONS} <= set(rows)
+
+
+def test_the_readme_has_the_numbers_of_the_quickstarts_picture():
+    with Image.open(PICTURE) as image:
+        right = json.loads(image.text[NUMBERS])
+    [shown] = re.findall(r"!\[([^]]*)\]\(docs/quickstart.png\)", TEXTS["README.md"])
+    assert re.findall(r"\d+%", shown) == [f"{right[label]:.0f}%" for label in (OWN_WHOLE, OWN_CUT)]

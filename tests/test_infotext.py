@@ -72,6 +72,11 @@ def infotext(text="", to=""):
     return {"parameters": f"a\n{SHORT.replace(text, to) if to else SHORT + text}"}
 
 
+EASY = {
+    "prompt": PROMPT, "negative_prompt": READ["negative_prompt"], "seed": "1234", "guidance_scale": "6.5",
+    "use_stable_diffusion_model": "sd, xl: 1", "clip_skip": "False", "use_vae_model": "None", "width": "832",
+    "height": "1216", "sampler_name": "euler_a", "num_inference_steps": "20", "tiling": "x", "use_lora_model": "['y']",
+}  # fmt: skip
 LINES = (
     ', Emphasis: None, Wildcard: "a\n, Seed: 5", Civitai resources: [{"modelName":"x, Steps: 5"}]\n'
     "Template: {b|c}, Seed: 5\nNegative Template: d"
@@ -90,6 +95,11 @@ INFOTEXTS = [
     (infotext(", Version: f2.0.1v1.10.1-previous-1, Clip skip: 0"), {"reading": "a1111", "karras": None}, ""),
     ({"prompt": "a dog"} | infotext(), {"prompt": "a", "reading": "a1111"}, ""),
     ({"prompt": '{"1": {"class_type": "X", "inputs": {}}}'} | infotext(), {"prompt": "a"}, ""),
+    (
+        EASY,
+        READ | {"scheduler": "Euler a", "karras": None, "clip_skip": None, "emphasis": "original"},
+        "'tiling', 'use",
+    ),
 ]
 
 
@@ -206,7 +216,7 @@ HOSTILE = {
     "Fooocus": {"parameters": '{"prompt": "a", "steps": 30}'},
     "unhashable": changed(_9={"positive": [["5"], 0]}),
     "no nodes": {"prompt": '{"1": 3}'},
-    "Easy Diffusion": {"prompt": "a cat", "num_inference_steps": "25"},
+    "Easy Diffusion": {"prompt": "a cat", "use_stable_diffusion_model": "x"},
     "prompt": {"settings": '{"prompt": 7}'},
 }
 

@@ -96,6 +96,9 @@ def test_a_server_is_asked_by_several_questions_at_once_and_again_where_it_faile
         for _ in range(2):  # the second time from the cache
             assert np.allclose(found, Questioning(served(url), tmp_path).ask(asked, "ask"), atol=1e-5)
         assert len(requests) == 2 * len(QUESTIONS)
+        monkeypatch.setattr(judges, "LEAST", 0.4)  # answers that were read by another rule are not taken
+        Questioning(served(url), tmp_path).ask(asked, "ask")
+        assert len(requests) == 4 * len(QUESTIONS) + 4  # the control's too
 
 
 def test_judges_that_are_blind_are_refused(tiny, monkeypatch):

@@ -30,14 +30,14 @@ FID_FEATURES = (64, 2048)
 CACHED = "cache"  # in place of a file: the one that torch-fidelity has downloaded
 # DINOv2's position table is of 518 pixels, but it was trained at 224, and its processor uses that.
 DINOV2_SIZE = 224
-# An image's file, or a function that returns an image as RGB.
-ImageLike = str | os.PathLike | Callable[[], Image.Image]
+# An image, its file, or a function that returns it as RGB.
+ImageLike = Image.Image | str | os.PathLike | Callable[[], Image.Image]
 
 
 def load_image(image: ImageLike) -> Image.Image:
     """The image, as RGB. Raises UserError for a file that cannot be read."""
-    if callable(image):
-        return image()
+    if not isinstance(image, str | os.PathLike):
+        return image() if callable(image) else image.convert("RGB")
     advice = "Delete it, and start the command that generated it again."
     with explain_failure(f"The image {os.fspath(image)!r} cannot be used", advice):
         return open_image(image)

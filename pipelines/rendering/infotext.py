@@ -1,4 +1,4 @@
-"""Settings in an image: of this package, of A1111 and Forge (infotext), and of ComfyUI (the graph of its nodes).
+"""Settings in an image: of this package, A1111 and Forge (infotext), ComfyUI (a graph of nodes), Easy Diffusion.
 
 Only text is read, no pixel, and no file that the text names is opened.
 """
@@ -26,8 +26,8 @@ OURS = "debias-diffusion"
 _MOST = 4_000_000  # characters of a text, far more than the largest graphs have
 _ENCODINGS = ("utf-16-be", "utf-16-le", "utf-8")  # of comments; their first 8 bytes do not tell all
 _ADVICE = (
-    "Give a PNG or JPEG as A1111, Forge, ComfyUI or this package saved it; sites that share images remove settings. "
-    "Easy Diffusion, Fooocus, InvokeAI, NovelAI and SwarmUI are not read. Or give the prompt itself, without --like."
+    "Give a PNG or JPEG as A1111, Forge, ComfyUI, Easy Diffusion or this package saved it; sites that share images "
+    "remove settings. Fooocus, InvokeAI, NovelAI and SwarmUI are not read. Or give the prompt itself, without --like."
 )
 
 
@@ -81,6 +81,8 @@ def read_image(path: str | os.PathLike, loras: bool = False) -> ImageSettings:
 def _read_fields(path: str | os.PathLike) -> dict[str, str]:
     with open_regular(path) as file, Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
         fields = {key: image.info.get(key) for key in _READERS}
+        if fields[_EASY]:  # each setting is a text of its own
+            fields[_EASY] = json.dumps({key: text for key, text in image.info.items() if isinstance(text, str)})
         if image.format != "PNG":  # of which Pillow would decode the pixels first
             text = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
             texts = [text[8:].decode(each, "replace") for each in _ENCODINGS] if isinstance(text, bytes) else [text]
@@ -107,7 +109,7 @@ def _check(image: ImageSettings) -> ImageSettings:
     return image
 
 
-# ---- A1111 and Forge
+# ---- A1111, Forge and Easy Diffusion
 
 _STEPS = re.compile(r"^(?:.*, ?)?Steps: ?[\d.]+\s*(?:,|$)", re.MULTILINE)
 _FIELD = re.compile(r'(\w[^:,"\n]{0,60}): ?("[^"\\]*(?:\\.[^"\\]*)*"|[^,\n]*)(?:[,\n]\s*|$)')
@@ -148,12 +150,27 @@ def _value(text: str) -> Any:
     return text
 
 
+_EASY = "use_stable_diffusion_model"
+_EASY_FIELDS = {"num_inference_steps": "Steps", "guidance_scale": "CFG scale", "seed": "Seed", "clip_skip": "Clip skip"}
+_EASY_FIELDS |= {"sampler_name": "Sampler", _EASY: "Model"}
+
+
+def _read_easy(text: str) -> ImageSettings:
+    """The settings of Easy Diffusion by their names, read as Forge's: from version 3.5 on it draws with its code."""
+    values = {name: text for name, text in parse_object(text).items() if text not in ("None", "False")}
+    prompts = "\nNegative prompt: ".join(values.pop(name, "") for name in ("prompt", "negative_prompt"))
+    fields = {_EASY_FIELDS.get(name, name): _SAMPLERS.get(value, value) for name, value in values.items()}
+    fields |= {"App": "Easy Diffusion", "Size": "x".join(fields.pop(side, "") for side in ("width", "height"))}
+    line = ", ".join(f"{name}: {json.dumps(_value(value))}" for name, value in fields.items())
+    return _read_infotext(f"{prompts}\n{line}")
+
+
 # ---- ComfyUI
 
 _INPUTS = {"steps": "steps", "cfg": "guidance_scale", "seed": "seed", "noise_seed": "seed"}
 _INPUTS |= {"sampler_name": "scheduler", "scheduler": "schedule"}
 _SAMPLERS = {"euler": "Euler", "euler_ancestral": "Euler a", "dpmpp_2m": "DPM++ 2M", "ddim": "DDIM"}
-_SAMPLERS |= dict.fromkeys(("uni_pc", "uni_pc_bh2"), "UniPC")
+_SAMPLERS |= dict.fromkeys(("uni_pc", "uni_pc_bh2", "unipc"), "UniPC") | {"euler_a": "Euler a", "plms": "PLMS"}
 _OUR_NODE = "DebiasLongPromptEncode"
 _LORAS = ("LoraLoader", "LoraLoaderModelOnly")
 _KNOWN = {"KSampler", "KSamplerAdvanced", "KSampler (Efficient)", "EmptyLatentImage", _OUR_NODE, "CLIPSetLastLayer"}
@@ -242,5 +259,6 @@ def _read_graph(text: str) -> ImageSettings:
 _READERS = {
     SETTINGS_KEY: (lambda text: ImageSettings(OURS, parse_object(text), []), "is not this package's"),
     "prompt": (_read_graph, "has no graph with a sampler, as ComfyUI writes"),
+    _EASY: (_read_easy, "has no steps beside it, as Easy Diffusion writes"),
     PARAMETERS_KEY: (_read_infotext, "has no line with Steps, as A1111 writes"),
 }

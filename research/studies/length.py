@@ -15,6 +15,7 @@ and .json.
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, count
 from typing import NamedTuple
@@ -34,6 +35,8 @@ from .drawing import draw_texts, pipeline_of
 from .harness import publish, read_options
 
 LENGTHS, COUNTS = (77, 152, 227, 302, 527), (3, 5, 7, 9)
+# By a word of the sentence, where the first thing stands.
+SIDES = {"left": "left", "right": "right", "above": "above", "higher": "above", "below": "below", "lower": "below"}
 
 
 class Told(NamedTuple):
@@ -51,10 +54,9 @@ def with_filler(pipe, split: str, at: int, positions: int) -> Told:
     empty = PLACES.keys() - {thing.place for thing in things.things}
     filler = [wording.format(place) for wording in grammar._EMPTY for place in sorted(empty)]
     filler += [wording.format(things.background) for wording in grammar._BACKGROUNDS]
-    while pipe.prompt_layout(clean(" ".join(longer := added(sentences, filler, rng)))).positions <= positions:
-        if positions == LENGTHS[0]:
-            break
-        sentences = longer
+    longer = sentences
+    while positions > LENGTHS[0] and pipe.prompt_layout(clean(" ".join(longer))).positions <= positions:
+        sentences, longer = longer, added(longer, filler, rng)
     return Told(things, " ".join(sentences))
 
 
@@ -77,20 +79,17 @@ def related(split: str, at: int) -> Told:
         for scene in (draw_scene(rng) for _ in count())
         if len({(thing.kind, thing.colour) for thing in scene.things}) == len(scene.things)
     )
-    told = [relation(*rng.sample(pair, 2), rng) for pair in combinations(scene.things, 2)]
+    told = [relation(scene, *rng.sample(pair, 2), rng) for pair in combinations(scene.things, 2)]
     rng.shuffle(told)
     text = " ".join([grammar._summary(scene, rng).text, *(sentence for sentence, _ in told)])
     return Told(scene, text, [relation for _, relation in told])
 
 
-def relation(a: Thing, b: Thing, rng: random.Random) -> tuple[str, tuple[Thing, Thing, str]]:
-    """A sentence that is true of two things, and what it says."""
-    (ax, ay), (bx, by) = PLACES[a.place], PLACES[b.place]
-    across = ("right" if ax > bx else "left", grammar._ACROSS[ax > bx])
-    down = ("below" if ay > by else "above", grammar._DOWN[ay > by])
-    side, wordings = rng.choice([across] * (ax != bx) + [down] * (ay != by))
-    text = rng.choice(wordings).format(a=f"the {a.colour} {a.kind}", b=f"the {b.colour} {b.kind}")
-    return text[0].upper() + text[1:], (a, b, side)
+def relation(scene: Scene, a: Thing, b: Thing, rng: random.Random) -> tuple[str, tuple[Thing, Thing, str]]:
+    """A sentence that says where one thing stands beside another, and what it says."""
+    of_one_size = (replace(thing, size="small") for thing in (a, b))  # or the sentence could be about their sizes
+    text = grammar._relation(scene, *of_one_size, rng).text
+    return text, (a, b, next(side for word, side in SIDES.items() if word in text))
 
 
 def holds(seen: list[Thing], a: Thing, b: Thing, side: str) -> bool:

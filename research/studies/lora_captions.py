@@ -16,20 +16,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import trange
 
 from debias_diffusion.encoders.spec import ORIGINAL
-from debias_diffusion.eval.images.objects import compare_objects, objects_numbers
 from debias_diffusion.eval.report import Table
-from debias_diffusion.toyworld.checker import Comparison, compare, read_image
 from debias_diffusion.toyworld.grammar import caption
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, scene
+from debias_diffusion.toyworld.scenes import scene
 from research.toymodels.unet import denoising_loss, encode_pairs, in_training
 
-from .drawing import draw_texts, pipeline_of
+from .drawing import SCORES, LongPrompts, draw_texts, pipeline_of
 from .harness import publish, read_options
 
 WHOLE = {"reading": "overlap", "positions": 227}
 CAPTIONS = {"no LoRA": None, "cut captions": {"reading": "cut"}, "whole captions": WHOLE}
-SCORES = {"objects_right": "objects right, %", "objects_right_late": "first mentioned in sentence 5 or later, %"}
-SCORES |= {"objects_precision": "precision, %"}
+TITLES = {score: title for score, title in SCORES.items() if score != "empty_filled"}
 BATCH, RANK = 16, 16
 
 
@@ -49,28 +46,21 @@ def train_lora(pipe, seed: int, pairs: int, steps: int, rate: float) -> None:
             optimizer.zero_grad()
 
 
-def draw(pipe, seed: int, count: int) -> list[Comparison]:
-    """What the images of so many whole prompts show."""
-    images = draw_texts(pipe, [caption(f"test-{seed}", at).text for at in range(count)])
-    return [compare(read_image(image), scene(f"test-{seed}", at)) for at, image in enumerate(images)]
-
-
 if __name__ == "__main__":
     options = read_options(__doc__, seeds=[20, 21, 22, 23], pairs=600, steps=250, rate=3e-4, prompts=50)
-    seen = {name: [] for name in CAPTIONS}
+    shown = {name: [] for name in CAPTIONS}
     for seed in options.seeds:
+        prompts = LongPrompts([f"test-{seed}"], options.prompts)
         for name, reading in CAPTIONS.items():
             pipe = pipeline_of(ORIGINAL)
             if reading:
                 train_lora(pipe.set_long_prompt(**reading), seed, options.pairs, options.steps, options.rate)
-            seen[name] += draw(pipe.set_long_prompt(**WHOLE), seed, options.prompts)
-    numbers = [(seed, at) for seed in options.seeds for at in range(options.prompts)]
-    mentions = [caption(f"test-{seed}", at).first_mentions() for seed, at in numbers]
-    families = [(seed, at // ARRANGEMENTS) for seed, at in numbers]
-    rows = {name: objects_numbers(shown, mentions, groups=families) for name, shown in seen.items()}
-    cells = [[name, *(f"{row[score]['value']:.1f}" for score in SCORES)] for name, row in rows.items()]
-    less = compare_objects(seen["whole captions"], seen["cut captions"], mentions, groups=families)
-    ends = [f"{less[score]['low']:+.1f} to {less[score]['high']:+.1f}" for score in SCORES]
+            shown[name] += prompts.read(draw_texts(pipe.set_long_prompt(**WHOLE), prompts.texts))
+    prompts = LongPrompts([f"test-{seed}" for seed in options.seeds], options.prompts)
+    rows = {name: prompts.scores(of_lora) for name, of_lora in shown.items()}
+    cells = [[name, *(f"{row[score]['value']:.1f}" for score in TITLES)] for name, row in rows.items()]
+    less = prompts.differences(shown["whole captions"], shown["cut captions"])
+    ends = [f"{less[score]['low']:+.1f} to {less[score]['high']:+.1f}" for score in TITLES]
     cells.append(["whole less cut (95%)", *ends])
-    table = Table(["LoRA trained on", *SCORES.values()], cells)
+    table = Table(["LoRA trained on", *TITLES.values()], cells)
     publish("lora_captions", vars(options) | {"rows": rows, "whole less cut": less}, table)

@@ -15,20 +15,15 @@ from diffusers import StableDiffusionXLPipeline
 from PIL import Image
 from tqdm import tqdm
 
-from debias_diffusion.eval.images.objects import compare_objects, objects_numbers
 from debias_diffusion.eval.report import Table
 from debias_diffusion.pipelines import with_long_prompts
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.toyworld.checker import compare, read_image
-from debias_diffusion.toyworld.grammar import caption
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, scene
 from debias_diffusion.toyworld.shipped import GUIDANCE_SCALE, STEPS, shipped
 
+from .drawing import SCORES, LongPrompts
 from .harness import publish, read_options
 
 READINGS, AT_ONCE = ("overlap", "separate", "a1111", "comfyui", "kohya", "cut"), 20
-SCORES = {"objects_right": "objects right, %", "objects_right_late": "first mentioned in sentence 5 or later, %"}
-SCORES |= {"objects_precision": "precision, %", "empty_filled": "empty places filled, %"}
 Embed = Callable[[str], tuple[torch.Tensor, torch.Tensor]]  # a prompt's embeddings and pooled one, [1, ...]
 
 
@@ -79,23 +74,15 @@ if __name__ == "__main__":
     torch.set_grad_enabled(False)
     pipe = StableDiffusionXLPipeline.from_pretrained(shipped("toy/sdxl"))
     pipe.set_progress_bar_config(disable=True)
-    numbers = [(f"test-{seed}", at) for seed in options.seeds for at in range(options.prompts)]
-    captions = [caption(*number) for number in numbers]
-    mentions = [told.first_mentions() for told in captions]
-    families = [(split, at // ARRANGEMENTS) for split, at in numbers]
+    prompts = LongPrompts([f"test-{seed}" for seed in options.seeds], options.prompts)
+    texts = [clean(text) for text in prompts.texts]
     readers = {reading: ours(pipe, reading) for reading in READINGS} | {
         "compel": compel(pipe),
         "sd_embed": sd_embed(pipe),
     }
-    seen = {
-        name: [
-            compare(read_image(image), scene(*number))
-            for image, number in zip(draw(pipe, embed, [clean(told.text) for told in captions]), numbers, strict=True)
-        ]
-        for name, embed in tqdm(readers.items())
-    }
-    rows = {name: objects_numbers(shown, mentions, groups=families) for name, shown in seen.items()}
-    less = {name: compare_objects(seen["overlap"], shown, mentions, groups=families) for name, shown in seen.items()}
+    shown = {name: prompts.read(draw(pipe, embed, texts)) for name, embed in tqdm(readers.items())}
+    rows = {name: prompts.scores(of_reader) for name, of_reader in shown.items()}
+    less = {name: prompts.differences(shown["overlap"], of_reader) for name, of_reader in shown.items()}
     cells = [
         [
             name,

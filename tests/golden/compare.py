@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "golden"
-COMMIT = "9dc74b7"  # whose results the tree must give
+COMMIT = "d245356"  # whose results the tree must give
 ROOMS = ("pipelines", "eval", "app")
 PROMPTS = (
     "A red star above a blue ring.",
@@ -65,13 +65,13 @@ CASES |= {
     "generate-debias-clip": (GENERATE + " --encoder toy/debias-clip", "0*.png"),
     "generate-stretch": (GENERATE + " --encoder toy/debias-clip --encoder-2 stretch --low-memory", "0*.png"),
     "retrieval": (f"evaluate retrieval {TEXT_ENCODERS} 40 --batch-size 16", "retrieval.json"),
-    "robustness": (f"evaluate robustness {TEXT_ENCODERS} 20", "robustness.json"),
-    "attention": (f"evaluate attention --prompt '{PROMPTS[0]}' {TEXT_ENCODERS} 10", "attention.json"),
+    "robustness": (f"evaluate robustness {TEXT_ENCODERS} 40", "robustness.json"),
+    "attention": (f"evaluate attention --prompt '{PROMPTS[0]}' {TEXT_ENCODERS} 24", "attention.json"),
     "generation": (
         f"evaluate generation --encoders cut:original original separate:toy/clip toy/debias-clip {RENDER}",
         *("generation.json", "*/**/*.png"),
     ),
-    "drift": ("evaluate drift --base toy/sdxl" + f" {TEXT_ENCODERS} 8".replace("toy/clip ", ""), "drift.json"),
+    "drift": ("evaluate drift --base toy/sdxl" + f" {TEXT_ENCODERS} 24".replace("toy/clip ", ""), "drift.json"),
 }
 
 DRIVER = """
