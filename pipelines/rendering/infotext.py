@@ -156,7 +156,7 @@ _EASY_FIELDS |= {"sampler_name": "Sampler", _EASY: "Model"}
 
 
 def _read_easy(text: str) -> ImageSettings:
-    """The settings of Easy Diffusion by their names, read as Forge's: from version 3.5 on it draws with its code."""
+    """The settings of Easy Diffusion by their names, read as an infotext, in the reading of A1111."""
     values = {name: text for name, text in parse_object(text).items() if text not in ("None", "False")}
     prompts = "\nNegative prompt: ".join(values.pop(name, "") for name in ("prompt", "negative_prompt"))
     fields = {_EASY_FIELDS.get(name, name): _SAMPLERS.get(value, value) for name, value in values.items()}
