@@ -123,13 +123,18 @@ _OTHERS = re.compile(r"Sampler|Schedule(r| type)|Size|Emphasis|App|Version|Hashe
 def _read_infotext(text: str) -> ImageSettings:
     """The settings in lines of a prompt, a negative prompt and, last of its kind, "Steps: 20, Sampler: Euler, ..."."""
     *_, start = (match.start() for match in _STEPS.finditer(text))  # ValueError if there is none
-    fields, left = {}, []
+    fields = {}
     for name, value in _FIELD.findall(text[start:]):  # extensions write line ends into fields, and lines below them
         fields.setdefault(name.strip(), _value(value.strip()))
     head = "\n".join(line.strip() for line in text[:start].strip().split("\n"))
-    prompt, _, negative = map(str.strip, f"\n{head}".partition("\nNegative prompt:"))
-    settings = {setting: fields[name] for name, setting in _FIELDS.items() if name in fields}
-    settings |= {"prompt": prompt, "negative_prompt": negative or None, "reading": "a1111"}
+    prompt, _, negative = f"\n{head}".partition("\nNegative prompt:")
+    return _settings_of(prompt, negative, fields)
+
+
+def _settings_of(prompt: str, negative: str, fields: dict[str, Any]) -> ImageSettings:
+    """The settings of an image whose fields have an infotext's names."""
+    left, settings = [], {setting: fields[name] for name, setting in _FIELDS.items() if name in fields}
+    settings |= {"prompt": prompt.strip(), "negative_prompt": negative.strip() or None, "reading": "a1111"}
     settings["emphasis"] = str(fields.get("Emphasis", "Original")).lower().replace(" ", "_")
     if size := _SIZE.fullmatch(str(fields.get("Size"))):
         settings |= {side: int(pixels) for side, pixels in size.groupdict().items()}
@@ -156,13 +161,14 @@ _EASY_FIELDS |= {"sampler_name": "Sampler", _EASY: "Model"}
 
 
 def _read_easy(text: str) -> ImageSettings:
-    """The settings of Easy Diffusion by their names, read as an infotext, in the reading of A1111."""
+    """The settings of Easy Diffusion by their names, in the reading of A1111."""
     values = {name: text for name, text in parse_object(text).items() if text not in ("None", "False")}
-    prompts = "\nNegative prompt: ".join(values.pop(name, "") for name in ("prompt", "negative_prompt"))
-    fields = {_EASY_FIELDS.get(name, name): _SAMPLERS.get(value, value) for name, value in values.items()}
-    fields |= {"App": "Easy Diffusion", "Size": "x".join(fields.pop(side, "") for side in ("width", "height"))}
-    line = ", ".join(f"{name}: {json.dumps(_value(value))}" for name, value in fields.items())
-    return _read_infotext(f"{prompts}\n{line}")
+    prompts = [values.pop(name, "") for name in ("prompt", "negative_prompt")]
+    fields = {_EASY_FIELDS.get(name, name): _value(_SAMPLERS.get(value, value)) for name, value in values.items()}
+    fields |= {"App": "Easy Diffusion", "Size": "x".join(str(fields.pop(side, "")) for side in ("width", "height"))}
+    if not isinstance(fields.get("Steps"), int | float):
+        raise ValueError("no steps")
+    return _settings_of(*prompts, fields)
 
 
 # ---- ComfyUI
