@@ -26,18 +26,16 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from debias_diffusion.encoders.spec import ORIGINAL
-from debias_diffusion.eval.images.objects import objects_numbers
 from debias_diffusion.eval.report import Table
 from debias_diffusion.files import write_json
 from debias_diffusion.text.tokens import clean
-from debias_diffusion.toyworld.checker import compare, read_image
 from debias_diffusion.toyworld.grammar import caption
-from debias_diffusion.toyworld.scenes import ARRANGEMENTS, scene
+from debias_diffusion.toyworld.scenes import scene
 from research.toymodels.scores import score_sdxl
 from research.toymodels.stage import run_stage
 from research.toymodels.unet import Pairs, denoising_loss, encode_pairs, in_training, saved_pairs
 
-from .drawing import draw_texts, pipeline_of
+from .drawing import SCORES, LongPrompts, draw_texts, pipeline_of
 from .harness import publish, read_options
 from .worlds import scenes_of
 
@@ -54,7 +52,6 @@ KEYS_VALUES = ("to_k", "to_v")
 # By name: the layers of cross-attention, the rank, the peak of the learning rate.
 LORAS = {"none": None} | {f"kv-{rank}": (KEYS_VALUES, rank, 2e-3) for rank in (4, 16, 64)}
 LORAS |= {"all-64": ((*KEYS_VALUES, "to_q", "to_out.0"), 64, 1e-3)}
-SCORES = {"objects_right": "objects right, %", "objects_right_late": "late, %", "empty_filled": "empty filled, %"}
 
 
 def pairs_of(pipe, reading: str, folder: Path, count: int) -> list[Pairs]:
@@ -97,13 +94,10 @@ def train_lora(folder: Path, pipe, by_turns: list[Pairs], lora: tuple, steps: in
     pipe.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(pipe.unet))
 
 
-def scores_of(pipe, split: str, prompts: int) -> dict:
-    captions = [caption(split, at) for at in range(prompts)]
-    images = draw_texts(pipe, [told.text for told in captions])
-    shown = [compare(read_image(image), scene(split, at)) for at, image in enumerate(images)]
-    groups = [at // ARRANGEMENTS for at in range(prompts)]
-    numbers = objects_numbers(shown, [told.first_mentions() for told in captions], groups=groups)
-    return numbers | {"short": score_sdxl(pipe, split, prompts)[0]["objects"]}
+def scores_of(pipe, split: str, count: int) -> dict:
+    prompts = LongPrompts([split], count)
+    scores = prompts.scores(prompts.read(draw_texts(pipe, prompts.texts)))
+    return scores | {"short": score_sdxl(pipe, split, count)[0]["objects"]}
 
 
 def cell(folder: Path, unet: str, row: str, lora: str, options) -> dict:

@@ -44,11 +44,8 @@ from research.toymodels.unet import Pairs, denoising_loss, encode_pairs, in_trai
 from .harness import read_options
 from .tags import tagged
 
-FIRST, FEW, MANY = (
-    600_000,
-    8000,
-    60_000,
-)  # captions that no other toy model has learned from; pairs; of the shipped UNet
+FIRST = 600_000  # captions from here on, which no other toy model has learned from
+FEW, MANY = 8000, 60_000  # pairs; the shipped UNet had as many as the second
 LENGTHS = (TRAINED_POSITIONS, 152, 227)
 
 
